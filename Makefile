@@ -1,0 +1,26 @@
+# make demo: install, train the embedded suite, walk it, write results/nano/report.html
+# make test: install, run every test          make lint: ruff, pyright, import-linter
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint .venv
+
+# The stamp is written last: an interrupted install is not taken for a finished one.
+.venv: .venv/installed
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/python -m tracker.pythia --model nano --out results/nano --wandb offline
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports

@@ -1,0 +1,105 @@
+"""Two doors into a model's attention, without touching its code.
+
+Everything in a block but attention acts row by row, so to restrict a block to one row it is enough to stand at the
+place where queries meet keys. Two doors lead there: the look-up of transformers' attention functions (`eager` included),
+and `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch).
+
+Inside `answering(answer)` every attention of this thread is handed to
+
+    answer(attend, query, key, value, mask, causal)
+
+with query (B, H, m, e), key and value (B, H_kv, n, e), the mask the model made (or None), and whether the model relies
+on causality by position where it gives no mask. `attend(query, key, value, mask, causal)` is the model's own attention
+with its scale, soft-cap, sinks, window and so on; what the answer returns goes back into the model.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+Answer = Callable[[Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+
+# The doors are process-wide while open; the answer belongs to the thread that measures, so that a model running in
+# another thread passes through untouched.
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+@contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Hand every attention of this thread to `answer` until the block ends; nests, and restores on error."""
+    with _doors_open():
+        token = _answer.set(answer)
+        try:
+            yield
+        finally:
+            _answer.reset(token)
+
+
+@contextmanager
+def _doors_open() -> Iterator[None]:
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _torch_door(original)
+    # Where transformers was never imported, no model of it can be running.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling:
+        look_up = modeling.AttentionInterface.get_interface
+        modeling.AttentionInterface.get_interface = _huggingface_door(look_up)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+        if modeling:
+            modeling.AttentionInterface.get_interface = look_up
+
+
+def _handed_over(attend: Attend, *arguments: Any) -> Any:
+    """Call the answer with the doors shut behind it: transformers' sdpa runs through torch's."""
+    answer = _answer.get()
+    if answer is None:
+        return attend(*arguments)
+    token = _answer.set(None)
+    try:
+        return answer(attend, *arguments)
+    finally:
+        _answer.reset(token)
+
+
+def _torch_door(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        def attend(query, key, value, mask, causal):
+            return original(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+
+        return _handed_over(attend, query, key, value, attn_mask, is_causal)
+
+    return scaled_dot_product_attention
+
+
+def _huggingface_door(look_up: Callable) -> Callable:
+    """Stand in for `AttentionInterface.get_interface`, through which every family finds its attention function."""
+
+    @functools.wraps(look_up)
+    def get_interface(interface, name, default):
+        function = look_up(interface, name, default)
+
+        def attention_interface(module, query, key, value, attention_mask, is_causal=None, **settings):
+            def attend(query, key, value, mask, causal):
+                return function(module, query, key, value, mask, is_causal=causal, **settings)
+
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            # Eager attention never adds a causal mask of its own; the others do where the model gives them none.
+            causal = name != "eager" and attention_mask is None and bool(causal) and query.shape[2] > 1
+            return _handed_over(attend, query, key, value, attention_mask, causal)
+
+        return attention_interface
+
+    return get_interface

@@ -1,0 +1,98 @@
+"""Coupling matrices and their four measures.
+
+J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Described in the top-K basis of block l' (eq. 10):
+
+    A^{l l'} = U^{l'}_K^T  J^l  V^{l'}_K                                    (K, K)
+
+Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
+
+    miscoupling           |A - diag(s_K)|_F / |s_K|_2            the project page's m_K
+    miscoupling_release   | |A| - diag(s_K) |_F / |s_K|_2        the authors' release, |A| element by element
+    offdiag               |A - Diag A|_F                         paper eq. 13
+    offdiag_normalized    |A - Diag A|_F / |A|_F                 paper eq. 14
+
+Each has a *null level*: the root of its expected square for an unrelated basis (U', V' independent and Haar-random).
+The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
+"""
+
+from math import pi, sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+MEASURES = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
+
+
+def coupling_matrices(
+    J: Float[Tensor, "L d d"], U: Float[Tensor, "M d K"], V: Float[Tensor, "M d K"]
+) -> Float[Tensor, "L M K K"]:
+    """A[l, m] = U[m]^T J[l] V[m]: every Jacobian in every basis."""
+    M, d, K = V.shape
+    columns = V.transpose(0, 1).reshape(d, M * K)
+    rows = [torch.einsum("mdi,dmj->mij", U, (J_l @ columns).view(d, M, K)) for J_l in J]
+    return torch.stack(rows)
+
+
+def miscouplings(A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"]) -> dict[str, Float[Tensor, "L M"]]:
+    """All four measures. NaN where the denominator is zero: a zero Jacobian couples to nothing."""
+    S = torch.diag_embed(s)[:, None]
+    norm_s = torch.linalg.vector_norm(s, dim=-1)[:, None]
+    offdiag = _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+    return {
+        "miscoupling": _ratio(_frobenius(A - S), norm_s),
+        "miscoupling_release": _ratio(_frobenius(A.abs() - S), norm_s),
+        "offdiag": offdiag,
+        "offdiag_normalized": _ratio(offdiag, _frobenius(A)),
+    }
+
+
+def null_levels(
+    s: Float[Tensor, "*batch K"], frobenius: Float[Tensor, "*batch"], d: int
+) -> dict[str, Float[Tensor, "*batch"]]:
+    """The level of each measure for a basis unrelated to the Jacobian described.
+
+    Args:
+        s: its top K singular values.
+        frobenius: |J|_F, over all d singular values.
+        d: the model's width.
+    """
+    K = s.shape[-1]
+    norm_s = torch.linalg.vector_norm(s, dim=-1)
+    page_squared = 1 + _ratio(K * frobenius, d * norm_s) ** 2
+    overlap = 2 * sqrt(2 / pi) * _ratio(frobenius * s.sum(-1), d * norm_s**2)
+    some = torch.where(frobenius > 0, 1.0, torch.nan).to(s)
+    return {
+        "miscoupling": page_squared.sqrt(),
+        "miscoupling_release": (page_squared - overlap).sqrt(),
+        "offdiag": sqrt(K * (K - 1)) * frobenius / d,
+        "offdiag_normalized": sqrt((K - 1) / K) * some,
+    }
+
+
+def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*batch"]]:
+    """Means over layer pairs: all, off the trivial diagonal, adjacent. NaN entries (undefined pairs) are left out."""
+    distance = layer_distance(m.shape[-1]).to(m.device)
+    return {
+        "mean": _mean_where(m, distance >= 0),
+        "mean_offdiag": _mean_where(m, distance > 0),
+        "mean_adjacent": _mean_where(m, distance == 1),
+    }
+
+
+def layer_distance(L: int) -> Tensor:
+    """|l - l'| as an (L, L) matrix."""
+    l = torch.arange(L)
+    return (l[:, None] - l).abs()
+
+
+def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:
+    return torch.where(chosen, m, torch.nan).nanmean((-2, -1))
+
+
+def _frobenius(A: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(A)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    return torch.where(denominator > 0, numerator / denominator, torch.nan)

@@ -1,0 +1,255 @@
+"""A block restricted to the token rows in question, the rest of the sequence frozen; it proves itself.
+
+J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
+the row's query meets the *recorded* keys and values of the other rows and its own live ones. So R rows, of any samples
+and positions, run as a batch of R sequences of length one, and all their Jacobians come from d cotangents.
+
+Two proofs, or the full-sequence Jacobian serves instead and the evidence says why:
+- value, at every use: the sliced output equals the recorded output of that row;
+- derivative, once per kind of block: J^T u for a random u equals the full-sequence vector-Jacobian product. The value
+  alone would let a detached key pass, or two attentions named as one block.
+Errors are relative to the residual function, |f - f_recorded| / max(|f_recorded|, |scale| / 100), so that a block that
+moves its token little is held to as much.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+
+from tracker.attention import Attend, answering
+from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
+from tracker.replica import BlockCall
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
+BUDGET = 1 << 27  # scalars alive in one chunk of cotangents: 0.5 GB in float32
+
+
+class NotSliceable(Exception):
+    """Why a block can't be restricted to rows; the full sequence serves instead."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R token rows, each a sample (index into the batch) and a position."""
+
+    sample: Int[Tensor, " R"]
+    token: Int[Tensor, " R"]
+
+    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+        """These rows of a hidden state."""
+        return X[self.sample, self.token]
+
+    def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
+        """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
+        order = torch.zeros_like(self.sample)
+        for r in range(len(self.sample)):
+            order[r] = (self.sample[:r] == self.sample[r]).sum()
+        for wave in order.unique():
+            index = torch.nonzero(order == wave).squeeze(-1)
+            yield index, Rows(self.sample[index], self.token[index])
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How a block's Jacobians were found, and the proofs' errors."""
+
+    sliced: bool
+    value_error: float
+    derivative_error: float  # NaN where the full sequence served: it is its own reference
+    reason: str = ""  # why the full sequence served
+
+
+class Jacobians:
+    """Jacobians of recorded blocks; remembers which kinds of block have proved their derivative."""
+
+    def __init__(self) -> None:
+        self._proved: dict[Any, float] = {}
+
+    def __call__(self, call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], Evidence]:
+        """J_tt of the residual function f = block - 1 at every row, in the recorded dtype.
+
+        The block's weights must be lent (`Replica.weights`).
+
+        Raises:
+            ValueError: if even the full sequence does not reproduce the recorded output (random or stateful block).
+        """
+        try:
+            J, value_error, derivative_error = self._sliced(call, rows)
+            evidence = Evidence(True, value_error, derivative_error)
+        except NotSliceable as why:
+            J, value_error = full(call, rows)
+            evidence = Evidence(False, value_error, float("nan"), str(why))
+        J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
+        return J, evidence
+
+    def _sliced(self, call: BlockCall, rows: Rows) -> tuple[Tensor, float, float]:
+        f, x, recorded = restrict(call, rows), rows.of(call.x), rows.of(call.y)
+        y, pullback = _on_single_rows(f, x)
+        value_error = _relative_error(y - x, recorded - x, recorded)
+        if not value_error <= TOLERANCE[x.dtype]:
+            raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
+        kind = _kind(call)
+        if kind not in self._proved:
+            self._proved[kind] = derivative_error(call, rows, pullback)
+        if not self._proved[kind] <= TOLERANCE[x.dtype]:
+            raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
+        keys = sum(a.key[0].numel() + a.value[0].numel() for a in call.attention)
+        chunk = cotangent_chunk(len(x) * (16 * x.shape[-1] + 2 * keys), BUDGET, x.shape[-1])
+        with sdpa_kernel(SDPBackend.MATH):
+            return dense_jacobian(pullback, y, chunk), value_error, self._proved[kind]
+
+
+def restrict(call: BlockCall, rows: Rows) -> RowFunction:
+    """The block as a function of the rows alone: (R, d) -> (R, d).
+
+    Raises:
+        NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
+            the plain self-attention that was recorded.
+    """
+    arguments = {name: _of_rows(name, value, call, rows) for name, value in call.arguments.arguments.items()}
+    del arguments[call.state]
+
+    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        recorded = iter(call.attention)
+
+        def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
+            past = next(recorded, None)
+            if past is None or key.shape[-2] != 1 or past.key.shape[-2] != call.x.shape[1]:
+                raise NotSliceable("attention over something other than the block's own tokens")
+            n = past.key.shape[-2]
+            own = (torch.arange(n, device=x.device) == rows.token[:, None])[:, None, :, None]  # (R, 1, n, 1)
+            K = torch.where(own, key, past.key[_samples(past.key, rows)])
+            V = torch.where(own, value, past.value[_samples(past.value, rows)])
+            return attend(query, K, V, _mask_of_rows(past.mask, past.causal, n, rows), False)
+
+        with answering(answer):
+            y = call(x[:, None], arguments)[:, 0]
+        if next(recorded, None) is not None:
+            raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
+        return y
+
+    return f
+
+
+def full(call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], float]:
+    """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
+
+    One row of every sample at a time: samples do not mix in a block, tokens do.
+    """
+    x, recorded = rows.of(call.x), rows.of(call.y)
+    J = x.new_empty(*x.shape, x.shape[-1])
+    B, n, d = call.x.shape
+    y = torch.empty_like(x)
+    for index, wave in rows.waves():
+        with sdpa_kernel(SDPBackend.MATH):
+            y[index], pullback = linearize(full_sequence(call, wave), x[index])
+            J[index] = dense_jacobian(pullback, y[index], cotangent_chunk(16 * B * n * d, BUDGET, d))
+    value_error = _relative_error(y - x, recorded - x, recorded)
+    if not value_error <= TOLERANCE[x.dtype]:
+        raise ValueError(
+            f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
+            "it is random or keeps state between calls, so it has no Jacobian to measure"
+        )
+    return J, value_error
+
+
+def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
+    """The block as a function of the rows within their full sequences; no two rows of one sample."""
+
+    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        X = call.x.index_put((rows.sample, rows.token), x)
+        return rows.of(call(X))
+
+    return f
+
+
+def derivative_error(call: BlockCall, rows: Rows, pullback: Callable[[Tensor], Tensor]) -> float:
+    """Relative difference of J^T u, sliced against full sequence, for a random u at the first row."""
+    first = Rows(rows.sample[:1], rows.token[:1])
+    x = rows.of(call.x)
+    generator = torch.Generator().manual_seed(0)
+    u = torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, full_pullback = linearize(full_sequence(call, first), x[:1])
+        sliced = pullback(u.expand(1, *x.shape))[0, :1]
+        whole = full_pullback(u.expand(1, 1, -1))[0]
+    return _relative_error(sliced - u, whole - u, u[None])
+
+
+def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    try:
+        # Attention as plain products: the fused kernels have no rule for many cotangents at once.
+        with sdpa_kernel(SDPBackend.MATH):
+            return linearize(f, x)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # what a block says of odd shapes
+        raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
+
+
+def _relative_error(value: Tensor, reference: Tensor, scale: Tensor) -> float:
+    norm = torch.linalg.vector_norm
+    size = torch.maximum(norm(reference, dim=-1), norm(scale, dim=-1) / 100)
+    return float((norm(value - reference, dim=-1) / size).max())
+
+
+def _kind(call: BlockCall) -> Any:
+    """What a derivative proof holds for: the class, its plain settings, and how its attention is called."""
+    settings = tuple(
+        sorted((k, v) for k, v in vars(call.block).items() if isinstance(v, (bool, int, float, str)) and "idx" not in k)
+    )
+    given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
+    attention = tuple((a.key.shape[1:], a.mask is None, a.causal) for a in call.attention)
+    return type(call.block), settings, given, attention, call.final_norm is None
+
+
+def _of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
+    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
+    if isinstance(value, dict):  # what the signature collects as **kwargs
+        return {key: _of_rows(key, entry, call, rows) for key, entry in value.items()}
+    if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return value
+    n = call.x.shape[1]
+    if name in PER_TOKEN:
+        if isinstance(value, (tuple, list)):
+            return type(value)(_per_token(name, entry, n, rows) for entry in value)
+        return _per_token(name, value, n, rows)
+    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
+        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
+        if value.dim() == 4:
+            return value[_samples(value, rows)][..., :1, :1]
+        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
+            return value[_samples(value, rows)][:, :1]
+        if value.dim() == 2:
+            return value[:1, :1]
+    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n:
+        return value[rows.token[:1]]
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+        return value[_samples(value, rows), rows.token][:, None]
+    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def _samples(tensor: Tensor, rows: Rows) -> Tensor:
+    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
+    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
+
+
+def _mask_of_rows(mask: Tensor | None, causal: bool, n: int, rows: Rows) -> Tensor | None:
+    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
+    if mask is None:
+        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
+    mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
+    return mask[_samples(mask, rows), :, token][:, :, None, :n]

@@ -1,0 +1,104 @@
+"""Measures of a token's trajectory x^0 .. x^L through the blocks.
+
+    LSS           L / | sum_l (x^l - x^{l-1}) / |x^l - x^{l-1}| |        eq. 15-16; >= 1, = 1 on a straight line
+    alpha^l       ln(|x^l| / |x^{l-1}|)                                  eq. 17
+    expodistance  Var_l alpha / (Avg_l alpha)^2                          eq. 18, population variance; 0 = exponential growth
+    equidistance  Std_l |x^l - x^{l-1}| / Avg_l |x^l - x^{l-1}|          Fig. 25
+
+States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.
+What is undefined is NaN, never a made-up number: a zero step has no direction, a mean growth that is zero to rounding
+no scale.
+Cost O(L n d).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+States = Float[Tensor, "depth n d"]
+
+
+def steps(X: States) -> Float[Tensor, "L n d"]:
+    """x^l - x^{l-1}."""
+    return X[1:] - X[:-1]
+
+
+def directions(X: States) -> Float[Tensor, "L n d"]:
+    """Unit steps; NaN where a step is zero."""
+    delta = steps(X)
+    length = torch.linalg.vector_norm(delta, dim=-1, keepdim=True)
+    return delta / torch.where(length > 0, length, torch.nan)
+
+
+def lss(X: States) -> Float[Tensor, " n"]:
+    """Line-shape score of each token (eq. 15-16). A closed path (zero sum of directions) gives NaN."""
+    u = directions(X)
+    return _line_shape(u.sum(0), u.shape[0])
+
+
+def lss_window(X: States, width: int) -> Float[Tensor, "L n"]:
+    """LSS over the `width` states around each layer l = 1..L; NaN where the window does not fit."""
+    return _around_each_layer(directions(X), width, lambda u: _line_shape(u.sum(-1), u.shape[-1]))
+
+
+def norms(X: States) -> Float[Tensor, "depth n"]:
+    """|x^l|."""
+    return torch.linalg.vector_norm(X, dim=-1)
+
+
+def alphas(X: States) -> Float[Tensor, "L n"]:
+    """Log growth per layer (eq. 17); NaN where a norm is zero."""
+    norm = norms(X)
+    norm = torch.where(norm > 0, norm, torch.nan)
+    return (norm[1:] / norm[:-1]).log()
+
+
+def expodistance(X: States) -> Float[Tensor, " n"]:
+    """Squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean growth is zero to rounding."""
+    return _squared_variation(alphas(X).movedim(0, -1), _alpha_rounding(X))
+
+
+def expodistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
+    """Expodistance over the `width` states around each layer; NaN where the window does not fit."""
+    return _around_each_layer(alphas(X), width, lambda a: _squared_variation(a, _alpha_rounding(X)))
+
+
+def equidistance(X: States) -> Float[Tensor, " n"]:
+    """Coefficient of variation of the step length over depth (Fig. 25)."""
+    return _squared_variation(torch.linalg.vector_norm(steps(X), dim=-1).movedim(0, -1), 0.0).sqrt()
+
+
+def default_width(L: int) -> int:
+    """11 states where L >= 20, else the largest odd number <= L/2 + 1, at least 3."""
+    widest = L // 2 + 1
+    return 11 if L >= 20 else max(3, widest - (widest + 1) % 2)
+
+
+def _line_shape(total: Tensor, count: int) -> Tensor:
+    length = torch.linalg.vector_norm(total, dim=-1)
+    return count / torch.where(length > 0, length, torch.nan)
+
+
+def _alpha_rounding(X: States) -> float:
+    return 8 * torch.finfo(X.dtype).eps  # two norms, each good to a few eps, enter one alpha
+
+
+def _squared_variation(values: Tensor, zero: float) -> Tensor:
+    """Var / Avg^2 over the last axis, population variance; NaN where |Avg| <= zero, or there is but one value."""
+    mean = values.mean(-1)
+    if values.shape[-1] < 2:
+        return torch.full_like(mean, torch.nan)
+    return values.var(-1, correction=0) / torch.where(mean.abs() > zero, mean, torch.nan) ** 2
+
+
+def _around_each_layer(per_step: Tensor, width: int, reduce) -> Float[Tensor, "L n"]:
+    """Reduce the width - 1 steps around each layer; `per_step` is (L, n, ...), `reduce` takes the steps last."""
+    L, n = per_step.shape[:2]
+    half = width // 2
+    out = per_step.new_full((L, n), torch.nan)
+    if width - 1 <= L:
+        # Window w covers states w .. w + width - 1, that is steps w .. w + width - 2 (0-based), around layer w + half.
+        windows = per_step.unfold(0, width - 1, 1)  # (L - width + 2, n, ..., width - 1)
+        values = reduce(windows)
+        out[half - 1 : half - 1 + values.shape[0]] = values
+    return out
