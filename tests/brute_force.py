@@ -1,0 +1,89 @@
+"""The measurements written the slow, plain way: full-sequence jacrev, full SVD, loops. Shares no code with the tracker.
+
+Hooks take each block's input and arguments from the model's own forward pass, so the attention implementation is the
+model's own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@dataclass
+class Oracle:
+    """What the model's forward pass gave: per block its input (batch first), arguments, and the output of all."""
+
+    inputs: list[Tensor]
+    calls: list[tuple[tuple, dict[str, Any]]]
+    last: Tensor
+    blocks: list[nn.Module]
+    batch_first: bool
+    norm: nn.Module | None
+
+    def states(self) -> Tensor:
+        return torch.stack([*self.inputs, self.norm(self.last) if self.norm else self.last])
+
+    def jacobian(self, l: int, b: int, t1: int, t2: int) -> Tensor:
+        """d f^l(X)_{t2} / d x_{t1} of sample b; row = output coordinate."""
+        X, (args, kwargs) = self.inputs[l], self.calls[l]
+
+        def row(x: Tensor) -> Tensor:
+            full = X.clone()
+            full[b, t1] = x
+            out = self.blocks[l](full if self.batch_first else full.transpose(0, 1), *args, **kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+            out = out if self.batch_first else out.transpose(0, 1)
+            if l == len(self.blocks) - 1 and self.norm is not None:
+                out = self.norm(out)
+            return out[b, t2] - full[b, t2]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.jacrev(row)(X[b, t1])
+
+
+def run(model: nn.Module, inputs: Tensor, blocks: list[nn.Module], norm: nn.Module | None, batch_first: bool) -> Oracle:
+    taken: list[tuple[Tensor, tuple, dict]] = []
+    outputs: list[Tensor] = []
+    handles = []
+    for block in blocks:
+        handles.append(
+            block.register_forward_pre_hook(lambda m, a, k: taken.append((a[0], a[1:], dict(k))), with_kwargs=True)
+        )
+        handles.append(block.register_forward_hook(lambda m, a, o: outputs.append(o[0] if isinstance(o, tuple) else o)))
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    with torch.no_grad():
+        model(inputs, use_cache=False) if hasattr(model, "config") and hasattr(model.config, "use_cache") else model(
+            inputs
+        )
+    torch.backends.mha.set_fastpath_enabled(fastpath)
+    for handle in handles:
+        handle.remove()
+    first = [x if batch_first else x.transpose(0, 1) for x, _, _ in taken]
+    last = outputs[-1] if batch_first else outputs[-1].transpose(0, 1)
+    return Oracle(first, [(a, k) for _, a, k in taken], last, blocks, batch_first, norm)
+
+
+@torch.no_grad()
+def couplings(J: list[Tensor], K: int) -> dict[str, Tensor]:
+    """The four mis-couplings of every layer pair, element by element from their definitions."""
+    L = len(J)
+    decompositions = [torch.linalg.svd(matrix) for matrix in J]
+    names = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
+    result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
+    for l in range(L):
+        s = decompositions[l].S[:K]
+        for m in range(L):
+            U, _, Vh = decompositions[m]
+            A = U[:, :K].T @ J[l] @ Vh[:K].T
+            off = A.clone()
+            for i in range(K):
+                off[i, i] = 0
+            result["miscoupling"][l, m] = (A - torch.diag(s)).norm() / s.norm()
+            result["miscoupling_release"][l, m] = (A.abs() - torch.diag(s)).norm() / s.norm()
+            result["offdiag"][l, m] = off.norm()
+            result["offdiag_normalized"][l, m] = off.norm() / A.norm()
+    return result
