@@ -16,10 +16,11 @@ J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 
+@torch.no_grad()
 def conditioning(J, k):
     """How much more than an error in J a mis-coupling may err: singular vectors turn by error / gap (Wedin)."""
     S = torch.stack([torch.linalg.svdvals(matrix) for matrix in J])[:, : k + 1]
-    return max(1.0, float((S[:, :1] / -S.diff()).max()) / 100)
+    return max(1.0, float((S[:, :1] / -S.diff()).max()) / 10)
 
 
 def oracle(name, dtype):
