@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 
 
+class UsageError(ValueError):
+    """What was asked can't be done with this model or these inputs; the message says what to do instead."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Where a model's residual blocks are, and what was assumed about the model around them.
@@ -54,7 +58,7 @@ def find_blocks(model: nn.Module, blocks: str | Sequence[str | nn.Module] | None
         blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names.
 
     Raises:
-        ValueError: where no blocks are found, several containers fit equally well, or a named module is not there.
+        UsageError: where no blocks are found, several containers fit equally well, or a named module is not there.
     """
     model = unwrap(model)
     if blocks is not None:
@@ -79,14 +83,14 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         container = _submodule(model, blocks)
         blocks = [f"{blocks}.{name}" for name, _ in container.named_children()]
         if not blocks:
-            raise ValueError("the container named as `blocks` holds no modules; name the list that holds the blocks")
+            raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
     if len(blocks) == 0:
-        raise ValueError("`blocks` names no module; give the blocks in order of depth, or leave it out to have them found")
+        raise UsageError("`blocks` names no module; give the blocks in order of depth, or leave it out to have them found")
     names = []
     for block in blocks:
         module = _submodule(model, block) if isinstance(block, str) else block
         if id(unwrap(module)) not in known:
-            raise ValueError(f"a module named as a block ({type(module).__name__}) is not part of the model")
+            raise UsageError(f"a module named as a block ({type(module).__name__}) is not part of the model")
         names.append(known[id(unwrap(module))])
     return names
 
@@ -95,7 +99,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError as error:
-        raise ValueError(f"the model has no module named {name!r}; its parts are {_top_level(model)}") from error
+        raise UsageError(f"the model has no module named {name!r}; its parts are {_top_level(model)}") from error
 
 
 def _huggingface(model: nn.Module) -> tuple[list[str], str] | None:
@@ -124,7 +128,7 @@ def _longest_run(model: nn.Module) -> tuple[list[str], str]:
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike and all(map(_attends, children)):
             runs.append((name, [child for child, _ in module.named_children()], type(children[0]).__name__))
     if not runs:
-        raise ValueError(
+        raise UsageError(
             f"no residual blocks found in {type(model).__name__}. Looked for: a Hugging Face model's list of "
             "config.num_hidden_layers blocks; a ModuleList or Sequential of two or more modules of one class that each "
             f"hold an attention module. The model's parts are {_top_level(model)}. Name the blocks: "
@@ -134,7 +138,7 @@ def _longest_run(model: nn.Module) -> tuple[list[str], str]:
     runs = [run for run in runs if len(run[1]) == longest]
     if len(runs) > 1:
         paths = ", ".join(repr(name) for name, _, _ in runs)
-        raise ValueError(f"{len(runs)} lists of {longest} blocks found ({paths}); name the one to measure: blocks={runs[0][0]!r}")
+        raise UsageError(f"{len(runs)} lists of {longest} blocks found ({paths}); name the one to measure: blocks={runs[0][0]!r}")
     name, children, cls = runs[0]
     prefix = f"{name}." if name else ""
     return [prefix + child for child in children], f"the longest run of one class with attention, {longest} x {cls}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tracker.blocks import token_embedding, unwrap
+from tracker.blocks import UsageError, token_embedding, unwrap
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def batches(
     """The forward calls for `inputs`.
 
     Raises:
-        ValueError: for inputs that are empty, longer than the model's context, or hold ids beyond its vocabulary.
-        TypeError: for inputs of another kind, or prompts without a tokenizer.
+        UsageError: for inputs that are empty, longer than the model's context, hold ids beyond its vocabulary, or are
+            of another kind, and for prompts without a tokenizer.
     """
     model = unwrap(model)
     if isinstance(inputs, str):
@@ -41,37 +41,37 @@ def batches(
     elif isinstance(inputs, Mapping):
         first = next((value for value in inputs.values() if isinstance(value, Tensor)), None)
         if first is None:
-            raise ValueError("the mapping given as inputs holds no tensor; give what the model's forward takes")
+            raise UsageError("the mapping given as inputs holds no tensor; give what the model's forward takes")
         main = inputs.get("input_ids", first)
         calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None:
-            raise TypeError("the inputs are prompts; give their tokenizer too: measure(model, prompts, tokenizer=...)")
+            raise UsageError("the inputs are prompts; give their tokenizer too: measure(model, prompts, tokenizer=...)")
         calls = [_prompt(model, prompt, i, tokenizer, max_tokens) for i, prompt in enumerate(inputs)]
     else:
-        raise TypeError(
+        raise UsageError(
             f"inputs of type {type(inputs).__name__}; give a list of prompts with a tokenizer, or a tensor or mapping "
             "that the model's forward takes"
         )
     if not calls or not all(call.labels for call in calls):
-        raise ValueError("no inputs: give at least one prompt or sample")
+        raise UsageError("no inputs: give at least one prompt or sample")
     return calls
 
 
 def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:
     if not prompt.strip():
-        raise ValueError(f"prompt {i} is empty; every prompt needs at least one token")
+        raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
     encoded = {name: value for name, value in tokenizer(prompt, return_tensors="pt").items()}
     ids = encoded["input_ids"]
     if max_tokens is not None and ids.shape[1] > max_tokens:
         if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens}; at least one token of each prompt must be left")
+            raise UsageError(f"max_tokens={max_tokens}; at least one token of each prompt must be left")
         warnings.warn(f"prompt {i} has {ids.shape[1]} tokens; cut to its first {max_tokens} as asked", stacklevel=4)
         encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
     try:
         _check_ids(model, encoded["input_ids"])
-    except ValueError as error:
-        raise ValueError(f"prompt {i} ({_short(prompt)}): {error}") from error
+    except UsageError as error:
+        raise UsageError(f"prompt {i} ({_short(prompt)}): {error}") from error
     return _batch(model, (), encoded, encoded["input_ids"], None, [prompt])
 
 
@@ -79,27 +79,27 @@ def _batch(
     model: nn.Module, arguments: tuple, keywords: dict, main: Tensor, mask: Any, labels: list[str] | None = None
 ) -> Batch:
     if main.dim() < 2:
-        raise ValueError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
+        raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
     if not main.is_floating_point():
         _check_ids(model, main)
     if _accepts(model, "use_cache"):
         keywords = {**keywords, "use_cache": False}  # a filled cache would make a block's replay see itself twice
     valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
     if valid is not None and not valid.any(1).all():
-        raise ValueError("a sample's attention mask leaves no token; every sample needs at least one")
+        raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
     return Batch(arguments, keywords, labels or [""] * len(main), valid)
 
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
     table, context = token_embedding(model), getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if ids.shape[1] == 0:
-        raise ValueError("no tokens; every prompt needs at least one")
+        raise UsageError("no tokens; every prompt needs at least one")
     if context is not None and ids.shape[1] > context:
-        raise ValueError(
+        raise UsageError(
             f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten it, or cut it: max_tokens={context}"
         )
     if table is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
-        raise ValueError(
+        raise UsageError(
             f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )
@@ -117,7 +117,7 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
     """The positions of one sample that `tokens` asks for, out of its valid (not padded) ones.
 
     Raises:
-        ValueError: for an unknown choice, or an index out of range.
+        UsageError: for an unknown choice, or an index out of range.
     """
     if tokens == "last":
         return valid[-1:]
@@ -125,12 +125,12 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
         return valid
     if tokens == "cls":
         if class_token is None:
-            raise ValueError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
+            raise UsageError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
         return [valid[class_token]]
     if isinstance(tokens, str) or not all(isinstance(t, int) for t in tokens) or not tokens:
-        raise ValueError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
     n = len(valid)
     outside = [t for t in tokens if not -n <= t < n]
     if outside:
-        raise ValueError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
+        raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
     return [valid[t] for t in tokens]

@@ -20,7 +20,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker import coupling, trajectory
-from tracker.blocks import Blocks, find_blocks, unwrap
+from tracker.blocks import Blocks, UsageError, find_blocks, unwrap
 from tracker.inputs import Batch, batches, positions
 from tracker.replica import Recording, Replica, record, undisturbed
 from tracker.rows import Evidence, Jacobians, Rows
@@ -79,18 +79,19 @@ def measure(
         the hidden state, couplings and scores are pure numbers. Attributes carry provenance.
 
     Raises:
-        ValueError, TypeError: for inputs, settings or models that can't be measured; the message says what to do.
+        UsageError: for inputs, settings or models that can't be measured; the message says what to do.
+        FloatingPointError: if a block overflows or gives NaN; the message names it.
     """
     started = time.perf_counter()
     if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"dtype={dtype}; measurements are made in torch.float32 or torch.float64")
+        raise UsageError(f"dtype={dtype}; measurements are made in torch.float32 or torch.float64")
     if final_norm not in ("auto", "include", "exclude", "drop"):
-        raise ValueError(f"final_norm={final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
+        raise UsageError(f"final_norm={final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
     if svd not in ("auto", "full"):
-        raise ValueError(f"svd={svd!r}; choose 'auto' or 'full'")
+        raise UsageError(f"svd={svd!r}; choose 'auto' or 'full'")
     measures = MEASURES if measures is None else tuple(measures)
     if not measures or set(measures) - set(MEASURES):
-        raise ValueError(f"measures={measures!r}; choose from {', '.join(MEASURES)}")
+        raise UsageError(f"measures={measures!r}; choose from {', '.join(MEASURES)}")
     calls = batches(model, inputs, tokenizer, max_tokens)
     found = find_blocks(model, blocks)
     weight = next(iter(model.parameters()), None)
@@ -157,12 +158,12 @@ class _Result:
         if choice == "auto":
             choice = "include" if found and self.replica.description.include_final_norm else "exclude"
         if choice == "include" and found is None:
-            raise ValueError(
+            raise UsageError(
                 "final_norm='include', but no norm layer takes the last block's output in this model; use 'exclude'"
             )
         if choice == "drop":
             if len(recording.calls) < 2:
-                raise ValueError("final_norm='drop' leaves the last block out, but the model has only one block")
+                raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
             recording = Recording(recording.calls[:-1], None, None)
         self.final_norm, self.norm_found = choice, found[0] if found else None
         return recording.states, recording.fold_final_norm() if choice == "include" else recording
@@ -178,7 +179,7 @@ class _Result:
                 with self.replica.weights(call.block), self.replica.weights(call.final_norm or nn.Identity()):
                     J_l, evidence = self.jacobians(call, some)
                 if not torch.isfinite(J_l).all():
-                    raise ValueError(f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN)")
+                    raise FloatingPointError(f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN)")
                 self._note(call.layer, call.name, evidence)
                 J.append(J_l)
                 triplets.append(top_singular_triplets(J_l, max(self.ks)))
@@ -225,8 +226,7 @@ class _Result:
             "final_norm": self.final_norm,
             "final_norm_module": self.norm_found or "",
             "window": self.window,
-            "k": list(self.ks),
-            "measures": list(self.measures),
+            "measures": ", ".join(self.measures),
             "fallbacks": json.dumps({layer: e.reason for layer, e in self.evidence.items() if not e.sliced}),
             "completeness": "exact",
             "svd": "full",
@@ -309,14 +309,14 @@ def _chosen_k(k: int | Sequence[int] | None, d: int) -> tuple[int, ...]:
         return tuple(K for K in RELEASE_K if d >= K) or (max(1, d // 2),)
     ks = tuple(sorted({k} if isinstance(k, int) else set(k)))
     if not ks or not all(isinstance(K, int) and 1 <= K <= d for K in ks):
-        raise ValueError(f"k={k}; each K must be a whole number from 1 to the model's width d = {d}")
+        raise UsageError(f"k={k}; each K must be a whole number from 1 to the model's width d = {d}")
     return ks
 
 
 def _chosen_window(window: int | None, L: int) -> int:
     window = trajectory.default_width(L) if window is None else window
     if window < 3 or window % 2 == 0:
-        raise ValueError(f"window={window}; a window is an odd number of states, at least 3")
+        raise UsageError(f"window={window}; a window is an odd number of states, at least 3")
     return window
 
 
@@ -334,7 +334,7 @@ def _provenance(
     return {
         "schema": SCHEMA,
         "tracker_version": tracker.__version__,
-        "torch_version": torch.__version__,
+        "torch_version": str(torch.__version__),
         "python_version": platform.python_version(),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model_name": str(getattr(config, "name_or_path", "") or ""),
@@ -344,8 +344,8 @@ def _provenance(
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
-        "tokens": tokens if isinstance(tokens, str) else list(tokens),
-        "blocks": list(found.names),
+        "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
+        "blocks": ", ".join(found.names),
         "blocks_found_by": found.found_by,
         "inputs_sha256": _digest(inputs),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.attention import Attend, answering
-from tracker.blocks import Blocks, unwrap
+from tracker.blocks import Blocks, UsageError, unwrap
 
 
 class Replica:
@@ -166,8 +166,9 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
     """Run the model once and keep every block's call. Call inside `undisturbed`.
 
     Raises:
-        ValueError: if a block was not reached, is not residual (input and output differ in shape), passed on something
-            other than its output, or gave a value that is not finite.
+        UsageError: if a block was not reached, is not residual (input and output differ in shape), or the next block got
+            something other than its output.
+        FloatingPointError: if a block gave a value that is not finite.
     """
     recorder = _Recorder(replica)
     with ExitStack() as stack:
@@ -204,7 +205,7 @@ class _Recorder:
         name = self.names[id(block)]
         if not (isinstance(x, Tensor) and x.dim() == 3):
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)")
+            raise UsageError(f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)")
         batch_first = self.replica.description.batch_first
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         x = (x if batch_first else x.transpose(0, 1)).clone()
@@ -222,16 +223,16 @@ class _Recorder:
         y = hidden_state(output)
         y = y if call.batch_first else y.transpose(0, 1)
         if y.shape != call.x.shape:
-            raise ValueError(
+            raise UsageError(
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
             )
         if not torch.isfinite(y).all():
-            raise ValueError(
+            raise FloatingPointError(
                 f"block {call.layer} ({call.name}) gives values that are not finite (overflow or NaN in "
                 f"{self.replica.dtype}); check the weights, or measure in float64"
             )
         if self.calls and not torch.equal(self.calls[-1].y, call.x):
-            raise ValueError(
+            raise UsageError(
                 f"the model changes the hidden state between {self.calls[-1].name} and {call.name}; "
                 "name consecutive blocks, so that each takes the output of the one before"
             )
@@ -250,7 +251,7 @@ class _Recorder:
         reached = {call.name for call in self.calls}
         missed = [name for name in self.replica.description.names if name not in reached]
         if missed:
-            raise ValueError(f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}")
+            raise UsageError(f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}")
         if self.normed is None:
             return Recording(self.calls, None, None)
         name, module, normed = self.normed

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from tracker.attention import Attend, answering
+from tracker.blocks import UsageError
 from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
 from tracker.replica import BlockCall
 
@@ -79,7 +80,7 @@ class Jacobians:
         The block's weights must be lent (`Replica.weights`).
 
         Raises:
-            ValueError: if even the full sequence does not reproduce the recorded output (random or stateful block).
+            UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
         """
         try:
             J, value_error, derivative_error = self._sliced(call, rows)
@@ -154,7 +155,7 @@ def full(call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], float]:
             J[index] = dense_jacobian(pullback, y[index], cotangent_chunk(16 * B * n * d, BUDGET, d))
     value_error = _relative_error(y - x, recorded - x, recorded)
     if not value_error <= TOLERANCE[x.dtype]:
-        raise ValueError(
+        raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
             "it is random or keeps state between calls, so it has no Jacobian to measure"
         )

@@ -1,0 +1,248 @@
+"""The embedded suite: a small GPT-NeoX with Pythia's architecture and log-spaced checkpoints, trained on real text.
+
+The text is the Python standard library's source and documentation, which ships with every Python: about two million
+tokens, of which 512 steps draw one million. Checkpoints go into a cache laid out like the Hugging Face hub's, so that whatever
+loads `EleutherAI/pythia-70m` at `step128` loads `block-coupling/nano` at `step128` the same way. Training is
+deterministic for a seed, a Python version and a number of threads. About 90 s on two CPU cores.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints.hub import without_progress_bars
+
+if TYPE_CHECKING:
+    from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
+
+REPO = "block-coupling/nano"
+STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+HELD_OUT = "held-out loss (nats per token)"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the suite's weights, besides the text and the seed."""
+
+    characters: int = 6_000_000  # of text
+    layers: int = 6
+    width: int = 128
+    heads: int = 4
+    vocabulary: int = 2048
+    context: int = 256
+    batch: int = 16
+    length: int = 128
+    rate: float = 2e-3
+    warm_up: int = 16
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    steps: tuple[int, ...] = STEPS
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in one optimiser step."""
+        return self.batch * self.length
+
+
+def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
+    """Where the suite of this seed, recipe and Python lives; `TRACKER_CACHE` moves it."""
+    recipe = recipe or Recipe()
+    root = os.environ.get("TRACKER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    identity = json.dumps([asdict(recipe), sys.version_info[:3]], sort_keys=True)
+    name = f"nano-seed{seed}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+    return Path(root) / "block-coupling-tracker" / name
+
+
+def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
+    """Whether every checkpoint of the suite is there: references are written after what they point to."""
+    recipe = recipe or Recipe()
+    references = _repository(cache_dir(seed, recipe)) / "refs"
+    return all((references / f"step{step}").exists() for step in recipe.steps)
+
+
+def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
+    """Train the suite and return its cache directory; prints a line per checkpoint.
+
+    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit.
+    """
+    import lightning
+    import torch
+
+    recipe = recipe or Recipe()
+    directory = cache_dir(seed, recipe)
+    started = time.perf_counter()
+    training, held_out = _texts(recipe.characters)
+    tokenizer = _tokenizer(training, recipe)
+    ids, held_out_ids = (torch.tensor(sum(tokenizer(part)["input_ids"], [])) for part in (training, held_out))
+    print(
+        f"nano: {len(ids):,} tokens of the Python standard library to train on, {len(held_out_ids):,} held out "
+        f"({time.perf_counter() - started:.0f} s); writing to {directory}",
+        flush=True,
+    )
+    with _quiet():
+        lightning.seed_everything(seed, verbose=False)
+        module = _module(recipe, tokenizer, held_out_ids, directory)
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(len(ids) - recipe.length, (max(recipe.steps) * recipe.batch,), generator=generator)
+        sequences = torch.stack([ids[start : start + recipe.length] for start in starts])
+        trainer = lightning.Trainer(
+            max_steps=max(recipe.steps),
+            accelerator="cpu",  # the same weights on every machine, with a GPU or without
+            gradient_clip_val=recipe.clip,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
+    return directory
+
+
+def build(recipe: Recipe) -> "GPTNeoXForCausalLM":
+    """The untrained model: transformers' own GPT-NeoX with Pythia's switches."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=recipe.vocabulary,
+            hidden_size=recipe.width,
+            num_hidden_layers=recipe.layers,
+            num_attention_heads=recipe.heads,
+            intermediate_size=4 * recipe.width,
+            max_position_embeddings=recipe.context,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            use_parallel_residual=True,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def _texts(limit: int) -> tuple[list[str], list[str]]:
+    """Files to train on and files held out (every 20th), in a fixed order, up to `limit` characters."""
+    from pydoc_data.topics import topics
+
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
+    files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
+    texts = [text for _, text in sorted(topics.items())] + [path.read_text(errors="replace") for path in files]
+    # A stride through the sorted list mixes documentation and packages, whatever the limit cuts off.
+    texts = [texts[i] for offset in range(7) for i in range(offset, len(texts), 7)]
+    kept, total = [], 0
+    for text in texts:
+        if total >= limit:
+            break
+        kept.append(text + "\n")
+        total += len(text)
+    return [t for i, t in enumerate(kept) if i % 20], [t for i, t in enumerate(kept) if not i % 20]
+
+
+def _tokenizer(texts: list[str], recipe: Recipe) -> "PreTrainedTokenizerFast":
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts[::4], vocab_size=recipe.vocabulary, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
+
+
+def _module(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast", held_out, directory: Path):
+    """The LightningModule that trains the model and saves its checkpoints."""
+    import lightning
+    import torch
+
+    held_out = held_out[: 64 * recipe.length].view(64, recipe.length)
+
+    class Nano(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = build(recipe)
+            self.started = time.perf_counter()
+
+        def training_step(self, batch, batch_index):
+            return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(
+                self.parameters(), recipe.rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            )
+            warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: min(1.0, (t + 1) / recipe.warm_up))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+        def on_train_start(self):
+            self.save(0)
+
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step in recipe.steps:
+                self.save(self.trainer.global_step)
+
+        @torch.no_grad()
+        def save(self, step: int):
+            self.model.eval()
+            losses = [self.model(input_ids=part, labels=part, use_cache=False).loss for part in held_out.split(16)]
+            self.model.train()
+            loss = float(torch.stack(losses).mean())
+            commit = _save(self.model, tokenizer, step, {HELD_OUT: loss}, directory)
+            seconds = time.perf_counter() - self.started
+            print(f"nano: step {step:4d}  held-out loss {loss:.3f}  {seconds:4.0f} s  {commit[:8]}", flush=True)
+
+    return Nano()
+
+
+def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path) -> str:
+    """Write one revision: its snapshot under a hash of its content, then the reference to it. Returns the hash."""
+    repository = _repository(directory)
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    unfinished = repository / "snapshots" / f".step{step}.tmp"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    (unfinished / "scores.json").write_text(json.dumps(scores))
+    digest = hashlib.sha1(usedforsecurity=False)
+    for path in sorted(unfinished.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    commit = digest.hexdigest()
+    snapshot = repository / "snapshots" / commit
+    if snapshot.exists():
+        shutil.rmtree(unfinished)
+    else:
+        unfinished.rename(snapshot)
+    reference = repository / "refs" / f"step{step}"
+    temporary = reference.with_name(f".step{step}.tmp")
+    temporary.write_text(commit)
+    temporary.replace(reference)
+    return commit
+
+
+def _repository(directory: Path) -> Path:
+    return directory / f"models--{REPO.replace('/', '--')}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Lightning's notices about GPUs, workers and tips."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), without_progress_bars():
+            warnings.filterwarnings("ignore", module=r"lightning\..*")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,102 @@
+"""Weights & Biases: the curves, a heat map and the table of layer pairs for each step, replayed from the store.
+
+The metric axis is `checkpoint/step`, not W&B's own step, so points may arrive in any order.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import xarray as xr
+
+from tracker.coupling import MEASURES
+from tracker.results import Store
+from tracker.statistics import scalars
+
+if TYPE_CHECKING:
+    import wandb
+
+Mode = Literal["auto", "online", "offline", "off"]
+
+
+def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
+    """What W&B will do: `auto` is online where a key is set up, else offline.
+
+    Raises:
+        ValueError: for `online` without a key.
+    """
+    import wandb
+
+    if mode == "off":
+        return "disabled"
+    key = wandb.login(prompt=False)
+    if mode == "online" and not key:
+        raise ValueError("--wandb online needs a key: run `wandb login` or set WANDB_API_KEY; or choose --wandb offline")
+    return "online" if mode == "online" or (mode == "auto" and key) else "offline"
+
+
+class WandbLog:
+    """A W&B run that shows a store: each unit once in a run, whatever was measured when."""
+
+    def __init__(self, mode: Literal["online", "offline"], store: Store, project: str, name: str, config: dict[str, Any]):
+        import wandb
+
+        # An online run is taken up again; an offline one can't be, so it is told everything anew.
+        self.memory = store.path / "wandb-run.json"
+        known = json.loads(self.memory.read_text()) if mode == "online" and self.memory.exists() else {}
+        self.logged: list[int] = known.get("logged", [])
+        # Rows reach the disk within half a second: at the default a killed run loses the last fifty.
+        settings = wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
+        self.run: wandb.Run = wandb.init(
+            project=project,
+            name=name,
+            config=config,
+            mode=mode,
+            dir=store.path,
+            id=known.get("id"),
+            resume="allow" if known else None,
+            settings=settings,
+        )
+        self.mode = mode
+        self.run.define_metric("checkpoint/step", hidden=True)
+        for group in ("coupling/*", "trajectory/*", "score/*", "checkpoint/tokens"):
+            self.run.define_metric(group, step_metric="checkpoint/step")
+
+    def log(self, unit: xr.Dataset) -> None:
+        """Send one unit, unless this run has it."""
+        step = int(unit["step"])
+        if step in self.logged:
+            return
+        row: dict[str, Any] = {"checkpoint/step": step, **scalars(unit)}
+        if "tokens_seen" in unit.coords:
+            row["checkpoint/tokens"] = int(unit["tokens_seen"])
+        if "miscoupling" in unit:
+            row |= _pictures(unit)
+        self.run.log(row)
+        self.logged.append(step)
+        if self.mode == "online":
+            self.memory.write_text(json.dumps({"id": self.run.id, "logged": self.logged}))
+
+    def finish(self) -> str:
+        """Close the run; returns where it is to be seen."""
+        directory = Path(self.run.dir).parent
+        where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
+        self.run.finish()
+        return f"W&B {self.mode}: {where}"
+
+
+def _pictures(unit: xr.Dataset) -> dict[str, Any]:
+    import wandb
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from tracker.figures import coupling_heatmap
+
+    images = {}
+    for k in unit["k"].values:
+        canvas = FigureCanvasAgg(coupling_heatmap(unit, int(k)))
+        canvas.draw()
+        images[f"coupling/heatmap/k{k}"] = wandb.Image(np.asarray(canvas.buffer_rgba()))
+    pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()
+    columns = ["k", "layer", "layer_other", *MEASURES]
+    return images | {"coupling/pairs": wandb.Table(columns=columns, data=pairs[columns].values.tolist())}

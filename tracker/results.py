@@ -1,0 +1,118 @@
+"""Units of result on disk: one NetCDF file per step of a walk or a run, atomic, resumable, never mixed.
+
+    DIR/settings.json             what every unit of this store was measured with
+    DIR/units/step00000128.nc     one labelled Dataset
+
+A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees all of it or nothing.
+The store is the truth; W&B, the figures and the page are views of it.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+# Measured anew in every run, so they differ between two runs that agree in every number.
+VOLATILE = ("created", "seconds")
+
+
+class Store:
+    """A directory of units that were all measured with the same settings."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.units = self.path / "units"
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Take these settings for a new store, or check that they are the store's own.
+
+        Raises:
+            ValueError: if the store was written with other settings; names each that differs.
+        """
+        settings = json.loads(json.dumps(settings))
+        file = self.path / "settings.json"
+        if not file.exists():
+            self.units.mkdir(parents=True, exist_ok=True)
+            _write(file, json.dumps(settings, indent=2).encode())
+            return
+        stored = json.loads(file.read_text())
+        differing = [name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name)]
+        if differing:
+            changes = "; ".join(f"{n} was {stored.get(n)!r}, now {settings.get(n)!r}" for n in sorted(differing))
+            raise ValueError(
+                f"{self.path} holds results measured with other settings ({changes}); results are never mixed: "
+                "choose another --out, or the settings it was written with"
+            )
+
+    def file(self, step: int) -> Path:
+        """Where the unit of a step is, or would be."""
+        return self.units / f"step{step:08d}.nc"
+
+    def has(self, step: int) -> bool:
+        """Whether the unit of a step has been measured."""
+        return self.file(step).exists()
+
+    def write(self, step: int, unit: xr.Dataset) -> Path:
+        """Write one unit, whole or not at all."""
+        _write(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf")))
+        return self.file(step)
+
+    def read(self, step: int) -> xr.Dataset:
+        """One unit, loaded.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        file = self.file(step)
+        try:
+            with xr.open_dataset(file, engine="h5netcdf") as unit:
+                return unit.load()
+        except (OSError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{file} can't be read ({error}); delete it and run the same command again") from error
+
+    def steps(self) -> list[int]:
+        """The steps measured so far, ascending."""
+        return sorted(int(file.stem.removeprefix("step")) for file in self.units.glob("step*.nc"))
+
+
+def open_results(path: str | Path) -> xr.Dataset:
+    """All units of a walk or a run, joined along `step`, ascending.
+
+    Attributes that all units share are kept; `revision`, `commit` and whatever else differs stands along `step`.
+
+    Raises:
+        FileNotFoundError: if there are no units at `path`.
+        ValueError: if a unit is damaged.
+    """
+    store = Store(path)
+    steps = store.steps()
+    if not steps:
+        raise FileNotFoundError(f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory")
+    units = [store.read(step) for step in steps]
+    joined = xr.concat(
+        units,
+        xr.IndexVariable("step", steps),
+        data_vars="all",
+        coords="different",
+        compat="equals",
+        join="outer",
+        combine_attrs="drop_conflicts",
+    )
+    return joined
+
+
+def _write(file: Path, content: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.tmp")
+    with open(temporary, "wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temporary, file)
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,96 @@
+"""From labelled results to curves: what is averaged, over what, and the spread that goes with it.
+
+A curve point of a coupling measure is, for each prompt and token, the mean over layer pairs of one choice
+
+    mean            all pairs, the trivial diagonal included (the paper's)
+    mean_offdiag    l != l'  (the headline)
+    mean_adjacent   |l - l'| = 1
+
+and over prompts and tokens their mean and quartiles. Its null level is averaged the same way; beside `mean`, whose
+diagonal is zero, it is scaled by (L - 1) / L. Trajectory measures: median and quartiles over prompts and positions.
+W&B, the figures and the page all draw these numbers.
+"""
+
+import numpy as np
+import torch
+import xarray as xr
+
+from tracker.coupling import MEASURES, depth_means
+
+PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
+TRAJECTORY = ("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw", "equidistance", "equidistance_raw")
+QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+
+
+def curves(results: xr.Dataset) -> xr.Dataset:
+    """Curve points of a Dataset, with or without a `step` dimension.
+
+    Returns:
+        For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
+        (statistic: q25, median, q75). Scores are passed on.
+    """
+    out: dict[str, xr.DataArray] = {}
+    for name in MEASURES:
+        if name in results:
+            by_prompt = over_pairs(results[name])
+            out[name] = by_prompt.mean(("prompt", "token"))
+            for q in ("q25", "q75"):
+                out[f"{name}_{q}"] = by_prompt.quantile(QUANTILES[q], ("prompt", "token")).drop_vars("quantile")
+            L = results.sizes["layer"]
+            share = xr.DataArray([(L - 1) / L, 1.0, 1.0], {"pairs": list(PAIRS)}, "pairs")
+            out[f"{name}_null"] = results[f"{name}_null"].mean(("prompt", "token", "layer")) * share
+    for name in TRAJECTORY:
+        if name in results:
+            spread = results[name].quantile(list(QUANTILES.values()), ("prompt", "position"))
+            out[name] = spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES))
+    if "score" in results:
+        out["score"] = results["score"]
+    return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+
+def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
+    """Means over layer pairs: dimensions (layer, layer_other) become `pairs`."""
+
+    def means(values: np.ndarray) -> np.ndarray:
+        return np.stack([m.numpy() for m in depth_means(torch.from_numpy(values)).values()], -1)
+
+    reduced = xr.apply_ufunc(
+        means, matrices, input_core_dims=[["layer", "layer_other"]], output_core_dims=[["pairs"]]
+    )
+    return reduced.assign_coords(pairs=list(PAIRS))
+
+
+def by_distance(matrices: xr.DataArray) -> xr.DataArray:
+    """Mean over the layer pairs at each distance |l - l'| = 1 .. L - 1."""
+    L = matrices.sizes["layer"]
+    l = np.arange(L)
+    distance = xr.DataArray(abs(l[:, None] - l), dims=("layer", "layer_other"))
+    rings = [matrices.where(distance == r).mean(("layer", "layer_other")) for r in range(1, L)]
+    return xr.concat(rings, xr.IndexVariable("distance", np.arange(1, L)))
+
+
+def scalars(unit: xr.Dataset) -> dict[str, float]:
+    """The curve points of one step, flat, under the names they have in W&B and every other log."""
+    points = curves(unit)
+    flat: dict[str, float] = {}
+    for name in points.data_vars:
+        for labels, value in _entries(points[name]):
+            flat["/".join([_group(str(name)), *labels])] = value
+    return flat
+
+
+def _entries(values: xr.DataArray) -> list[tuple[list[str], float]]:
+    if not values.dims:
+        return [([], float(values))]
+    dim = values.dims[0]
+    return [
+        ([f"k{label}" if dim == "k" else str(label), *labels], value)
+        for label in values[dim].values
+        for labels, value in _entries(values.sel({dim: label}))
+    ]
+
+
+def _group(name: str) -> str:
+    if name.startswith(MEASURES):
+        return f"coupling/{name}"
+    return name if name == "score" else f"trajectory/{name}"
