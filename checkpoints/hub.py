@@ -25,17 +25,22 @@ def branches(repo: str) -> list[str]:
         CheckpointError: if there is no such repository, or it can't be reached and nothing of it is cached.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.utils import httpx
 
     try:
         return [reference.name for reference in HfApi().list_repo_refs(repo).branches]
     except RepositoryNotFoundError as error:
-        raise CheckpointError(f"the hub has no repository {repo} (or it is private and you are not logged in)") from error
-    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"the hub has no repository {repo} (or it is private and you are not logged in)"
+        ) from error
+    except (httpx.HTTPError, OfflineModeIsEnabled) as error:
         references = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "refs"
         if references.is_dir():
             return [file.name for file in references.iterdir()]
-        raise CheckpointError(f"can't reach the hub for {repo} ({_reason(error)}), and nothing of it is cached") from error
+        raise CheckpointError(
+            f"can't reach the hub for {repo} ({_reason(error)}), and nothing of it is cached"
+        ) from error
 
 
 def fetch(repo: str, revision: str, cache_dir: Path | None = None, local_only: bool = False) -> Path:
@@ -48,12 +53,12 @@ def fetch(repo: str, revision: str, cache_dir: Path | None = None, local_only: b
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import (
-        HTTPError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils import httpx
 
     unreachable = "offline mode is on" if constants.HF_HUB_OFFLINE or local_only else ""
     if not unreachable:
@@ -66,8 +71,10 @@ def fetch(repo: str, revision: str, cache_dir: Path | None = None, local_only: b
         except RevisionNotFoundError as error:
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub") from error
         except RepositoryNotFoundError as error:
-            raise CheckpointError(f"the hub has no repository {repo} (or it is private and you are not logged in)") from error
-        except (HTTPError, OfflineModeIsEnabled) as error:
+            raise CheckpointError(
+                f"the hub has no repository {repo} (or it is private and you are not logged in)"
+            ) from error
+        except (httpx.HTTPError, OfflineModeIsEnabled) as error:
             unreachable = f"the hub can't be reached ({_reason(error)})"
     try:
         return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, local_files_only=True))
@@ -94,10 +101,11 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         with without_progress_bars():
             config = AutoConfig.from_pretrained(directory)
             auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-            model, info = auto.from_pretrained(
+            loaded: Any = auto.from_pretrained(
                 directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
             )
             tokenizer = AutoTokenizer.from_pretrained(directory)
+        model, info = loaded
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{directory} can't be loaded ({type(error).__name__}: {_reason(error)}); a file is missing or damaged: "
@@ -127,7 +135,9 @@ def _refuse_other_tensors(directory: Path, info: dict[str, Any]) -> None:
         "unexpected": sorted(k for k in info["unexpected_keys"] if not k.endswith(REBUILT)),
         "mis-shaped": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
     }
-    described = [f"{len(k)} {kind} ({', '.join(k[:3])}{', …' if len(k) > 3 else ''})" for kind, k in faults.items() if k]
+    described = [
+        f"{len(k)} {kind} ({', '.join(k[:3])}{', …' if len(k) > 3 else ''})" for kind, k in faults.items() if k
+    ]
     if described:
         raise CheckpointError(
             f"the weights in {directory} are not this model's: {'; '.join(described)} tensors. transformers would fill "

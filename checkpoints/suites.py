@@ -64,7 +64,9 @@ class Suite:
         else:
             wanted = self._numbers(steps)
         if not wanted:
-            raise ValueError(f"--steps {steps} leaves no checkpoint of {self.name}; published are {_listed(self.steps)}")
+            raise ValueError(
+                f"--steps {steps} leaves no checkpoint of {self.name}; published are {_listed(self.steps)}"
+            )
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.step in wanted)
 
     def _numbers(self, steps: str) -> set[int]:
@@ -76,7 +78,9 @@ class Suite:
             ) from error
         absent = sorted(wanted - set(self.steps))
         if absent:
-            raise ValueError(f"{self.name} has no checkpoint at step {_listed(absent)}; published are {_listed(self.steps)}")
+            raise ValueError(
+                f"{self.name} has no checkpoint at step {_listed(absent)}; published are {_listed(self.steps)}"
+            )
         return wanted
 
 

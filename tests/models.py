@@ -50,9 +50,7 @@ def llama(attention: str = "sdpa") -> LlamaForCausalLM:
 
 
 def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=DEPTH, n_head=HEADS, n_positions=32)
-    )
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=DEPTH, n_head=HEADS, n_positions=32))
 
 
 def bert() -> BertForMaskedLM:

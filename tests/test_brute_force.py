@@ -43,7 +43,9 @@ def test_jacobians(name, dtype):
     device = torch.device("cpu")
     with undisturbed(device):
         replica = Replica(model, find_blocks(model), dtype, device)
-        recording = record(replica, (inputs,), {"use_cache": False} if hasattr(model, "config") and name != "bert" else {})
+        recording = record(
+            replica, (inputs,), {"use_cache": False} if hasattr(model, "config") and name != "bert" else {}
+        )
         if expected.norm is not None:
             recording = recording.fold_final_norm()
         jacobians = Jacobians()

@@ -85,7 +85,9 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
     if len(blocks) == 0:
-        raise UsageError("`blocks` names no module; give the blocks in order of depth, or leave it out to have them found")
+        raise UsageError(
+            "`blocks` names no module; give the blocks in order of depth, or leave it out to have them found"
+        )
     names = []
     for block in blocks:
         module = _submodule(model, block) if isinstance(block, str) else block
@@ -138,7 +140,9 @@ def _longest_run(model: nn.Module) -> tuple[list[str], str]:
     runs = [run for run in runs if len(run[1]) == longest]
     if len(runs) > 1:
         paths = ", ".join(repr(name) for name, _, _ in runs)
-        raise UsageError(f"{len(runs)} lists of {longest} blocks found ({paths}); name the one to measure: blocks={runs[0][0]!r}")
+        raise UsageError(
+            f"{len(runs)} lists of {longest} blocks found ({paths}); name the one to measure: blocks={runs[0][0]!r}"
+        )
     name, children, cls = runs[0]
     prefix = f"{name}." if name else ""
     return [prefix + child for child in children], f"the longest run of one class with attention, {longest} x {cls}"

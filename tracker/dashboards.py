@@ -15,7 +15,7 @@ from tracker.results import Store
 from tracker.statistics import scalars
 
 if TYPE_CHECKING:
-    import wandb
+    pass
 
 Mode = Literal["auto", "online", "offline", "off"]
 
@@ -32,14 +32,18 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
         return "disabled"
     key = wandb.login(prompt=False)
     if mode == "online" and not key:
-        raise ValueError("--wandb online needs a key: run `wandb login` or set WANDB_API_KEY; or choose --wandb offline")
+        raise ValueError(
+            "--wandb online needs a key: run `wandb login` or set WANDB_API_KEY; or choose --wandb offline"
+        )
     return "online" if mode == "online" or (mode == "auto" and key) else "offline"
 
 
 class WandbLog:
     """A W&B run that shows a store: each unit once in a run, whatever was measured when."""
 
-    def __init__(self, mode: Literal["online", "offline"], store: Store, project: str, name: str, config: dict[str, Any]):
+    def __init__(
+        self, mode: Literal["online", "offline"], store: Store, project: str, name: str, config: dict[str, Any]
+    ):
         import wandb
 
         # An online run is taken up again; an offline one can't be, so it is told everything anew.
@@ -99,4 +103,4 @@ def _pictures(unit: xr.Dataset) -> dict[str, Any]:
         images[f"coupling/heatmap/k{k}"] = wandb.Image(np.asarray(canvas.buffer_rgba()))
     pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()
     columns = ["k", "layer", "layer_other", *MEASURES]
-    return images | {"coupling/pairs": wandb.Table(columns=columns, data=pairs[columns].values.tolist())}
+    return images | {"coupling/pairs": wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())}

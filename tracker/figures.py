@@ -45,7 +45,10 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         coupling.plot(step, points[f"{measure}_null"].sel(at), color=colour, ls=":", label="its null level")
     coupling.set(title=f"Mis-coupling, l ≠ l', K = {k}", ylim=(0, None))
     coupling.legend(fontsize=7)
-    for axes, name, heading in ((lss, "lss", "Line-shape score"), (growth, "expodistance_raw", "Expodistance, before final norm")):
+    for axes, name, heading in (
+        (lss, "lss", "Line-shape score"),
+        (growth, "expodistance_raw", "Expodistance, before final norm"),
+    ):
         low, middle, high = (points[name].sel(statistic=s) for s in ("q25", "median", "q75"))
         axes.fill_between(step, low, high, color=GREEN, alpha=0.2, lw=0)
         axes.plot(step, middle, color=GREEN, marker="o", ms=3)

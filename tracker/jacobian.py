@@ -43,9 +43,7 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> tuple[Tensor, Callable
     return y.detach(), pullback
 
 
-def dense_jacobian(
-    pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int
-) -> Float[Tensor, "R d d"]:
+def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int) -> Float[Tensor, "R d d"]:
     """The Jacobian of every row, `chunk` cotangents at a time."""
     R, d = y.shape
     J = y.new_empty(R, d, d)

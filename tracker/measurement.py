@@ -5,13 +5,10 @@ rows at a time, the Jacobian of every block (`rows`), its top-K singular triplet
 coupling (`coupling`). Memory: the Jacobians of one group, L x R x d x d, within a declared budget.
 """
 
-import hashlib
 import json
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 import numpy as np
@@ -20,13 +17,13 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker import coupling, trajectory
-from tracker.blocks import Blocks, UsageError, find_blocks, unwrap
+from tracker.blocks import UsageError, find_blocks
 from tracker.inputs import Batch, batches, positions
+from tracker.provenance import describe, digest
 from tracker.replica import Recording, Replica, record, undisturbed
 from tracker.rows import Evidence, Jacobians, Rows
 from tracker.svd import top_singular_triplets
 
-SCHEMA = 1
 RELEASE_K = (10, 30, 50)
 MEASURES = ("coupling", "trajectory")
 JACOBIAN_BUDGET = 1 << 29  # scalars of all Jacobians held at once: 2 GB in float32
@@ -95,7 +92,9 @@ def measure(
     calls = batches(model, inputs, tokenizer, max_tokens)
     found = find_blocks(model, blocks)
     weight = next(iter(model.parameters()), None)
-    device = torch.device(device) if device is not None else weight.device if weight is not None else torch.device("cpu")
+    device = (
+        torch.device(device) if device is not None else weight.device if weight is not None else torch.device("cpu")
+    )
     if tokens is None:
         tokens = "last" if found.class_token is None else "cls"
 
@@ -105,8 +104,14 @@ def measure(
         for batch in calls:
             result.add(batch)
     dataset = result.dataset()
-    dataset.attrs.update(_provenance(model, found, inputs, dtype, device, tokens))
-    dataset.attrs["seconds"] = time.perf_counter() - started
+    dataset.attrs |= describe(model, device) | {
+        "blocks": ", ".join(found.names),
+        "blocks_found_by": found.found_by,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
+        "inputs_sha256": digest(inputs),
+        "seconds": time.perf_counter() - started,
+    }
     return dataset
 
 
@@ -179,7 +184,9 @@ class _Result:
                 with self.replica.weights(call.block), self.replica.weights(call.final_norm or nn.Identity()):
                     J_l, evidence = self.jacobians(call, some)
                 if not torch.isfinite(J_l).all():
-                    raise FloatingPointError(f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN)")
+                    raise FloatingPointError(
+                        f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN)"
+                    )
                 self._note(call.layer, call.name, evidence)
                 J.append(J_l)
                 triplets.append(top_singular_triplets(J_l, max(self.ks)))
@@ -322,42 +329,3 @@ def _chosen_window(window: int | None, L: int) -> int:
 
 def _convert(replica: Replica, value: Any) -> Any:
     return replica.convert(value) if isinstance(value, Tensor) else value
-
-
-def _provenance(
-    model: nn.Module, found: Blocks, inputs: Any, dtype: torch.dtype, device: torch.device, tokens: Any
-) -> dict[str, Any]:
-    import tracker
-
-    model = unwrap(model)
-    config = getattr(model, "config", None)
-    return {
-        "schema": SCHEMA,
-        "tracker_version": tracker.__version__,
-        "torch_version": str(torch.__version__),
-        "python_version": platform.python_version(),
-        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "model_name": str(getattr(config, "name_or_path", "") or ""),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "weights_dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-        "attention": str(getattr(config, "_attn_implementation", "") or ""),
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
-        "blocks": ", ".join(found.names),
-        "blocks_found_by": found.found_by,
-        "inputs_sha256": _digest(inputs),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _digest(inputs: Any) -> str:
-    digest = hashlib.sha256()
-    values = [inputs] if isinstance(inputs, (str, Tensor)) else inputs
-    entries = values.items() if isinstance(values, Mapping) else enumerate(values)
-    for name, value in entries:
-        content = value.detach().cpu().contiguous().view(torch.uint8).numpy() if isinstance(value, Tensor) else str(value)
-        digest.update(f"{name}\0".encode())
-        digest.update(content if not isinstance(content, str) else content.encode())
-    return digest.hexdigest()

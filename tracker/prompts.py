@@ -18,7 +18,9 @@ def load_prompts(source: str) -> list[str]:
     """
     file = BUILTIN if source == "builtin" else Path(source)
     if not file.is_file():
-        raise ValueError(f"no prompt file {source!r}; give 'builtin', a text file with one prompt a line, or a .jsonl file")
+        raise ValueError(
+            f"no prompt file {source!r}; give 'builtin', a text file with one prompt a line, or a .jsonl file"
+        )
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:

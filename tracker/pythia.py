@@ -21,7 +21,6 @@ from tracker.prompts import load_prompts, prompts_digest
 if TYPE_CHECKING:
     import xarray as xr
 
-    from tracker.dashboards import WandbLog
     from tracker.results import Store
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -85,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog="python -m tracker.pythia", description=Walk.__doc__ and Walk.__doc__.split("Args:")[0])
+    parser = ArgumentParser(
+        prog="python -m tracker.pythia", description=Walk.__doc__ and Walk.__doc__.split("Args:")[0]
+    )
     parser.add_class_arguments(Walk, as_group=False)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
     parsed = parser.parse_args(arguments)
@@ -238,7 +239,7 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
     if mode == "disabled":
         yield lambda unit: None
         return
-    import wandb
+    from wandb.errors import CommError
 
     from tracker.dashboards import WandbLog
 
@@ -246,7 +247,7 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
     arguments = (plan.store, walk.project, plan.suite.name, config)
     try:
         log = WandbLog(mode, *arguments)
-    except wandb.errors.CommError as error:
+    except CommError as error:
         print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
         log = WandbLog("offline", *arguments)
     try:
@@ -259,7 +260,14 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """Count revisions done: a bar with rate and ETA on a terminal, plain lines elsewhere."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console()
     if not console.is_terminal:
@@ -273,7 +281,14 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
         yield advance
         return
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total)
 

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +196,7 @@ class _Recorder:
             yield block.register_forward_hook(self.leave)
         for name in self.replica.description.final_norms:
             norm = self.replica.module.get_submodule(name)
-            yield norm.register_forward_hook(lambda m, args, out, name=name: self.norm(name, m, args, out))
+            yield norm.register_forward_hook(partial(self.norm, name))
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         self.lent.enter_context(self.replica.weights(block))
@@ -205,13 +206,17 @@ class _Recorder:
         name = self.names[id(block)]
         if not (isinstance(x, Tensor) and x.dim() == 3):
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise UsageError(f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)")
+            raise UsageError(
+                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
+            )
         batch_first = self.replica.description.batch_first
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         x = (x if batch_first else x.transpose(0, 1)).clone()
         self.running = BlockCall(len(self.calls) + 1, name, block, bound, state, batch_first, x)
 
-    def attend(self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+    def attend(
+        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Any:
         if self.running is not None:
             self.running.attention.append(AttentionCall(key, value, mask, causal))
         return attend(query, key, value, mask, causal)

@@ -29,6 +29,7 @@ CAPTIONS = {
     "offdiag_normalized": "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
 }
 PAIR_NAMES = {"mean": "all pairs", "mean_offdiag": "off the diagonal", "mean_adjacent": "adjacent"}
+FINAL_NORM = {"include": "final norm included", "exclude": "without it", "drop": "without the last block"}
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 
 
@@ -81,11 +82,10 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
         "pairs": list(PAIRS),
         "pair_names": PAIR_NAMES,
         "captions": CAPTIONS,
+        "final_norm": FINAL_NORM[dataset.attrs["final_norm"]],
         "window": int(dataset.attrs["window"]),
         "curves": {
-            name: {
-                k: {pairs: _curve(points.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks
-            }
+            name: {k: {pairs: _curve(points.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks}
             for name in measures
         },
         "matrices": {name: {k: _packed(matrices[name].sel(k=k)) for k in ks} for name in measures},
@@ -99,7 +99,9 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
             for name in TRAJECTORY
             if name in points
         },
-        "windows": {name: _spread(dataset[name]) for name in ("lss_window", "expodistance_raw_window") if name in dataset},
+        "windows": {
+            name: _spread(dataset[name]) for name in ("lss_window", "expodistance_raw_window") if name in dataset
+        },
         "score": {},
     }
     if measures:
@@ -122,7 +124,9 @@ def _spread(values: xr.DataArray) -> dict[str, list]:
     """Quartiles over prompts and positions, by step and layer."""
     fits = values.notnull().any(("prompt", "position"))  # near the ends no window does
     filled = values.where(fits, 0.0)
-    spread = filled.quantile([0.25, 0.5, 0.75], ("prompt", "position")).where(fits).transpose("quantile", "step", "layer")
+    spread = (
+        filled.quantile([0.25, 0.5, 0.75], ("prompt", "position")).where(fits).transpose("quantile", "step", "layer")
+    )
     return {name: _numbers(spread[i]) for i, name in enumerate(("q25", "median", "q75"))}
 
 
@@ -151,7 +155,10 @@ def _provenance(dataset: xr.Dataset, store: Store) -> list[tuple[str, str]]:
         there = residual.notnull()
         count = int(there.sum())
         rows += [
-            ("block Jacobians", f"{count:,}, of which {int(sliced.where(there).sum()):,} from single rows, the rest over the full sequence"),
+            (
+                "block Jacobians",
+                f"{count:,}, of which {int(sliced.where(there).sum()):,} from single rows, the rest over the full sequence",
+            ),
             ("largest residual of a triplet / s₁", f"{float(residual.max()):.1e}"),
             ("complete top-K sets", f"{int(complete.where(there).sum()):,} of {count:,} (certified by Cholesky)"),
             ("largest value-proof error", f"{float(dataset['value_error'].max()):.1e}"),
@@ -161,7 +168,9 @@ def _provenance(dataset: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     totals = {str(q): int(undefined.sel(quantity=q).sum()) for q in undefined["quantity"].values}
     rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
     if "commit" in dataset.coords:
-        commits = zip(dataset["step"].values, np.broadcast_to(dataset["commit"].values, dataset.sizes["step"]), strict=True)
+        commits = zip(
+            dataset["step"].values, np.broadcast_to(dataset["commit"].values, dataset.sizes["step"]), strict=True
+        )
         rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits)))
     return rows
 
@@ -170,7 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog="python -m tracker.report", description="Write the page of a walk's or a run's results.")
+    parser = ArgumentParser(
+        prog="python -m tracker.report", description="Write the page of a walk's or a run's results."
+    )
     parser.add_argument("results", type=Path, help="the directory that a walk wrote (--out)")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in the results")
     parsed = parser.parse_args(arguments)

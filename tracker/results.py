@@ -90,7 +90,9 @@ def open_results(path: str | Path) -> xr.Dataset:
     store = Store(path)
     steps = store.steps()
     if not steps:
-        raise FileNotFoundError(f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory")
+        raise FileNotFoundError(
+            f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory"
+        )
     units = [store.read(step) for step in steps]
     joined = xr.concat(
         units,

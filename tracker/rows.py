@@ -192,7 +192,14 @@ def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor
             return linearize(f, x)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # what a block says of odd shapes
+    # What code not written for a sequence of length one says of it.
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AssertionError,
+    ) as error:
         raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
 
 

@@ -18,7 +18,12 @@ import xarray as xr
 from tracker.coupling import MEASURES, depth_means
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
-TRAJECTORY = ("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw", "equidistance", "equidistance_raw")
+TRAJECTORY = (
+    "lss",
+    *("expodistance", "expodistance_raw"),
+    *("alpha_mean", "alpha_mean_raw"),
+    *("equidistance", "equidistance_raw"),
+)
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 
 
@@ -54,9 +59,7 @@ def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
     def means(values: np.ndarray) -> np.ndarray:
         return np.stack([m.numpy() for m in depth_means(torch.from_numpy(values)).values()], -1)
 
-    reduced = xr.apply_ufunc(
-        means, matrices, input_core_dims=[["layer", "layer_other"]], output_core_dims=[["pairs"]]
-    )
+    reduced = xr.apply_ufunc(means, matrices, input_core_dims=[["layer", "layer_other"]], output_core_dims=[["pairs"]])
     return reduced.assign_coords(pairs=list(PAIRS))
 
 

@@ -2,7 +2,7 @@
 
     LSS           L / | sum_l (x^l - x^{l-1}) / |x^l - x^{l-1}| |        eq. 15-16; >= 1, = 1 on a straight line
     alpha^l       ln(|x^l| / |x^{l-1}|)                                  eq. 17
-    expodistance  Var_l alpha / (Avg_l alpha)^2                          eq. 18, population variance; 0 = exponential growth
+    expodistance  Var_l alpha / (Avg_l alpha)^2                          eq. 18, population variance; 0 on exp. growth
     equidistance  Std_l |x^l - x^{l-1}| / Avg_l |x^l - x^{l-1}|          Fig. 25
 
 States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.

@@ -32,9 +32,9 @@ const layerAxis = { title: { text: "block" }, gridcolor: "#eceff2", zeroline: fa
 
 function draw(id, traces, layout) {
   const base = {
-    margin: { l: 58, r: 12, t: 36, b: 44 }, font: { size: 13, color: "#1a1d21" }, hovermode: "closest",
-    legend: { orientation: "h", y: -0.22, font: { size: 12 } }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-    title: { x: 0, xanchor: "left", xref: "paper", font: { size: 15 } },
+    margin: { l: 58, r: 12, t: 56, b: 48 }, font: { size: 13, color: "#1a1d21" }, hovermode: "closest",
+    legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 12 } }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+    title: { x: 0, xanchor: "left", xref: "paper", y: 0.985, yanchor: "top", font: { size: 15 } },
   };
   const title = { ...base.title, ...layout.title };
   const yaxis = { gridcolor: "#eceff2", zeroline: false, automargin: true, ...layout.yaxis };
@@ -62,7 +62,7 @@ function overTraining() {
       ...band(x, c.q25, c.q75, BLUE),
       line(x, c.value, measure, BLUE, { text }),
       { x, y: c.null, name: "null level", mode: "lines", line: { color: BLUE, dash: "dot", width: 2 }, text },
-    ], { title: { text: `${measure}, K = ${k}, ${pairs}` }, xaxis: stepAxis, yaxis: { rangemode: "tozero" } });
+    ], { title: { text: `${measure}, K = ${k}, ${data.pair_names[pairs]}` }, xaxis: stepAxis, yaxis: { rangemode: "tozero" } });
     $("coupling-caption").textContent = data.captions[measure];
   }
   const spread = (id, names, title, more) => draw(id, names.flatMap(([name, label, colour]) => {
@@ -70,7 +70,7 @@ function overTraining() {
     return s ? [...band(x, s.q25, s.q75, colour), line(x, s.median, label, colour, { text })] : [];
   }), { title: { text: title }, xaxis: stepAxis, yaxis: more });
   spread("lss", [["lss", "median", GREEN]], "Line-shape score", {});
-  spread("expodistance", [["expodistance_raw", "before the final norm", GREEN], ["expodistance", "as the final-norm convention has it", ORANGE]],
+  spread("expodistance", [["expodistance_raw", "before the final norm", GREEN], ["expodistance", data.final_norm, ORANGE]],
     "Expodistance", { type: "log" });
   const tasks = Object.entries(data.score);
   $("score-figure").hidden = tasks.length === 0;

@@ -1,0 +1,49 @@
+"""Where a number comes from: the model, the software and the machine, as attributes of a result."""
+
+import hashlib
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.blocks import unwrap
+
+SCHEMA = 1  # of the Dataset: raised when a variable or attribute changes its meaning
+
+
+def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
+    """The model, versions, device and time."""
+    model = unwrap(model)
+    config = getattr(model, "config", None)
+    return {
+        "schema": SCHEMA,
+        "tracker_version": version("block-coupling-tracker"),
+        "torch_version": str(torch.__version__),
+        "python_version": platform.python_version(),
+        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "model_name": str(getattr(config, "name_or_path", "") or ""),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "weights_dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        "attention": str(getattr(config, "_attn_implementation", "") or ""),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def digest(inputs: Any) -> str:
+    """A hash of what was measured on: prompts, a tensor, or a mapping of tensors."""
+    sha = hashlib.sha256()
+    if isinstance(inputs, (str, Tensor)):
+        inputs = [inputs]
+    for name, value in inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs):
+        sha.update(f"{name}\0".encode())
+        if isinstance(value, Tensor):
+            sha.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            sha.update(str(value).encode())
+    return sha.hexdigest()
