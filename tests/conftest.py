@@ -7,7 +7,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("tracker", "beartype.beartype")
+MATHS = ("coupling", "jacobian", "svd", "trajectory", "rows", "replica", "attention")
+install_import_hook([f"tracker.{room}" for room in MATHS], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

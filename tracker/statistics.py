@@ -20,9 +20,12 @@ from tracker.coupling import MEASURES, depth_means
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 TRAJECTORY = (
     "lss",
-    *("expodistance", "expodistance_raw"),
-    *("alpha_mean", "alpha_mean_raw"),
-    *("equidistance", "equidistance_raw"),
+    "expodistance",
+    "expodistance_raw",
+    "alpha_mean",
+    "alpha_mean_raw",
+    "equidistance",
+    "equidistance_raw",
 )
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 

@@ -30,10 +30,12 @@ const stepAxis = {
 };
 const layerAxis = { title: { text: "block" }, gridcolor: "#eceff2", zeroline: false, dtick: data.layers > 12 ? 4 : 1 };
 
+const logarithmic = { type: "log", dtick: "D2" };
+
 function draw(id, traces, layout) {
   const base = {
     margin: { l: 58, r: 12, t: 56, b: 48 }, font: { size: 13, color: "#1a1d21" }, hovermode: "closest",
-    legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 12 } }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
+    legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, traceorder: "normal", font: { size: 12 } }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
     title: { x: 0, xanchor: "left", xref: "paper", y: 0.985, yanchor: "top", font: { size: 15 } },
   };
   const title = { ...base.title, ...layout.title };
@@ -71,7 +73,7 @@ function overTraining() {
   }), { title: { text: title }, xaxis: stepAxis, yaxis: more });
   spread("lss", [["lss", "median", GREEN]], "Line-shape score", {});
   spread("expodistance", [["expodistance_raw", "before the final norm", GREEN], ["expodistance", data.final_norm, ORANGE]],
-    "Expodistance", { type: "log" });
+    "Expodistance", logarithmic);
   const tasks = Object.entries(data.score);
   $("score-figure").hidden = tasks.length === 0;
   if (tasks.length) {
@@ -105,11 +107,11 @@ function atStep() {
     emphasised("distance", layer.slice(0, -1), rings, i, `${measure} by |l − l′|`,
       { ...layerAxis, title: { text: "distance |l − l′|" } }, { rangemode: "tozero" });
     draw("singular", data.singular.ranks.map((rank, r) => line(layer, data.singular.values[i][r], "s" + rank, undefined)),
-      { title: { text: "Singular values" }, xaxis: layerAxis, yaxis: { type: "log" } });
+      { title: { text: "Singular values" }, xaxis: layerAxis, yaxis: logarithmic });
   }
   for (const [id, name, title] of [["lss_window", "lss_window", "Line-shape score by depth"], ["expodistance_window", "expodistance_raw_window", "Expodistance by depth"]]) {
     const w = data.windows[name];
-    if (w) emphasised(id, layer, w.median, i, title, layerAxis, name === "lss_window" ? {} : { type: "log" }, w.q25, w.q75);
+    if (w) emphasised(id, layer, w.median, i, title, layerAxis, name === "lss_window" ? {} : logarithmic, w.q25, w.q75);
   }
 }
 

@@ -1,0 +1,283 @@
+"""What a user meets: the Dataset, the model left as it was, and bad input answered in one message."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+import tracker
+from tests.models import DEPTH, MODELS, WIDTH, Encoder, build, images, neox, timm_vit, tokens, torchvision_vit
+from tracker.blocks import UsageError, find_blocks
+
+
+def tokenizer():
+    words = {word: i for i, word in enumerate("the of a cat dog sat on mat . and".split())}
+    plain = Tokenizer(models.WordLevel(words, unk_token="the"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="the")
+
+
+PROMPTS = ["the cat sat on the mat .", "a dog", "the mat of the cat and the dog"]
+
+
+def test_prompts_of_different_lengths_are_measured_each_by_itself():
+    model, _ = build("gpt_neox")
+    together = tracker.measure(model, PROMPTS, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
+    assert dict(together.sizes) | {"position": 8, "token": 2} == dict(together.sizes)
+    for i, prompt in enumerate(PROMPTS):
+        alone = tracker.measure(model, prompt, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
+        n = alone.sizes["position"]
+        for name in ("miscoupling", "singular_value", "token_position"):
+            np.testing.assert_array_equal(together[name].values[i], alone[name].values[0])
+        np.testing.assert_array_equal(together.lss.values[i, :n], alone.lss.values[0])
+        assert np.isnan(together.lss.values[i, n:]).all()
+    assert list(together.prompt_text.values) == PROMPTS
+    assert int(together.undefined.sum()) == 0
+
+
+def test_padding_in_a_mapping_changes_nothing():
+    model, _ = build("llama-grouped-keys")
+    ids = tokens(1, 5)
+    padded = {"input_ids": torch.cat([ids, ids[:, :3]], 1), "attention_mask": torch.tensor([[1] * 5 + [0] * 3])}
+    plain, masked = (tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded))
+    np.testing.assert_allclose(masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9)
+    assert np.isnan(masked.lss.values[:, 5:]).all() and masked.sizes["token"] == 5
+
+
+def test_one_token_prompts():
+    model, _ = build("gpt_neox")
+    ds = tracker.measure(model, "cat", tokenizer=tokenizer(), k=4)
+    assert ds.sizes["position"] == 1 and bool(ds.miscoupling.notnull().all())
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_are_measured_in_float32(stored):
+    model, inputs = build("gpt_neox")
+    model = model.to(stored)
+    seen = tracker.measure(model, inputs, k=4)
+    assert {p.dtype for p in model.parameters()} == {stored}
+    expected = tracker.measure(model.float(), inputs, k=4)
+    for name in ("miscoupling", "lss", "norm"):
+        np.testing.assert_array_equal(seen[name].values, expected[name].values)
+    assert seen.attrs["weights_dtype"] == str(stored).removeprefix("torch.") and seen.attrs["dtype"] == "float32"
+
+
+def test_final_norm_conventions():
+    model, inputs = build("gpt_neox")
+    ds = {c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64) for c in ("include", "exclude", "drop")}
+    auto = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
+    assert auto.attrs["final_norm"] == "include" and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
+    with torch.no_grad():
+        model.double()
+        hidden = model(inputs, output_hidden_states=True, use_cache=False).hidden_states
+    norms = torch.stack([h.norm(dim=-1) for h in hidden], 1)  # transformers' last hidden state comes out normed
+    np.testing.assert_allclose(ds["include"].norm, norms, rtol=1e-9)
+    np.testing.assert_allclose(ds["exclude"].norm[:, :-1], norms[:, :-1], rtol=1e-9)
+    np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm_raw)
+    np.testing.assert_array_equal(ds["exclude"].expodistance, ds["include"].expodistance_raw)
+    assert ds["drop"].sizes["layer"] == DEPTH - 1 and ds["drop"].sizes["depth"] == DEPTH
+    inner = {"layer": slice(0, DEPTH - 1), "layer_other": slice(0, DEPTH - 1)}
+    np.testing.assert_allclose(ds["drop"].miscoupling, ds["include"].miscoupling.isel(inner), atol=1e-12)
+
+
+def test_default_tokens_and_k():
+    assert tracker.measure(timm_vit(), images()).attrs["tokens"] == "cls"
+    assert tracker.measure(torchvision_vit(), images()).attrs["tokens"] == "cls"
+    ds = tracker.measure(neox(), tokens())
+    assert ds.attrs["tokens"] == "last" and list(ds.k.values) == [10, 30]
+    assert (ds.token_position == 6).all()
+    every = tracker.measure(timm_vit(), images(), tokens="all", k=2)
+    assert every.sizes["token"] == 5
+
+
+def test_only_what_is_asked_for():
+    ds = tracker.measure(neox(), tokens(), measures=["trajectory"])
+    assert "lss" in ds and "miscoupling" not in ds and "k" not in ds.dims
+    ds = tracker.measure(neox(), tokens(), measures=["coupling"], k=2)
+    assert "miscoupling" in ds and "lss" not in ds
+
+
+def test_undefined_values_are_counted():
+    model = neox()
+    with torch.no_grad():  # the second block writes nothing into the residual stream
+        for name, parameter in model.gpt_neox.layers[1].named_parameters():
+            if "dense." in name or "dense_4h_to_h" in name:
+                parameter.zero_()
+    ds = tracker.measure(model, tokens(), k=4)
+    assert np.isnan(ds.lss).all() and int(ds.undefined.sel(quantity="lss")) == ds.lss.size
+    assert np.isnan(ds.miscoupling.sel(layer=2)).all() and int(ds.undefined.sel(quantity="miscoupling")) == 2 * DEPTH
+    assert ds.complete.all() and np.isnan(ds.residual.sel(layer=2)).all()
+
+
+def snapshot(model):
+    return {
+        "parameters": {n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()},
+        "buffers": {n: (b, b.clone()) for n, b in model.named_buffers()},
+        "modes": [m.training for m in model.modules()],
+        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "attributes": [sorted(vars(m)) for m in model.modules()],
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
+        "global": (
+            torch.is_grad_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+            torch.nn.functional.scaled_dot_product_attention,
+            torch.is_autocast_enabled("cpu"),
+        ),
+    }
+
+
+def assert_untouched(model, before):
+    after = snapshot(model)
+    for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
+        now = after["parameters"][name]
+        assert now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
+        assert now[4] is grad
+    for name, (b, value) in before["buffers"].items():
+        assert after["buffers"][name][0] is b and torch.equal(b, value)
+    for part in ("modes", "hooks", "attributes", "attention", "global"):
+        assert after[part] == before[part], part
+    assert torch.equal(after["rng"][0], before["rng"][0]) and after["rng"][1:] == before["rng"][1:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_left_as_it_was(name):
+    model, inputs = build(name)
+    model.train()
+    list(model.modules())[3].eval()
+    next(model.parameters()).requires_grad_(False)
+    fired = []
+    for block in find_blocks(model).names:
+        model.get_submodule(block).register_forward_hook(lambda *_: fired.append(1))
+    out = model(inputs)
+    loss = (out.logits if hasattr(out, "logits") else out).square().mean()
+    loss.backward()
+    fired.clear()
+    before = snapshot(model)
+    tracker.measure(model, inputs, k=2, dtype=torch.float64)
+    assert_untouched(model, before)
+    assert not fired
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox-eager", "timm-vit"])
+def test_the_model_is_left_as_it_was_when_measuring_raises(name):
+    model, inputs = build(name)
+    model.train()
+    blocks = [model.get_submodule(block) for block in find_blocks(model).names]
+    with torch.no_grad():
+        next(p for n, p in blocks[1].named_parameters() if "norm" not in n).fill_(float("nan"))
+    with torch.no_grad():
+        before = snapshot(model)
+    before["parameters"] = {n: v for n, v in before["parameters"].items() if not v[1].isnan().any()}
+    with pytest.raises(FloatingPointError, match=r"block 2 \(.*1\) gives values that are not finite"):
+        tracker.measure(model, inputs)
+    assert_untouched(model, {**before, "global": snapshot(model)["global"]})
+
+
+def test_measured_within_inference_mode_and_autocast():
+    model, inputs = build("gpt_neox")
+    expected = tracker.measure(model, inputs, k=4)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        seen = tracker.measure(model, inputs, k=4)
+        assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+    np.testing.assert_array_equal(seen.miscoupling, expected.miscoupling)
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Encoder(), Encoder()
+
+
+BAD = {
+    "k above d": (dict(k=WIDTH + 1), rf"k={WIDTH + 1}.*1 to the model's width d = {WIDTH}"),
+    "k zero": (dict(k=0), "from 1 to"),
+    "token out of range": (dict(tokens=[0, 7]), r"\[7\] are out of range.*7 tokens"),
+    "unknown token choice": (dict(tokens="first"), "'last', 'cls', 'all'"),
+    "no class token": (dict(tokens="cls"), "no class token"),
+    "final norm": (dict(final_norm="maybe"), "'include', 'exclude'"),
+    "dtype": (dict(dtype=torch.bfloat16), "float32 or torch.float64"),
+    "measures": (dict(measures=["colour"]), "coupling, trajectory"),
+    "svd": (dict(svd="quick"), "'auto' or 'full'"),
+    "window": (dict(window=4), "odd number of states"),
+    "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),
+    "every second block": (dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]), "name consecutive blocks"),
+    "not a block": (dict(blocks=["gpt_neox.layers.0.mlp.dense_h_to_4h"]), "keeps the shape"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings(case):
+    keywords, message = BAD[case]
+    with pytest.raises(UsageError, match=message):
+        tracker.measure(neox(), tokens(), **keywords)
+
+
+BAD_INPUTS = {
+    "empty prompt": ("", "prompt 0 is empty"),
+    "no prompts": ([], "at least one prompt"),
+    "too long": (["the " * 40], "40 tokens, more than the model's context of 32.*max_tokens=32"),
+    "beyond the vocabulary": (torch.tensor([[1, 50]]), "ids from 1 to 50.*vocabulary has 50"),
+    "negative id": (torch.tensor([[-1, 3]]), "ids from -1"),
+    "no batch axis": (torch.tensor([1, 2, 3]), "first axis must be the batch"),
+    "no tokens": (torch.zeros(1, 0, dtype=torch.long), "no tokens"),
+    "a number": (3, "inputs of type int"),
+    "empty mapping": ({}, "holds no tensor"),
+    "masked out": ({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)}, "no token"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_inputs(case):
+    inputs, message = BAD_INPUTS[case]
+    with pytest.raises(UsageError, match=message):
+        tracker.measure(neox(), inputs, tokenizer=tokenizer())
+
+
+def test_prompts_without_a_tokenizer():
+    with pytest.raises(UsageError, match="tokenizer="):
+        tracker.measure(neox(), ["the cat"])
+
+
+def test_long_prompts_are_cut_when_asked():
+    with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
+        ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=32, k=2)
+    assert ds.sizes["position"] == 32
+
+
+def test_models_without_blocks_are_refused_with_what_was_looked_for():
+    with pytest.raises(UsageError, match=r"no residual blocks found in Sequential.*ModuleList or Sequential.*0 \(Linear\)"):
+        tracker.measure(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 4, 3))
+    with pytest.raises(UsageError, match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)"):
+        find_blocks(Twins())
+    assert len(find_blocks(Twins(), "left.encoder.layers").names) == DEPTH
+    assert "gpt_neox.layers.0" in str(find_blocks(neox()))
+
+
+def test_overflow_names_the_block():
+    model = neox()
+    with torch.no_grad():
+        model.gpt_neox.layers[2].mlp.dense_4h_to_h.weight.fill_(3e38)
+    with pytest.raises(FloatingPointError, match=r"block 3 \(gpt_neox.layers.2\).*measure in float64"):
+        tracker.measure(model, tokens())
+
+
+def test_import_pulls_in_nothing_heavy():
+    heavy = "{'torch', 'lightning', 'transformers', 'wandb', 'matplotlib', 'xarray'} & set(sys.modules)"
+    code = f"import sys, tracker; assert not {heavy}, {heavy}; tracker.measure; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_python_random_state_is_left_as_it_was():
+    """In a process of its own: the type checker of the tests draws random numbers itself."""
+    code = (
+        "import random, torch, tracker; from tests.models import neox, tokens; model = neox(); "
+        "before = random.getstate(); tracker.measure(model, tokens(), k=2); assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

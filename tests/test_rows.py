@@ -1,0 +1,207 @@
+"""The sliced path's proofs: known Jacobians come back, planted faults are caught, what can't be sliced is not wrong."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tracker
+import tracker.rows
+from tests.models import WIDTH, build, images, timm_vit, tokens
+from tracker.blocks import UsageError
+
+
+class Attention(nn.Module):
+    """Holds the word that `find_blocks` looks for; rows do not mix."""
+
+
+class Affine(nn.Module):
+    def __init__(self, J):
+        super().__init__()
+        self.attention, self.J = Attention(), nn.Parameter(J)
+
+    def forward(self, x):
+        return x + x @ self.J.T + 0.3
+
+
+class Mixing(nn.Module):
+    """x_t + M mean_s(x_s): row t of the output depends on row s of the input through M / n exactly."""
+
+    def __init__(self, M):
+        super().__init__()
+        self.attention, self.M = Attention(), nn.Parameter(M)
+
+    def forward(self, x):
+        return x + (x.mean(1, keepdim=True) @ self.M.T).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_blocks_with_a_known_jacobian_give_it_back():
+    J = [random(8, 8, seed=i) / 3 for i in range(3)]
+    ds = tracker.measure(Stack(map(Affine, J)), random(2, 5, 8), k=8, dtype=torch.float64)
+    assert ds.sliced.all()
+    for l in range(3):
+        expected = torch.linalg.svdvals(J[l])
+        torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), expected)
+
+
+def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
+    M = [random(8, 8, seed=i) for i in range(3)]
+    model, x = Stack(map(Mixing, M)), random(1, 5, 8)
+    with pytest.warns(UserWarning, match="full sequence.*value proof"):
+        ds = tracker.measure(model, x, k=8, dtype=torch.float64)
+    assert not ds.sliced.any() and "value proof" in ds.attrs["fallbacks"]
+    slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
+    expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)  # M / n: a row's own share of the mean
+    torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
+
+
+def test_a_detached_key_is_caught_by_the_derivative_proof(monkeypatch):
+    """Planted in the slicing itself: values agree to the last bit, only the derivative is wrong."""
+    where = torch.where
+
+    def detached(own, live, recorded):
+        return where(own, live.detach() if isinstance(live, torch.Tensor) else live, recorded)
+
+    model, inputs = build("gpt_neox")
+    honest = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    assert honest.sliced.all()
+    monkeypatch.setattr(tracker.rows.torch, "where", detached)
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+    torch.testing.assert_close(  # and the full sequence gives the right answer all the same
+        torch.from_numpy(ds.miscoupling.values), torch.from_numpy(honest.miscoupling.values), atol=1e-8, rtol=0
+    )
+
+
+def test_two_blocks_named_as_one_are_caught_by_the_derivative_proof():
+    """Rows frozen at the second attention did depend on the row in question, through the first."""
+    model = timm_vit().double().eval()
+    pairs = nn.Sequential(*(nn.Sequential(a, b) for a, b in (list(model.blocks)[:2], [model.blocks[2], timm_block()])))
+    model.blocks = pairs.double()
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64)
+    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+
+
+def timm_block():
+    torch.manual_seed(5)
+    return timm.models.vision_transformer.Block(WIDTH, 4)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return x + F.dropout(x, 0.5, training=True)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.calls = Attention(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 1 / self.calls)
+
+
+@pytest.mark.parametrize("block", [Noisy, Counting])
+def test_random_and_stateful_blocks_are_refused(block):
+    with pytest.raises(UsageError, match="does not reproduce its own output"):
+        tracker.measure(Stack([block(), block()]), random(1, 4, 8), k=2, dtype=torch.float64)
+
+
+class InPlace(nn.Module):
+    def __init__(self, J):
+        super().__init__()
+        self.attention, self.J = Attention(), nn.Parameter(J)
+
+    def forward(self, x):
+        x += x @ self.J.T
+        return x
+
+
+def test_blocks_that_work_in_place():
+    J = [random(8, 8, seed=i) / 3 for i in range(2)]
+    ds = tracker.measure(Stack(map(InPlace, J)), random(1, 4, 8), k=3, dtype=torch.float64)
+    for l in range(2):
+        torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), torch.linalg.svdvals(J[l])[:3])
+
+
+class ConvolvedAttention(nn.Module):
+    """Attention, and a convolution over tokens beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return x + self.convolution(x.mT).mT.tanh()
+
+
+def test_attention_beside_a_convolution_over_tokens_is_not_sliced():
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="full sequence"):
+        ds = tracker.measure(Stack([ConvolvedAttention(), ConvolvedAttention()]), random(1, 6, 8), k=3)
+    assert not ds.sliced.any()
+
+
+def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
+    """What the block's own code detaches has no derivative; sliced and full agree, and nothing is flagged."""
+
+    class DetachedKey(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.qkv = Attention(), nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+            return x + F.scaled_dot_product_attention(q, k.detach(), v)[:, 0]
+
+    torch.manual_seed(0)
+    assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).sliced.all()
+
+
+def test_chunks_do_not_change_the_numbers(monkeypatch):
+    model, inputs = build("llama-grouped-keys")
+    whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
+    monkeypatch.setattr(tracker.rows, "BUDGET", 20_000)
+    monkeypatch.setattr(tracker.measurement, "JACOBIAN_BUDGET", 3 * WIDTH**2 * 2)
+    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.from_numpy(whole.miscoupling.values), torch.from_numpy(parts.miscoupling.values), atol=1e-9, rtol=0
+    )
+
+
+def test_permuted_prompts_are_permuted_results():
+    model, _ = build("gpt2")
+    ids = tokens(3)
+    straight, turned = (tracker.measure(model, x, k=4, dtype=torch.float64) for x in (ids, ids.flip(0)))
+    for name in ("miscoupling", "lss", "singular_value"):
+        a, b = torch.from_numpy(straight[name].values), torch.from_numpy(turned[name].values)
+        torch.testing.assert_close(a, b.flip(0), atol=1e-10, rtol=0)
+    assert math.isfinite(float(straight.lss.sum()))
