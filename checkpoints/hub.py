@@ -67,7 +67,7 @@ def fetch(repo: str, revision: str, cache_dir: Path | None = None, local_only: b
             names = [file.rfilename for file in info.siblings or []]
             weights = "*.safetensors" if any(name.endswith(".safetensors") for name in names) else "pytorch_model*.bin"
             patterns = [weights, *TEXT_FILES]
-            return Path(snapshot_download(repo, revision=info.sha, cache_dir=cache_dir, allow_patterns=patterns))
+            return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, allow_patterns=patterns))
         except RevisionNotFoundError as error:
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub") from error
         except RepositoryNotFoundError as error:

@@ -165,7 +165,7 @@ def _module(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast", held_out, dire
     import lightning
     import torch
 
-    held_out = held_out[: 64 * recipe.length].view(64, recipe.length)
+    held_out = held_out[: len(held_out) // recipe.length * recipe.length].view(-1, recipe.length)[:64]
 
     class Nano(lightning.LightningModule):
         def __init__(self):

@@ -17,3 +17,56 @@ import torch  # noqa: E402
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def suite(tmp_path_factory) -> Path:
+    """A tiny suite of checkpoints, trained by the code that trains nano; the directory is a Hugging Face cache."""
+    from checkpoints import nano
+
+    recipe = nano.Recipe(
+        characters=120_000, layers=3, width=32, heads=4, vocabulary=320, context=64, batch=4, length=32, steps=(0, 1, 2, 4, 8)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACKER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return nano.train(recipe=recipe)
+
+
+class Walker:
+    """Runs `python -m tracker.pythia` over the tiny suite in a process of its own."""
+
+    def __init__(self, cache: Path, directory: Path):
+        self.cache, self.directory = cache, directory
+        self.prompts = directory / "prompts.txt"
+        self.prompts.write_text("import os\nThe function raises\nfor name in sorted(names):\\n    print(\n")
+
+    def arguments(self, *more: str, model: str = "block-coupling/nano") -> list[str]:
+        """A walk's command line; what is given in `more` overrides."""
+        given = ["--model", model, "--prompts", str(self.prompts), "--k", "4,8", "--device", "cpu"]
+        return [*given, "--out", str(self.directory / "out"), "--wandb", "off", *more]
+
+    def start(self, *arguments: str, model: str = "block-coupling/nano", wandb: str = "off", **environment: str):
+        command = [sys.executable, "-m", "tracker.pythia", *self.arguments("--wandb", wandb, *arguments, model=model)]
+        settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
+        settings.pop("WANDB_API_KEY", None)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def run(self, *arguments: str, **options: str) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error."""
+        process = self.start(*arguments, **options)
+        out, err = process.communicate(timeout=300)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def walker(suite, tmp_path) -> Walker:
+    return Walker(suite, tmp_path)

@@ -102,6 +102,7 @@ def run(walk: Walk) -> int:
     """Walk the checkpoints; returns the exit status."""
     from tracker.blocks import UsageError
     from tracker.dashboards import resolve_mode
+    from tracker.report import write_report
 
     try:
         plan = make_plan(walk)
@@ -132,6 +133,8 @@ def run(walk: Walk) -> int:
                 plan.store.write(checkpoint.step, unit)
                 log(unit)
                 advance(f"step {checkpoint.step}: {_headline(unit)}  ({time.perf_counter() - started:.1f} s)")
+        if plan.store.steps():
+            print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
     except UsageError as error:
         return _usage_error(error)
     except OSError as error:
@@ -141,10 +144,6 @@ def run(walk: Walk) -> int:
             file=sys.stderr,
         )
         return FAILED
-    if plan.store.steps():
-        from tracker.report import write_report
-
-        print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}")
     for step, reason in failed.items():
         print(f"failed: step {step}: {reason}", file=sys.stderr)
     return FAILED if failed else OK

@@ -27,14 +27,14 @@ class Store:
         self.units = self.path / "units"
 
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Take these settings for a new store, or check that they are the store's own.
+        """Take these settings for a store without results, or check that they are the store's own.
 
         Raises:
             ValueError: if the store was written with other settings; names each that differs.
         """
         settings = json.loads(json.dumps(settings))
         file = self.path / "settings.json"
-        if not file.exists():
+        if not (file.exists() and self.steps()):
             self.units.mkdir(parents=True, exist_ok=True)
             _write(file, json.dumps(settings, indent=2).encode())
             return

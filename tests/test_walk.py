@@ -1,0 +1,292 @@
+"""The walk as people run it: real processes, the real hub client, real W&B files, interrupted and killed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import tracker
+from checkpoints import hub
+from tests.hub_server import serve
+from tracker import pythia
+from tracker.report import page_data
+from tracker.results import VOLATILE, Store
+from tracker.statistics import scalars
+
+STEPS = [0, 1, 2, 4, 8]
+
+
+def assert_same_results(a: Path, b: Path):
+    """Bit for bit, but for time stamps."""
+    assert Store(a).steps() == Store(b).steps()
+    for step in Store(a).steps():
+        units = [Store(path).read(step) for path in (a, b)]
+        for unit in units:
+            for name in VOLATILE:
+                unit.attrs.pop(name)
+        xr.testing.assert_identical(*units)
+
+
+def snapshots(cache: Path) -> Path:
+    return next(cache.glob("models--*")) / "snapshots"
+
+
+def commit(cache: Path, step: int) -> str:
+    return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
+
+
+@pytest.fixture
+def damaged(suite, tmp_path):
+    """A copy of the suite, and the directory of its step 2."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(suite, copy)
+    return copy, snapshots(copy) / commit(copy, 2)
+
+
+def test_a_walk_from_start_to_page_and_only_what_is_missing(walker):
+    status, out, err = walker.run("--steps", "0,2")
+    assert status == 0, err
+    results = walker.directory / "out"
+    assert Store(results).steps() == [0, 2] and (results / "report.html").exists()
+    assert "[1/2] step 0: miscoupling" in out and "s left" in out
+    written = Store(results).file(2).stat().st_mtime_ns
+    status, out, err = walker.run()
+    assert status == 0 and "2 already measured" in out and Store(results).file(2).stat().st_mtime_ns == written, err
+    ds = tracker.open_results(results)
+    assert list(ds.step.values) == STEPS
+    assert list(ds.revision.values) == [f"step{s}" for s in STEPS]
+    assert [str(c) for c in ds.commit.values] == [commit(walker.cache, s) for s in STEPS]
+    assert ds.score.dims == ("step", "task") and (np.diff(ds.score.values[:, 0]) < 0).all()
+    assert ds.attrs["final_norm"] == "include" and ds.complete.all() and ds.sliced.all()
+
+
+def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
+    status, out, err = walker.run("--steps", "0,4,8", wandb="auto")
+    assert status == 0, err
+    assert "W&B offline" in out
+    (file,) = (walker.directory / "out" / "wandb").glob("offline-run-*/*.wandb")
+    lines = subprocess.run(
+        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
+    ).stdout.splitlines()
+    rows = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    assert [row["checkpoint/step"] for row in rows] == [0, 4, 8]
+    ds = tracker.open_results(walker.directory / "out")
+    page = page_data(ds)
+    for i, row in enumerate(rows):
+        stored = scalars(ds.isel(step=i))
+        assert len(stored) > 60
+        for name, value in stored.items():
+            assert row[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
+        for measure in ("miscoupling", "offdiag_normalized"):
+            for k in (4, 8):
+                for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
+                    shown = page["curves"][measure][k][pairs]
+                    assert shown["value"][i] == pytest.approx(row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12)
+                    assert shown["null"][i] == pytest.approx(row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12)
+        assert page["trajectory"]["lss"]["median"][i] == pytest.approx(row["trajectory/lss/median"], rel=1e-12)
+        assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs.nrows"] == 2 * 3 * 3
+
+
+def test_interrupted_by_ctrl_c_and_resumed(walker):
+    process = walker.start()
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("[1/5]"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on with the rest" in err and "Traceback" not in err
+    assert 1 <= len(Store(walker.directory / "out").steps()) < 5
+    assert walker.run()[0] == 0
+    assert Store(walker.directory / "out").steps() == STEPS
+
+
+@pytest.mark.slow
+def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
+    undisturbed = tmp_path / "undisturbed"
+    assert walker.run("--out", str(undisturbed))[0] == 0
+    moments = random.Random(0)
+    for _ in range(10):
+        process = walker.start()
+        time.sleep(moments.uniform(1.0, 9.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    status, _, err = walker.run()
+    assert status == 0, err
+    assert_same_results(walker.directory / "out", undisturbed)
+
+
+def test_a_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
+    copy, directory = damaged
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    walker.cache = copy
+    status, out, err = walker.run("--steps", "0,2,8")
+    assert status == 1 and Store(walker.directory / "out").steps() == [0, 8]
+    assert "failed: step 2" in err and "missing or damaged" in err and "Traceback" not in err
+
+
+def test_a_full_disk_keeps_what_was_finished(walker):
+    """The kernel refuses to write more than 40 kB to any file, as a full disk would."""
+    import resource
+
+    assert walker.run("--steps", "0")[0] == 0
+    before = Store(walker.directory / "out").file(0).read_bytes()
+    process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
+    try:
+        process = walker.start("--steps", "0,1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
+    assert Store(walker.directory / "out").steps() == [0]
+    assert Store(walker.directory / "out").file(0).read_bytes() == before
+    assert walker.run("--steps", "0,1")[0] == 0
+
+
+USAGE = {
+    "unknown model": (["--model", "13b"], "no model '13b'"),
+    "unknown pythia form": (["--model", "14m-deduped"], "-deduped for 70m"),
+    "no such checkpoint": (["--steps", "3"], "no checkpoint at step 3; published are 0, 1, 2, 4, 8"),
+    "steps in words": (["--steps", "some"], "paper, all, log2, scores"),
+    "no scores": (["--steps", "scores"], "leaves no checkpoint"),
+    "no prompt file": (["--prompts", "absent.txt"], "no prompt file 'absent.txt'"),
+    "k in words": (["--k", "ten"], "--k 'ten'; give whole numbers"),
+    "k above the width": (["--k", "33"], "1 to the model's width d = 32"),
+    "token out of range": (["--tokens", "0,99"], "out of range"),
+    "no such device": (["--device", "gpu"], "--device gpu can't be used"),
+    "no key": (["--wandb", "online"], "needs a key"),
+    "unknown option": (["--colour", "red"], "colour"),
+    "wrong choice": (["--dtype", "float16"], "float16"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_bad_usage(walker, case, monkeypatch, capsys):
+    arguments, message = USAGE[case]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
+    monkeypatch.setenv("NETRC", str(walker.directory / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    try:
+        status = pythia.main(walker.arguments(*arguments))
+    except SystemExit as stopped:  # what the command line itself refuses
+        status = stopped.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert not Store(walker.directory / "out").steps()
+
+
+def test_other_settings_are_not_mixed_into_a_store(walker):
+    assert walker.run("--steps", "0")[0] == 0
+    for arguments, name in ((["--dtype", "float64"], "dtype was 'float32', now 'float64'"), (["--k", "2"], "k was [4, 8], now [2]")):
+        status, _, err = walker.run("--steps", "1", *arguments)
+        assert status == 2 and name in err and "never mixed" in err
+    walker.prompts.write_text("another prompt\n")
+    status, _, err = walker.run("--steps", "1")
+    assert status == 2 and "prompts was" in err
+    assert Store(walker.directory / "out").steps() == [0]
+
+
+def test_a_prompt_beyond_the_context_is_refused_or_cut(walker):
+    walker.prompts.write_text("import os " * 60 + "\n")
+    status, _, err = walker.run("--steps", "0")
+    assert status == 2 and "the model's context of 64" in err
+    status, _, err = walker.run("--steps", "0", "--max_tokens", "20")
+    assert status == 0 and "cut to its first 20 as asked" in err
+
+
+def test_help_is_quick():
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        out = subprocess.run([sys.executable, "-m", "tracker.pythia", "--help"], capture_output=True, text=True)
+        durations.append(time.perf_counter() - started)
+        assert out.returncode == 0 and "--steps" in out.stdout and "Exit status" in out.stdout
+    assert min(durations) < 1
+
+
+def test_through_the_real_client_from_a_server(walker, suite, tmp_path):
+    walker.cache = tmp_path / "empty"
+    with serve(suite) as (endpoint, requests):
+        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        status, _, err = walker.run("--steps", "0,8", **online)
+        assert status == 0, err
+        assert any("model.safetensors" in request for request in requests)
+        (tmp_path / "gone").mkdir()
+        status, _, err = walker.run("--model", "block-coupling/none", "--out", str(tmp_path / "gone"), **online)
+        assert status == 2 and "no repository block-coupling/none" in err
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_HUB_CACHE", str(walker.cache))
+            code = (
+                "from checkpoints import hub\n"
+                "try: hub.fetch('block-coupling/nano', 'step3')\n"
+                "except hub.CheckpointError as error: print(error)"
+            )
+            said = subprocess.run([sys.executable, "-c", code], env={**os.environ, **online}, capture_output=True, text=True)
+            assert "block-coupling/nano has no revision step3" in said.stdout, said.stderr
+    # The server is gone: what is cached is measured, what is not is told apart from what does not exist.
+    status, _, err = walker.run("--steps", "0,8", "--out", str(tmp_path / "again"), **online)
+    assert status == 0, err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(walker.cache))
+        said = subprocess.run(
+            [sys.executable, "-c", code.replace("step3", "step4")], env={**os.environ, **online}, capture_output=True, text=True
+        )
+        assert "can't be reached" in said.stdout and "step4 is not in the cache" in said.stdout, said.stderr
+
+
+def test_offline_and_not_cached(suite):
+    with pytest.raises(hub.CheckpointError, match="offline mode is on, and block-coupling/nano at step3 is not in the cache"):
+        hub.fetch("block-coupling/nano", "step3", suite, local_only=True)
+
+
+def rewrite(directory: Path, change):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+DAMAGE = {
+    "missing": (lambda w: w.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight"), r"1 missing \(gpt_neox.layers.1.mlp"),
+    "unexpected": (lambda w: w.update({"gpt_neox.extra": w["embed_out.weight"].clone()}), r"1 unexpected \(gpt_neox.extra\)"),
+    "mis-shaped": (
+        lambda w: w.update({"gpt_neox.final_layer_norm.bias": w["gpt_neox.final_layer_norm.bias"][:3].clone()}),
+        r"1 mis-shaped \(gpt_neox.final_layer_norm.bias\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_weights_that_are_not_the_models_are_refused(damaged, case):
+    change, message = DAMAGE[case]
+    rewrite(damaged[1], change)
+    with pytest.raises(hub.CheckpointError, match=message):
+        hub.load(damaged[1])
+
+
+def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
+    import torch
+
+    rewrite(damaged[1], lambda w: w.update({"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}))
+    hub.load(damaged[1])
+
+
+def test_a_directory_of_checkpoints(walker, suite, tmp_path):
+    for step in (1, 4):
+        shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "run" / f"checkpoint-{step}")
+    status, _, err = walker.run(model=str(tmp_path / "run"))
+    assert status == 0, err
+    assert Store(walker.directory / "out").steps() == [1, 4]
