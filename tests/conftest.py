@@ -22,20 +22,20 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+from checkpoints import nano  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
+TINY = nano.Recipe(
+    characters=120_000, layers=3, width=32, heads=4, vocabulary=320, context=64, batch=4, length=32, steps=(0, 1, 2, 4, 8)
+)
 
 
 @pytest.fixture(scope="session")
 def suite(tmp_path_factory) -> Path:
     """A tiny suite of checkpoints, trained by the code that trains nano; the directory is a Hugging Face cache."""
-    from checkpoints import nano
-
-    recipe = nano.Recipe(
-        characters=120_000, layers=3, width=32, heads=4, vocabulary=320, context=64, batch=4, length=32, steps=(0, 1, 2, 4, 8)
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return nano.train(recipe=recipe)
+        return nano.train(recipe=TINY)
 
 
 class Walker:

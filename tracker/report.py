@@ -19,7 +19,7 @@ import xarray as xr
 
 from tracker.coupling import MEASURES
 from tracker.results import Store, open_results
-from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves
+from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles
 
 PAGE = Path(__file__).parent / "page"
 CAPTIONS = {
@@ -43,7 +43,7 @@ def write_report(results: str | Path, out: str | Path) -> Path:
     dataset = open_results(results)
     from plotly.offline import get_plotlyjs
 
-    name = dataset.attrs.get("suite") or dataset.attrs.get("model_class", "model")
+    name = dataset.attrs.get("suite") or dataset.attrs["model_class"].rpartition(".")[2]
     steps = dataset["step"].values
     summary = (
         f"{dataset.sizes['layer']} blocks, {len(steps)} checkpoints from step {steps[0]:,} to {steps[-1]:,}, "
@@ -122,12 +122,8 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 
 def _spread(values: xr.DataArray) -> dict[str, list]:
     """Quartiles over prompts and positions, by step and layer."""
-    fits = values.notnull().any(("prompt", "position"))  # near the ends no window does
-    filled = values.where(fits, 0.0)
-    spread = (
-        filled.quantile([0.25, 0.5, 0.75], ("prompt", "position")).where(fits).transpose("quantile", "step", "layer")
-    )
-    return {name: _numbers(spread[i]) for i, name in enumerate(("q25", "median", "q75"))}
+    spread = quartiles(values, ("prompt", "position")).transpose("statistic", "step", "layer")
+    return {str(name): _numbers(spread.sel(statistic=name)) for name in spread["statistic"].values}
 
 
 def _numbers(values: xr.DataArray) -> list:

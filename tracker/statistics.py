@@ -42,18 +42,25 @@ def curves(results: xr.Dataset) -> xr.Dataset:
         if name in results:
             by_prompt = over_pairs(results[name])
             out[name] = by_prompt.mean(("prompt", "token"))
+            spread = quartiles(by_prompt, ("prompt", "token"))
             for q in ("q25", "q75"):
-                out[f"{name}_{q}"] = by_prompt.quantile(QUANTILES[q], ("prompt", "token")).drop_vars("quantile")
+                out[f"{name}_{q}"] = spread.sel(statistic=q, drop=True)
             L = results.sizes["layer"]
             share = xr.DataArray([(L - 1) / L, 1.0, 1.0], {"pairs": list(PAIRS)}, "pairs")
             out[f"{name}_null"] = results[f"{name}_null"].mean(("prompt", "token", "layer")) * share
     for name in TRAJECTORY:
         if name in results:
-            spread = results[name].quantile(list(QUANTILES.values()), ("prompt", "position"))
-            out[name] = spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES))
+            out[name] = quartiles(results[name], ("prompt", "position"))
     if "score" in results:
         out["score"] = results["score"]
     return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+
+def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
+    """Quartiles over the given dimensions, along `statistic`; NaN where there is no value at all."""
+    there = values.notnull().any(over)
+    spread = values.where(there, 0.0).quantile(list(QUANTILES.values()), over, skipna=True)
+    return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
 
 
 def over_pairs(matrices: xr.DataArray) -> xr.DataArray:

@@ -1,0 +1,67 @@
+"""The store: whole units or none, never mixed, damage said."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import tracker
+from tracker.results import Store
+
+
+def unit(step, positions=3, **attributes):
+    values = np.arange(2 * positions, dtype=np.float32).reshape(2, positions) + step
+    return xr.Dataset(
+        {"lss": (("prompt", "position"), values)}, {"step": step, "commit": f"c{step}", "position": range(positions)}, {"suite": "toy", **attributes}
+    )
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "out")
+    store.settle({"k": [4], "dtype": "float32"})
+    return store
+
+
+def test_units_come_back_as_they_were_written(store):
+    store.write(3, unit(3))
+    xr.testing.assert_identical(store.read(3), unit(3))
+    assert store.has(3) and not store.has(4) and store.steps() == [3]
+
+
+def test_joined_along_step_ascending_with_ragged_positions(store):
+    for step in (100, 3, 20):
+        store.write(step, unit(step, positions=3 if step > 3 else 2, seconds=float(step)))
+    ds = tracker.open_results(store.path)
+    assert list(ds.step.values) == [3, 20, 100] and list(ds.commit.values) == ["c3", "c20", "c100"]
+    np.testing.assert_array_equal(ds.lss.sel(step=100).values, unit(100).lss.values)
+    assert np.isnan(ds.lss.sel(step=3).values[:, 2]).all()
+    assert ds.attrs == {"suite": "toy"}  # what differs from unit to unit is no attribute of the whole
+
+
+def test_other_settings_are_refused_by_name_once_there_are_results(store):
+    store.settle({"k": [5], "dtype": "float32"})  # nothing measured yet
+    store.write(3, unit(3))
+    store.settle({"k": [5], "dtype": "float32"})
+    with pytest.raises(ValueError, match=r"k was \[5\], now \[6\].*never mixed"):
+        store.settle({"k": [6], "dtype": "float32"})
+
+
+def test_leftovers_of_a_killed_write_are_not_units(store):
+    store.write(3, unit(3))
+    store.file(4).with_name(".step00000004.nc.tmp").write_bytes(b"half")
+    assert store.steps() == [3]
+    store.write(4, unit(4))
+    assert store.steps() == [3, 4] and not list(store.units.glob(".*"))
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"nonsense"], ids=["half", "empty", "other"])
+def test_damaged_units_are_named(store, damage):
+    file = store.write(3, unit(3))
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*delete it and run"):
+        tracker.open_results(store.path)
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(FileNotFoundError, match="give a walk's --out"):
+        tracker.open_results(tmp_path)
