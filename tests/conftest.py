@@ -18,6 +18,7 @@ import torch  # noqa: E402
 def seeded():
     torch.manual_seed(0)
 
+
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -26,7 +27,15 @@ from checkpoints import nano  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY = nano.Recipe(
-    characters=120_000, layers=3, width=32, heads=4, vocabulary=320, context=64, batch=4, length=32, steps=(0, 1, 2, 4, 8)
+    characters=120_000,
+    layers=3,
+    width=32,
+    heads=4,
+    vocabulary=320,
+    context=64,
+    batch=4,
+    length=32,
+    steps=(0, 1, 2, 4, 8),
 )
 
 

@@ -69,7 +69,10 @@ def test_half_precision_weights_are_measured_in_float32(stored):
 
 def test_final_norm_conventions():
     model, inputs = build("gpt_neox")
-    ds = {c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64) for c in ("include", "exclude", "drop")}
+    ds = {
+        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64)
+        for c in ("include", "exclude", "drop")
+    }
     auto = tracker.measure(model, inputs, k=4, dtype=torch.float64)
     np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
     assert auto.attrs["final_norm"] == "include" and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
@@ -252,9 +255,13 @@ def test_long_prompts_are_cut_when_asked():
 
 
 def test_models_without_blocks_are_refused_with_what_was_looked_for():
-    with pytest.raises(UsageError, match=r"no residual blocks found in Sequential.*ModuleList or Sequential.*0 \(Linear\)"):
+    with pytest.raises(
+        UsageError, match=r"no residual blocks found in Sequential.*ModuleList or Sequential.*0 \(Linear\)"
+    ):
         tracker.measure(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 4, 3))
-    with pytest.raises(UsageError, match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)"):
+    with pytest.raises(
+        UsageError, match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)"
+    ):
         find_blocks(Twins())
     assert len(find_blocks(Twins(), "left.encoder.layers").names) == DEPTH
     assert "gpt_neox.layers.0" in str(find_blocks(neox()))

@@ -11,7 +11,9 @@ from tracker.results import Store
 def unit(step, positions=3, **attributes):
     values = np.arange(2 * positions, dtype=np.float32).reshape(2, positions) + step
     return xr.Dataset(
-        {"lss": (("prompt", "position"), values)}, {"step": step, "commit": f"c{step}", "position": range(positions)}, {"suite": "toy", **attributes}
+        {"lss": (("prompt", "position"), values)},
+        {"step": step, "commit": f"c{step}", "position": range(positions)},
+        {"suite": "toy", **attributes},
     )
 
 
@@ -54,7 +56,9 @@ def test_leftovers_of_a_killed_write_are_not_units(store):
     assert store.steps() == [3, 4] and not list(store.units.glob(".*"))
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"nonsense"], ids=["half", "empty", "other"])
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"nonsense"], ids=["half", "empty", "other"]
+)
 def test_damaged_units_are_named(store, damage):
     file = store.write(3, unit(3))
     file.write_bytes(damage(file.read_bytes()))

@@ -189,7 +189,10 @@ def test_bad_usage(walker, case, monkeypatch, capsys):
 
 def test_other_settings_are_not_mixed_into_a_store(walker):
     assert walker.run("--steps", "0")[0] == 0
-    for arguments, name in ((["--dtype", "float64"], "dtype was 'float32', now 'float64'"), (["--k", "2"], "k was [4, 8], now [2]")):
+    for arguments, name in (
+        (["--dtype", "float64"], "dtype was 'float32', now 'float64'"),
+        (["--k", "2"], "k was [4, 8], now [2]"),
+    ):
         status, _, err = walker.run("--steps", "1", *arguments)
         assert status == 2 and name in err and "never mixed" in err
     walker.prompts.write_text("another prompt\n")
@@ -233,7 +236,9 @@ def test_through_the_real_client_from_a_server(walker, suite, tmp_path):
                 "try: hub.fetch('block-coupling/nano', 'step3')\n"
                 "except hub.CheckpointError as error: print(error)"
             )
-            said = subprocess.run([sys.executable, "-c", code], env={**os.environ, **online}, capture_output=True, text=True)
+            said = subprocess.run(
+                [sys.executable, "-c", code], env={**os.environ, **online}, capture_output=True, text=True
+            )
             assert "block-coupling/nano has no revision step3" in said.stdout, said.stderr
     # The server is gone: what is cached is measured, what is not is told apart from what does not exist.
     status, _, err = walker.run("--steps", "0,8", "--out", str(tmp_path / "again"), **online)
@@ -241,13 +246,18 @@ def test_through_the_real_client_from_a_server(walker, suite, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_CACHE", str(walker.cache))
         said = subprocess.run(
-            [sys.executable, "-c", code.replace("step3", "step4")], env={**os.environ, **online}, capture_output=True, text=True
+            [sys.executable, "-c", code.replace("step3", "step4")],
+            env={**os.environ, **online},
+            capture_output=True,
+            text=True,
         )
         assert "can't be reached" in said.stdout and "step4 is not in the cache" in said.stdout, said.stderr
 
 
 def test_offline_and_not_cached(suite):
-    with pytest.raises(hub.CheckpointError, match="offline mode is on, and block-coupling/nano at step3 is not in the cache"):
+    with pytest.raises(
+        hub.CheckpointError, match="offline mode is on, and block-coupling/nano at step3 is not in the cache"
+    ):
         hub.fetch("block-coupling/nano", "step3", suite, local_only=True)
 
 
@@ -261,7 +271,10 @@ def rewrite(directory: Path, change):
 
 DAMAGE = {
     "missing": (lambda w: w.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight"), r"1 missing \(gpt_neox.layers.1.mlp"),
-    "unexpected": (lambda w: w.update({"gpt_neox.extra": w["embed_out.weight"].clone()}), r"1 unexpected \(gpt_neox.extra\)"),
+    "unexpected": (
+        lambda w: w.update({"gpt_neox.extra": w["embed_out.weight"].clone()}),
+        r"1 unexpected \(gpt_neox.extra\)",
+    ),
     "mis-shaped": (
         lambda w: w.update({"gpt_neox.final_layer_norm.bias": w["gpt_neox.final_layer_norm.bias"][:3].clone()}),
         r"1 mis-shaped \(gpt_neox.final_layer_norm.bias\)",
@@ -280,7 +293,9 @@ def test_weights_that_are_not_the_models_are_refused(damaged, case):
 def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
     import torch
 
-    rewrite(damaged[1], lambda w: w.update({"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}))
+    rewrite(
+        damaged[1], lambda w: w.update({"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)})
+    )
     hub.load(damaged[1])
 
 

@@ -1,8 +1,14 @@
-"""Matplotlib figures from labelled results."""
+"""Matplotlib figures from labelled results: `python -m tracker.figures curves RESULTS --out DIR`."""
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
+
+from tracker.results import open_results
+from tracker.statistics import curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +60,53 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         axes.plot(step, middle, color=GREEN, marker="o", ms=3)
         axes.set(title=heading)
     growth.set_yscale("log")
+    growth.yaxis.set_major_formatter("{x:g}")
+    growth.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
     for axes in (coupling, lss, growth):
-        axes.set_xscale("symlog", linthresh=1)
+        axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
+        axes.set_xlim(-0.2, 1.3 * step[-1])
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("training step")
         axes.grid(alpha=0.3)
     figure.suptitle(title)
     return figure
+
+
+NAMES = ("curves", "heatmap")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m tracker.figures", description="Draw a figure from a walk's or a run's results."
+    )
+    parser.add_argument("name", choices=NAMES, help="curves over training, or the heat map of the last step")
+    parser.add_argument("results", type=Path, help="the directory that a walk wrote (--out)")
+    parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.png")
+    parser.add_argument("--k", type=int, help="number of singular vectors; default: the smallest measured")
+    parsed = parser.parse_args(arguments)
+    try:
+        dataset = open_results(parsed.results)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    ks = [int(k) for k in dataset["k"].values]
+    k = parsed.k or ks[0]
+    if k not in ks:
+        print(f"error: --k {k} was not measured; there are {', '.join(map(str, ks))}", file=sys.stderr)
+        return 2
+    if parsed.name == "curves":
+        figure = training_curves(curves(dataset), k, dataset.attrs.get("suite", ""))
+    else:
+        figure = coupling_heatmap(dataset.isel(step=-1), k)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    file = parsed.out / f"{parsed.name}.png"
+    figure.savefig(file, dpi=150)
+    print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
