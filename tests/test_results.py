@@ -10,11 +10,8 @@ from tracker.results import Store
 
 def unit(step, positions=3, **attributes):
     values = np.arange(2 * positions, dtype=np.float32).reshape(2, positions) + step
-    return xr.Dataset(
-        {"lss": (("prompt", "position"), values)},
-        {"step": step, "commit": f"c{step}", "position": range(positions)},
-        {"suite": "toy", **attributes},
-    )
+    coords = {"step": step, "commit": f"c{step}", "position": range(positions)}
+    return xr.Dataset({"lss": (("prompt", "position"), values)}, coords, {"suite": "toy", **attributes})
 
 
 @pytest.fixture
