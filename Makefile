@@ -7,14 +7,15 @@ BIN := .venv/bin
 
 # The stamp is written last: an interrupted install is not taken for a finished one.
 .venv: .venv/installed
+# uv takes a quarter of pip's time; pip, where only pip has been told of a mirror.
 .venv/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	# uv takes a quarter of pip's time; pip, where only pip has been told of a mirror.
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]' || \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo "setting up .venv (torch and its CUDA libraries take about 6 GB) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]' || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	touch $@
+	@touch $@
 
 demo: .venv/installed
 	$(BIN)/python -m tracker.pythia --model nano --out results/nano --wandb offline

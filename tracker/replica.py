@@ -132,6 +132,10 @@ class Recording:
         """x^0 .. x^L as the calls have them."""
         return torch.stack([self.calls[0].x, *(call.y for call in self.calls)])
 
+    def without_last_block(self) -> "Recording":
+        """The same pass up to the last block's input."""
+        return Recording(self.calls[:-1], None, None)
+
     def fold_final_norm(self) -> "Recording":
         """The same pass with the final norm counted as part of the last block (paper eq. 7)."""
         if self.final_norm is None or self.normed is None:

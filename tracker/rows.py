@@ -12,6 +12,7 @@ Errors are relative to the residual function, |f - f_recorded| / max(|f_recorded
 moves its token little is held to as much.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,12 @@ class Evidence:
 
 
 class Jacobians:
-    """Jacobians of recorded blocks; remembers which kinds of block have proved their derivative."""
+    """Jacobians of recorded blocks; remembers which kinds of block have proved their derivative, and which layers
+    could not be sliced.
+    """
 
     def __init__(self) -> None:
+        self.fallbacks: dict[int, Evidence] = {}  # by layer
         self._proved: dict[Any, float] = {}
 
     def __call__(self, call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], Evidence]:
@@ -81,6 +85,7 @@ class Jacobians:
 
         Raises:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
+            FloatingPointError: if a Jacobian overflows.
         """
         try:
             J, value_error, derivative_error = self._sliced(call, rows)
@@ -88,6 +93,15 @@ class Jacobians:
         except NotSliceable as why:
             J, value_error = full(call, rows)
             evidence = Evidence(False, value_error, float("nan"), str(why))
+            if not self.fallbacks:
+                warnings.warn(
+                    f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {why}", stacklevel=2
+                )
+            self.fallbacks[call.layer] = evidence
+        if not torch.isfinite(J).all():
+            raise FloatingPointError(
+                f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {J.dtype})"
+            )
         J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
         return J, evidence
 

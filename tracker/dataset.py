@@ -1,0 +1,85 @@
+"""From the samples' arrays to one labelled Dataset: dimensions, coordinates, padding, and counts of what is undefined."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from tracker.coupling import MEASURES as COUPLINGS
+
+PAIR = ("token", "k", "layer", "layer_other")
+DIMS: dict[str, tuple[str, ...]] = {
+    "token_position": ("token",),
+    **{name: PAIR for name in COUPLINGS},
+    **{f"{name}_null": PAIR[:-1] for name in COUPLINGS},
+    "singular_value": ("token", "layer", "rank"),
+    **dict.fromkeys(("residual", "complete", "sliced", "value_error", "derivative_error"), ("token", "layer")),
+    **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
+    **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
+    **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
+    **dict.fromkeys(("norm", "norm_raw"), ("depth", "position")),
+}
+BY_POSITION = ("lss", "expodistance", "expodistance_raw", "equidistance", "equidistance_raw")
+
+
+@dataclass
+class Sample:
+    """What was measured of one prompt or image, by variable name, with the dimensions in `DIMS`."""
+
+    length: int
+    tokens: list[int]
+    ks: tuple[int, ...]
+    attributes: dict[str, Any]  # the conventions resolved for it, the same for all samples of a measurement
+    values: dict[str, Any] = field(default_factory=dict)
+    fallbacks: dict[int, str] = field(default_factory=dict)  # layer -> why the full sequence served
+
+    def __post_init__(self) -> None:
+        self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
+
+    def add_token(self, values: Mapping[str, np.ndarray]) -> None:
+        """Append the measures of the next token."""
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(value)
+
+
+def assemble(labels: Sequence[str], samples: Sequence[Sample]) -> xr.Dataset:
+    """Stack the samples along `prompt`; positions and tokens that a shorter one lacks are NaN."""
+    first = samples[0]
+    sizes = {"position": max(s.length for s in samples), "token": max(len(s.tokens) for s in samples)}
+    variables = {
+        name: (("prompt", *dims), np.stack([_padded(np.asarray(s.values[name]), dims, sizes) for s in samples]))
+        for name, dims in DIMS.items()
+        if name in first.values
+    }
+    coords: dict[str, Any] = {"prompt_text": ("prompt", np.asarray(labels, dtype=object)), "k": list(first.ks)}
+    dataset = xr.Dataset(variables, coords if "miscoupling" in variables else {"prompt_text": coords["prompt_text"]})
+    starts = {"layer": 1, "layer_other": 1, "rank": 1}
+    counted = {dim: np.arange(size) + starts.get(str(dim), 0) for dim, size in dataset.sizes.items() if dim != "k"}
+    dataset = dataset.assign_coords(counted)
+    dataset["undefined"] = _undefined(dataset)
+    fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
+    dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
+    return dataset
+
+
+def _padded(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
+    """Fill the ragged axes (positions, tokens) up with NaN."""
+    missing = [(0, sizes.get(dim, length) - length) for dim, length in zip(dims, value.shape, strict=True)]
+    if not any(after for _, after in missing):
+        return value
+    return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)
+
+
+def _undefined(dataset: xr.Dataset) -> xr.DataArray:
+    """How many values of each measure are undefined, not counting what a shorter prompt lacks."""
+    counts = {}
+    if "lss" in dataset:
+        there = dataset["norm_raw"].isel(depth=0).notnull()
+        counts |= {name: int((dataset[name].isnull() & there).sum()) for name in BY_POSITION}
+    if "miscoupling" in dataset:
+        there = dataset["token_position"].notnull()
+        counts |= {name: int((dataset[name].isnull() & there).sum()) for name in COUPLINGS}
+    return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")
