@@ -22,6 +22,7 @@ class Oracle:
     blocks: list[nn.Module]
     batch_first: bool
     norm: nn.Module | None
+    functorch: bool  # False where an operation of the model does not run under torch.func
 
     def states(self) -> Tensor:
         return torch.stack([*self.inputs, self.norm(self.last) if self.norm else self.last])
@@ -41,10 +42,14 @@ class Oracle:
             return out[b, t2] - full[b, t2]
 
         with sdpa_kernel(SDPBackend.MATH):
-            return torch.func.jacrev(row)(X[b, t1])
+            if self.functorch:
+                return torch.func.jacrev(row)(X[b, t1])
+            return torch.autograd.functional.jacobian(row, X[b, t1])
 
 
-def run(model: nn.Module, inputs: Tensor, blocks: list[nn.Module], norm: nn.Module | None, batch_first: bool) -> Oracle:
+def run(
+    model: nn.Module, inputs: Tensor, blocks: list[nn.Module], norm: nn.Module | None, batch_first: bool, functorch=True
+) -> Oracle:
     taken: list[tuple[Tensor, tuple, dict]] = []
     outputs: list[Tensor] = []
     handles = []
@@ -64,7 +69,7 @@ def run(model: nn.Module, inputs: Tensor, blocks: list[nn.Module], norm: nn.Modu
         handle.remove()
     first = [x if batch_first else x.transpose(0, 1) for x, _, _ in taken]
     last = outputs[-1] if batch_first else outputs[-1].transpose(0, 1)
-    return Oracle(first, [(a, k) for _, a, k in taken], last, blocks, batch_first, norm)
+    return Oracle(first, [(a, k) for _, a, k in taken], last, blocks, batch_first, norm, functorch)
 
 
 @torch.no_grad()

@@ -1,93 +1,136 @@
-"""Small random models of the architectures the tests measure, with an input for each."""
+"""Small random models of every architecture the tests measure, with an input for each."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
 import torchvision
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 WIDTH, DEPTH, HEADS, VOCABULARY = 32, 3, 4, 50
 
 
-def neox(attention: str = "sdpa", **options: Any) -> GPTNeoXForCausalLM:
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        intermediate_size=4 * WIDTH,
-        max_position_embeddings=32,
-        attn_implementation=attention,
-        **options,
-    )
-    return GPTNeoXForCausalLM(config)
+@dataclass(frozen=True)
+class Size:
+    """How large a model to build; `tokens` of text, patches of images follow from their own size."""
+
+    width: int = WIDTH
+    depth: int = DEPTH
+    tokens: int = 7
+
+    def common(self) -> dict[str, Any]:
+        """What most transformers configs call these."""
+        return {
+            "vocab_size": VOCABULARY,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.depth,
+            "num_attention_heads": HEADS,
+            "intermediate_size": 2 * self.width,
+            "max_position_embeddings": max(32, self.tokens + 8),
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+    @property
+    def pixels(self) -> int:
+        """Side of an image of about `tokens` patches of 8 x 8."""
+        return 8 * max(2, int(self.tokens**0.5))
 
 
-def llama(attention: str = "sdpa") -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        intermediate_size=3 * WIDTH,
-        max_position_embeddings=32,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
+def language(name: str, **options: Any) -> Callable[[Size], nn.Module]:
+    """A transformers language model of the common size; options override it, None leaves an entry out."""
+
+    def make(size: Size) -> nn.Module:
+        cls = getattr(transformers, name)
+        settings = {**size.common(), **options}
+        if settings.get("head_dim") is not None:
+            settings["head_dim"] = size.width // HEADS
+        return cls(cls.config_class(**{key: value for key, value in settings.items() if value is not None}))
+
+    return make
 
 
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=DEPTH, n_head=HEADS, n_positions=32))
+def named(name: str, **names: str | Any) -> Callable[[Size], nn.Module]:
+    """A transformers model whose config has names of its own for width, layers, heads, positions."""
+
+    def make(size: Size) -> nn.Module:
+        cls = getattr(transformers, name)
+        values = {"width": size.width, "layers": size.depth, "heads": HEADS, "positions": max(32, size.tokens + 8)}
+        values |= {"inner": 2 * size.width}
+        settings = {key: values.get(value, value) if isinstance(value, str) else value for key, value in names.items()}
+        return cls(cls.config_class(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **settings))
+
+    return make
 
 
-def bert() -> BertForMaskedLM:
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            num_hidden_layers=DEPTH,
-            num_attention_heads=HEADS,
-            intermediate_size=4 * WIDTH,
-            max_position_embeddings=32,
+def neox(attention: str = "sdpa", size: Size | None = None, **options: Any) -> nn.Module:
+    return language("GPTNeoXForCausalLM", attn_implementation=attention, **options)(size or Size())
+
+
+def vision(name: str, **options: Any) -> Callable[[Size], nn.Module]:
+    def make(size: Size) -> nn.Module:
+        cls = getattr(transformers, name)
+        settings = {
+            k: v for k, v in size.common().items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        }
+        config = cls.config_class(
+            **settings, intermediate_size=2 * size.width, image_size=size.pixels, patch_size=8, **options
         )
-    )
+        return cls(config)
+
+    return make
+
+
+def of_timm(name: str) -> Callable[[Size], nn.Module]:
+    def make(size: Size) -> nn.Module:
+        return timm.create_model(
+            name,
+            img_size=size.pixels,
+            patch_size=8,
+            embed_dim=size.width,
+            depth=size.depth,
+            num_heads=HEADS,
+            num_classes=5,
+        )
+
+    return make
 
 
 def timm_vit() -> nn.Module:
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS, num_classes=5
-    )
+    return of_timm("vit_tiny_patch16_224")(Size())
 
 
-def torchvision_vit() -> nn.Module:
+def torchvision_vit(size: Size | None = None) -> nn.Module:
+    size = size or Size()
     return torchvision.models.VisionTransformer(
-        image_size=16, patch_size=8, num_layers=DEPTH, num_heads=HEADS, hidden_dim=WIDTH, mlp_dim=4 * WIDTH
+        image_size=size.pixels,
+        patch_size=8,
+        num_layers=size.depth,
+        num_heads=HEADS,
+        hidden_dim=size.width,
+        mlp_dim=2 * size.width,
     )
 
 
 class Encoder(nn.Module):
     """A plain nn.TransformerEncoder behind an embedding, as people write it."""
 
-    def __init__(self, batch_first: bool = True, norm_first: bool = True, causal: bool = True):
+    def __init__(
+        self, batch_first: bool = True, norm_first: bool = True, causal: bool = True, size: Size | None = None
+    ):
         super().__init__()
+        size = size or Size()
         layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, batch_first=batch_first, norm_first=norm_first, dropout=0.1
+            size.width, HEADS, 2 * size.width, batch_first=batch_first, norm_first=norm_first, dropout=0.1
         )
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.TransformerEncoder(layer, DEPTH, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.embed = nn.Embedding(VOCABULARY, size.width)
+        self.encoder = nn.TransformerEncoder(
+            layer, size.depth, norm=nn.LayerNorm(size.width), enable_nested_tensor=False
+        )
         self.batch_first, self.causal = batch_first, causal
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -98,36 +141,148 @@ class Encoder(nn.Module):
 
 
 def tokens(samples: int = 2, length: int = 7) -> Tensor:
-    return torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
-def images(samples: int = 2) -> Tensor:
-    return torch.randn(samples, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+def images(samples: int = 2, pixels: int = 16) -> Tensor:
+    return torch.randn(samples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "gpt_neox": (neox, tokens),
-    "gpt_neox-sequential": (lambda: neox(use_parallel_residual=False), tokens),
-    "gpt_neox-eager": (lambda: neox("eager"), tokens),
-    "llama-grouped-keys": (llama, tokens),
-    "llama-eager": (lambda: llama("eager"), tokens),
-    "gpt2": (gpt2, tokens),
-    "bert": (bert, tokens),
-    "timm-vit": (timm_vit, images),
-    "torchvision-vit": (torchvision_vit, images),
-    "encoder-prenorm": (Encoder, tokens),
-    "encoder-postnorm": (lambda: Encoder(norm_first=False, causal=False), tokens),
-    "encoder-sequence-first": (lambda: Encoder(batch_first=False), tokens),
+@dataclass(frozen=True)
+class Family:
+    """How to build it; which path is expected to serve it, and why where it is not the sliced one."""
+
+    make: Callable[[Size], nn.Module]
+    sees: str = "text"
+    full: str = ""  # why the full sequence serves
+
+
+GROUPED = {"num_key_value_heads": 2}
+# Windows of 4 with sequences of 7: sliding attention differs from full attention.
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(language("GPTNeoXForCausalLM")),
+    "gpt_neox, sequential residual": Family(language("GPTNeoXForCausalLM", use_parallel_residual=False)),
+    "gpt_neox, eager": Family(language("GPTNeoXForCausalLM", attn_implementation="eager")),
+    "llama, grouped keys": Family(language("LlamaForCausalLM", **GROUPED)),
+    "llama, eager": Family(language("LlamaForCausalLM", **GROUPED, attn_implementation="eager")),
+    "mistral, sliding window": Family(language("MistralForCausalLM", **GROUPED, sliding_window=4)),
+    "mixtral": Family(language("MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss, sinks": Family(
+        language(
+            "GptOssForCausalLM", **GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+        )
+    ),
+    "qwen2": Family(language("Qwen2ForCausalLM", **GROUPED)),
+    "qwen3, q/k norms": Family(language("Qwen3ForCausalLM", **GROUPED, head_dim=8)),
+    "gemma, one key head": Family(language("GemmaForCausalLM", num_key_value_heads=1, head_dim=8)),
+    "gemma2, soft cap": Family(language("Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=4)),
+    "gemma3, local and global": Family(
+        language(
+            "Gemma3ForCausalLM",
+            **GROUPED,
+            head_dim=8,
+            sliding_window=4,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        )
+    ),
+    "phi, parallel": Family(language("PhiForCausalLM")),
+    "phi3": Family(language("Phi3ForCausalLM", **GROUPED)),
+    "olmo": Family(language("OlmoForCausalLM")),
+    "olmo2, post-norm": Family(language("Olmo2ForCausalLM")),
+    "stablelm": Family(language("StableLmForCausalLM", num_key_value_heads=HEADS)),
+    "cohere": Family(language("CohereForCausalLM", **GROUPED)),
+    "granite": Family(language("GraniteForCausalLM", **GROUPED)),
+    "smollm3": Family(language("SmolLM3ForCausalLM", **GROUPED)),
+    "gpt2": Family(named("GPT2LMHeadModel", n_embd="width", n_layer="layers", n_head="heads", n_positions="positions")),
+    "gptj": Family(
+        named(
+            "GPTJForCausalLM", n_embd="width", n_layer="layers", n_head="heads", n_positions="positions", rotary_dim=4
+        )
+    ),
+    "gpt_neo": Family(
+        named(
+            "GPTNeoForCausalLM",
+            hidden_size="width",
+            num_layers="layers",
+            num_heads="heads",
+            max_position_embeddings="positions",
+            attention_types=[[["global"], DEPTH]],
+        )
+    ),
+    "gpt_neo, local": Family(
+        named(
+            "GPTNeoForCausalLM",
+            hidden_size="width",
+            num_layers="layers",
+            num_heads="heads",
+            max_position_embeddings="positions",
+            attention_types=[[["local"], DEPTH]],
+            window_size=4,
+        ),
+        full="its attention derives the window from the number of keys",
+    ),
+    "falcon": Family(
+        named("FalconForCausalLM", hidden_size="width", num_hidden_layers="layers", num_attention_heads="heads")
+    ),
+    "falcon, ALiBi": Family(
+        named(
+            "FalconForCausalLM",
+            hidden_size="width",
+            num_hidden_layers="layers",
+            num_attention_heads="heads",
+            alibi=True,
+        ),
+        full="ALiBi reaches its attention as an argument of the block",
+    ),
+    "mpt": Family(
+        named("MptForCausalLM", d_model="width", n_layers="layers", n_heads="heads", max_seq_len="positions"),
+        full="attention of its own, inside a larger function",
+    ),
+    "bloom": Family(
+        named("BloomForCausalLM", hidden_size="width", n_layer="layers", n_head="heads"),
+        full="attention of its own, inside a larger function",
+    ),
+    "opt": Family(
+        named(
+            "OPTForCausalLM",
+            hidden_size="width",
+            num_hidden_layers="layers",
+            num_attention_heads="heads",
+            ffn_dim="inner",
+            max_position_embeddings="positions",
+            word_embed_proj_dim="width",
+        )
+    ),
+    "bert": Family(language("BertForMaskedLM")),
+    "roberta": Family(language("RobertaForMaskedLM", max_position_embeddings=72)),
+    "modernbert": Family(language("ModernBertForMaskedLM")),
+    "vit": Family(vision("ViTForImageClassification"), "images"),
+    "deit": Family(vision("DeiTForImageClassification"), "images"),
+    "dinov2": Family(vision("Dinov2Model"), "images"),
+    "timm vit": Family(of_timm("vit_tiny_patch16_224"), "images"),
+    "timm deit, distilled": Family(of_timm("deit_tiny_distilled_patch16_224"), "images"),
+    "timm eva02": Family(
+        of_timm("eva02_tiny_patch14_224"), "images", full="rotary code that tells prefix tokens by their position"
+    ),
+    "torchvision vit": Family(torchvision_vit, "images"),
+    "nn.TransformerEncoder, pre-norm": Family(lambda size: Encoder(size=size)),
+    "nn.TransformerEncoder, post-norm, bidirectional": Family(
+        lambda size: Encoder(norm_first=False, causal=False, size=size)
+    ),
+    "nn.TransformerEncoder, sequence first, pre-norm": Family(lambda size: Encoder(batch_first=False, size=size)),
+    "nn.TransformerEncoder, sequence first, post-norm": Family(
+        lambda size: Encoder(False, norm_first=False, size=size)
+    ),
 }
 
 
-def build(name: str) -> tuple[nn.Module, Tensor]:
+def build(name: str, size: Size | None = None, samples: int = 2) -> tuple[nn.Module, Tensor]:
     """The model, its norms and biases away from their neutral start, and its input."""
-    make, inputs = MODELS[name]
+    size, family = size or Size(), FAMILIES[name]
     torch.manual_seed(0)
-    model = make()
+    model = family.make(size)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model, inputs()
+    return model, tokens(samples, size.tokens) if family.sees == "text" else images(samples, size.pixels)

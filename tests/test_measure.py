@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 import tracker
-from tests.models import DEPTH, MODELS, WIDTH, Encoder, build, images, neox, timm_vit, tokens, torchvision_vit
+from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, build, images, neox, timm_vit, tokens, torchvision_vit
 from tracker.blocks import UsageError, find_blocks
 
 
@@ -41,7 +41,7 @@ def test_prompts_of_different_lengths_are_measured_each_by_itself():
 
 
 def test_padding_in_a_mapping_changes_nothing():
-    model, _ = build("llama-grouped-keys")
+    model, _ = build("llama, grouped keys")
     ids = tokens(1, 5)
     padded = {"input_ids": torch.cat([ids, ids[:, :3]], 1), "attention_mask": torch.tensor([[1] * 5 + [0] * 3])}
     plain, masked = (tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded))
@@ -149,7 +149,7 @@ def assert_untouched(model, before):
     assert torch.equal(after["rng"][0], before["rng"][0]) and after["rng"][1:] == before["rng"][1:]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_model_is_left_as_it_was(name):
     model, inputs = build(name)
     model.train()
@@ -159,7 +159,7 @@ def test_the_model_is_left_as_it_was(name):
     for block in find_blocks(model).names:
         model.get_submodule(block).register_forward_hook(lambda *_: fired.append(1))
     out = model(inputs)
-    loss = (out.logits if hasattr(out, "logits") else out).square().mean()
+    loss = (out if isinstance(out, torch.Tensor) else out[0]).square().mean()
     loss.backward()
     fired.clear()
     before = snapshot(model)
@@ -168,7 +168,7 @@ def test_the_model_is_left_as_it_was(name):
     assert not fired
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox-eager", "timm-vit"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox, eager", "timm vit"])
 def test_the_model_is_left_as_it_was_when_measuring_raises(name):
     model, inputs = build(name)
     model.train()
@@ -271,7 +271,7 @@ def test_overflow_names_the_block():
     model = neox()
     with torch.no_grad():
         model.gpt_neox.layers[2].mlp.dense_4h_to_h.weight.fill_(3e38)
-    with pytest.raises(FloatingPointError, match=r"block 3 \(gpt_neox.layers.2\).*measure in float64"):
+    with pytest.raises(FloatingPointError, match=r"block 3 \(gpt_neox.layers.2\)"):
         tracker.measure(model, tokens())
 
 

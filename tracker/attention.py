@@ -1,8 +1,9 @@
-"""Two doors into a model's attention, without touching its code.
+"""Doors into a model's attention, without touching its code.
 
 Everything in a block but attention acts row by row, so to restrict a block to one row it is enough to stand at the
 place where queries meet keys. Two doors lead there: the look-up of transformers' attention functions (`eager` included),
-and `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch).
+and `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch). A
+third, on the replica's own modules, is the `_attn` method of families older than the look-up (GPT-J, GPT-Neo).
 
 Inside `answering(answer)` every attention of this thread is handed to
 
@@ -14,49 +15,57 @@ with its scale, soft-cap, sinks, window and so on; what the answer returns goes 
 """
 
 import functools
+import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 Answer = Callable[[Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 
 # The doors are process-wide while open; the answer belongs to the thread that measures, so that a model running in
-# another thread passes through untouched.
+# another thread passes through untouched. Whoever comes first opens them, whoever leaves last shuts them.
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+_doors = ExitStack()
+_inside = 0
+_lock = threading.Lock()
 
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Hand every attention of this thread to `answer` until the block ends; nests, and restores on error."""
-    with _doors_open():
-        token = _answer.set(answer)
-        try:
-            yield
-        finally:
-            _answer.reset(token)
+    """Hand every attention of this thread to `answer` until the block ends; restores on error."""
+    global _inside
+    with _lock:
+        if _inside == 0:
+            _open_doors()
+        _inside += 1
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _doors.close()
 
 
-@contextmanager
-def _doors_open() -> Iterator[None]:
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _torch_door(original)
+def _open_doors() -> None:
+    attend = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _torch_door(attend)
+    _doors.callback(setattr, F, "scaled_dot_product_attention", attend)
     # Where transformers was never imported, no model of it can be running.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling:
         look_up = modeling.AttentionInterface.get_interface
         modeling.AttentionInterface.get_interface = _huggingface_door(look_up)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
-        if modeling:
-            modeling.AttentionInterface.get_interface = look_up
+        _doors.callback(setattr, modeling.AttentionInterface, "get_interface", look_up)
 
 
 def _handed_over(attend: Attend, *arguments: Any) -> Any:
@@ -103,3 +112,19 @@ def _huggingface_door(look_up: Callable) -> Callable:
         return attention_interface
 
     return get_interface
+
+
+def method_door(module: nn.Module) -> None:
+    """Give a replica's attention module a door of its own, if its class has the older families' `_attn` method."""
+    original = getattr(type(module), "_attn", None)
+    parameters = list(inspect.signature(original).parameters) if original else []
+    if parameters[:5] != ["self", "query", "key", "value", "attention_mask"]:
+        return
+
+    def _attn(query, key, value, attention_mask=None, *more, **settings):
+        def attend(query, key, value, mask, causal):
+            return original(module, query, key, value, mask, *more, **settings)
+
+        return _handed_over(attend, query, key, value, attention_mask, False)
+
+    module.__dict__["_attn"] = _attn

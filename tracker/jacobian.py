@@ -9,6 +9,7 @@ memory that of one chunk of cotangents.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -35,10 +36,13 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> tuple[Tensor, Callable
     def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
         if not y.requires_grad:  # f ignores x
             return torch.zeros_like(u)
-        (rows,) = torch.autograd.grad(
-            y, leaf, u, is_grads_batched=True, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return rows
+        gradient = partial(torch.autograd.grad, y, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)
+        try:
+            return gradient(u, is_grads_batched=True)[0]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # an operation with no rule for batches, such as bloom's own GELU
+            return torch.stack([gradient(one)[0] for one in u])
 
     return y.detach(), pullback
 

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.attention import Attend, answering
+from tracker.attention import Attend, answering, method_door
 from tracker.blocks import Blocks, UsageError, unwrap
 
 
@@ -30,6 +31,9 @@ class Replica:
 
     def __init__(self, model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device):
         self.module = _copy_tree(model, {})
+        for part in self.module.modules():
+            method_door(part)
+            _plain_experts(part)
         self.blocks = [self.module.get_submodule(name) for name in blocks.names]
         self.description = blocks
         self.dtype = dtype
@@ -72,8 +76,8 @@ def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     module = unwrap(module)
     if id(module) in copies:
         return copies[id(module)]
-    copy = copies[id(module)] = object.__new__(type(module))
-    state = copy.__dict__
+    twin = copies[id(module)] = object.__new__(type(module))
+    state = twin.__dict__
     state.update(module.__dict__)
     state.update({name: OrderedDict() for name in state if name.endswith(("_hooks", "_hooks_with_kwargs"))})
     state.update(_forward_hooks_always_called=OrderedDict(), training=False, _compiled_call_impl=None)
@@ -81,7 +85,15 @@ def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     state["_parameters"] = dict(module._parameters)
     state["_buffers"] = dict(module._buffers)
     state["_modules"] = {name: child and _copy_tree(child, copies) for name, child in module._modules.items()}
-    return copy
+    return twin
+
+
+def _plain_experts(module: nn.Module) -> None:
+    """Let a replica's experts be computed one by one: the grouped kernels know no float64 and no batch of cotangents."""
+    config = module.__dict__.get("config")
+    if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+        config = module.__dict__["config"] = copy(config)
+        config._experts_implementation = "eager"
 
 
 @dataclass

@@ -15,6 +15,7 @@ moves its token little is held to as much.
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor
 
 
 def _relative_error(value: Tensor, reference: Tensor, scale: Tensor) -> float:
-    norm = torch.linalg.vector_norm
+    norm = partial(torch.linalg.vector_norm, dtype=torch.float64)  # the square of a large state overflows float32
     size = torch.maximum(norm(reference, dim=-1), norm(scale, dim=-1) / 100)
     return float((norm(value - reference, dim=-1) / size).max())
 
