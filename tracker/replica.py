@@ -247,11 +247,7 @@ class _Recorder:
             raise UsageError(
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
             )
-        if not torch.isfinite(y).all():
-            raise FloatingPointError(
-                f"block {call.layer} ({call.name}) gives values that are not finite (overflow or NaN in "
-                f"{self.replica.dtype}); check the weights, or measure in float64"
-            )
+        self.check_finite(y, f"block {call.layer} ({call.name})")
         if self.calls and not torch.equal(self.calls[-1].y, call.x):
             raise UsageError(
                 f"the model changes the hidden state between {self.calls[-1].name} and {call.name}; "
@@ -276,4 +272,12 @@ class _Recorder:
         if self.normed is None:
             return Recording(self.calls, None, None)
         name, module, normed = self.normed
+        self.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
         return Recording(self.calls, (name, module), normed)
+
+    def check_finite(self, values: Tensor, where: str) -> None:
+        if not torch.isfinite(values).all():
+            raise FloatingPointError(
+                f"{where} gives values that are not finite (overflow or NaN in {self.replica.dtype}); check the weights, "
+                "or measure in float64"
+            )
