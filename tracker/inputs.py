@@ -3,7 +3,6 @@
 Prompts are never padded: each has a forward pass of its own.
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,8 +81,6 @@ def _batch(
         raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
     if not main.is_floating_point():
         _check_ids(model, main)
-    if _accepts(model, "use_cache"):
-        keywords = {**keywords, "use_cache": False}  # a filled cache would make a block's replay see itself twice
     valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
     if valid is not None and not valid.any(1).all():
         raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
@@ -103,10 +100,6 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )
-
-
-def _accepts(model: nn.Module, keyword: str) -> bool:
-    return keyword in inspect.signature(model.forward).parameters
 
 
 def _short(text: str) -> str:

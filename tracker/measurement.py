@@ -64,7 +64,7 @@ def measure(
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
             leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
         dtype: float32 or float64.
-        device: where to compute; None: where the model's weights are.
+        device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of "coupling" and "trajectory"; None: both.
         blocks: see `find_blocks`.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
@@ -87,7 +87,8 @@ def measure(
     settings = _Settings(k, tokens, final_norm, svd, dtype, MEASURES if measures is None else tuple(measures), window)
     calls = batches(model, inputs, tokenizer, max_tokens)
     if device is None:
-        device = next((parameter.device for parameter in model.parameters()), "cpu")
+        devices = (parameter.device for parameter in model.parameters())
+        device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
     device = torch.device(device)
 
     with undisturbed(device):

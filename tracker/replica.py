@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from tracker.attention import Attend, answering, method_door
 from tracker.blocks import Blocks, UsageError, unwrap
+from tracker.weights import plain_class, plain_tensor
 
 
 class Replica:
@@ -33,7 +34,7 @@ class Replica:
         self.module = _copy_tree(model, {})
         for part in self.module.modules():
             method_door(part)
-            _plain_experts(part)
+        _settle_configs(self.module)
         self.blocks = [self.module.get_submodule(name) for name in blocks.names]
         self.description = blocks
         self.dtype = dtype
@@ -52,22 +53,22 @@ class Replica:
                 for store in ("_parameters", "_buffers"):
                     tensors = part.__dict__[store]
                     borrowed.append((part, store, tensors))
-                    part.__dict__[store] = {name: self._lend(t, converted) for name, t in tensors.items()}
+                    part.__dict__[store] = {name: self._lend(part, name, t, converted) for name, t in tensors.items()}
             yield
         finally:
             for part, store, tensors in borrowed:
                 part.__dict__[store] = tensors
 
-    def _lend(self, tensor: Tensor | None, converted: dict[int, Tensor]) -> Tensor | None:
+    def _lend(self, part: nn.Module, name: str, tensor: Tensor | None, converted: dict[int, Tensor]) -> Tensor | None:
         if tensor is None:
             return None
         if id(tensor) not in converted:
-            converted[id(tensor)] = self.convert(tensor)
+            converted[id(tensor)] = self.convert(plain_tensor(part, name, tensor))
         return converted[id(tensor)]
 
     def convert(self, tensor: Tensor) -> Tensor:
-        """On the device, detached; in the measuring dtype if it is floating."""
-        tensor = tensor.detach().to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        """On the device; in the measuring dtype if it is floating."""
+        tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else tensor.dtype)
         return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph
 
 
@@ -76,7 +77,7 @@ def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     module = unwrap(module)
     if id(module) in copies:
         return copies[id(module)]
-    twin = copies[id(module)] = object.__new__(type(module))
+    twin = copies[id(module)] = object.__new__(plain_class(type(module)))
     state = twin.__dict__
     state.update(module.__dict__)
     state.update({name: OrderedDict() for name in state if name.endswith(("_hooks", "_hooks_with_kwargs"))})
@@ -84,16 +85,27 @@ def _copy_tree(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     state.pop("forward", None)  # an instance's own forward is somebody's wrapper around the class's
     state["_parameters"] = dict(module._parameters)
     state["_buffers"] = dict(module._buffers)
-    state["_modules"] = {name: child and _copy_tree(child, copies) for name, child in module._modules.items()}
+    state["_modules"] = {
+        name: None if child is None else _copy_tree(child, copies) for name, child in module._modules.items()
+    }
     return twin
 
 
-def _plain_experts(module: nn.Module) -> None:
-    """Let a replica's experts be computed one by one: the grouped kernels know no float64 and no batch of cotangents."""
-    config = module.__dict__.get("config")
-    if getattr(config, "_experts_implementation", None) not in (None, "eager"):
-        config = module.__dict__["config"] = copy(config)
-        config._experts_implementation = "eager"
+def _settle_configs(replica: nn.Module) -> None:
+    """Give a Hugging Face replica configs of its own: no cache, in which a block's replay would meet itself, and experts
+    computed one by one, as the grouped kernels know no float64 and no batch of cotangents.
+    """
+    own: dict[int, Any] = {}
+    for part in replica.modules():
+        config = part.__dict__.get("config")
+        experts = getattr(config, "_experts_implementation", None) not in (None, "eager")
+        if experts or getattr(config, "use_cache", False) is True:
+            if id(config) not in own:
+                own[id(config)] = copy(config)
+                own[id(config)].use_cache = False
+                if experts:
+                    own[id(config)]._experts_implementation = "eager"
+            part.__dict__["config"] = own[id(config)]
 
 
 @dataclass
