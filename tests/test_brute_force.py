@@ -79,7 +79,7 @@ def measured_jacobians(model, inputs, ds, rows, dtype):
         recording = record(replica, batch.arguments, batch.keywords)
         if ds.attrs["final_norm"] == "include":
             recording = recording.fold_final_norm()
-        jacobians = Jacobians()
+        jacobians = Jacobians(replica)
         return [jacobians(call, Rows(samples, tokens))[0] for call in recording.calls]
 
 

@@ -68,11 +68,8 @@ def _open_doors() -> None:
         _doors.callback(setattr, modeling.AttentionInterface, "get_interface", look_up)
 
 
-def _handed_over(attend: Attend, *arguments: Any) -> Any:
+def _handed_over(answer: Answer, attend: Attend, *arguments: Any) -> Any:
     """Call the answer with the doors shut behind it: transformers' sdpa runs through torch's."""
-    answer = _answer.get()
-    if answer is None:
-        return attend(*arguments)
     token = _answer.set(None)
     try:
         return answer(attend, *arguments)
@@ -82,15 +79,23 @@ def _handed_over(attend: Attend, *arguments: Any) -> Any:
 
 def _torch_door(original: Callable) -> Callable:
     @functools.wraps(original)
-    def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):
-        def attend(query, key, value, mask, causal):
-            return original(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+    def scaled_dot_product_attention(*arguments, **settings):
+        answer = _answer.get()
+        if answer is None:
+            return original(*arguments, **settings)
+        given = _sdpa_arguments(*arguments, **settings)
 
-        return _handed_over(attend, query, key, value, attn_mask, is_causal)
+        def attend(query, key, value, mask, causal):
+            return original(query, key, value, mask, is_causal=causal, **given["settings"])
+
+        return _handed_over(answer, attend, *given["tensors"])
 
     return scaled_dot_product_attention
+
+
+def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    settings = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    return {"tensors": (query, key, value, attn_mask, is_causal), "settings": settings}
 
 
 def _huggingface_door(look_up: Callable) -> Callable:
@@ -99,15 +104,22 @@ def _huggingface_door(look_up: Callable) -> Callable:
     @functools.wraps(look_up)
     def get_interface(interface, name, default):
         function = look_up(interface, name, default)
+        answer = _answer.get()
+        if answer is None:
+            return function
 
-        def attention_interface(module, query, key, value, attention_mask, is_causal=None, **settings):
-            def attend(query, key, value, mask, causal):
-                return function(module, query, key, value, mask, is_causal=causal, **settings)
-
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        def attention_interface(module, query, key, value, attention_mask, **settings):
+            asked = settings.get("is_causal")
+            causal = getattr(module, "is_causal", True) if asked is None else asked
             # Eager attention never adds a causal mask of its own; the others do where the model gives them none.
             causal = name != "eager" and attention_mask is None and bool(causal) and query.shape[2] > 1
-            return _handed_over(attend, query, key, value, attention_mask, causal)
+
+            def attend(query, key, value, mask, now):
+                # Only a changed wish is passed on: some eager functions do not know the word.
+                changed = settings if now == causal else {**settings, "is_causal": now}
+                return function(module, query, key, value, mask, **changed)
+
+            return _handed_over(answer, attend, query, key, value, attention_mask, causal)
 
         return attention_interface
 
@@ -117,14 +129,19 @@ def _huggingface_door(look_up: Callable) -> Callable:
 def method_door(module: nn.Module) -> None:
     """Give a replica's attention module a door of its own, if its class has the older families' `_attn` method."""
     original = getattr(type(module), "_attn", None)
-    parameters = list(inspect.signature(original).parameters) if original else []
-    if parameters[:5] != ["self", "query", "key", "value", "attention_mask"]:
+    if original is None or list(inspect.signature(original).parameters)[:5] != _ATTN_PARAMETERS:
         return
 
     def _attn(query, key, value, attention_mask=None, *more, **settings):
         def attend(query, key, value, mask, causal):
             return original(module, query, key, value, mask, *more, **settings)
 
-        return _handed_over(attend, query, key, value, attention_mask, False)
+        answer = _answer.get()
+        if answer is None:
+            return attend(query, key, value, attention_mask, False)
+        return _handed_over(answer, attend, query, key, value, attention_mask, False)
 
     module.__dict__["_attn"] = _attn
+
+
+_ATTN_PARAMETERS = ["self", "query", "key", "value", "attention_mask"]

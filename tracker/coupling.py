@@ -34,17 +34,24 @@ def coupling_matrices(
     return torch.stack(rows)
 
 
-def miscouplings(A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"]) -> dict[str, Float[Tensor, "L M"]]:
-    """All four measures. NaN where the denominator is zero: a zero Jacobian couples to nothing."""
+def miscouplings(A: Float[Tensor, "L L K K"], s: Float[Tensor, "L K"], d: int) -> dict[str, Float[Tensor, "L L"]]:
+    """All four measures of every pair.
+
+    NaN where there is nothing to describe (a zero Jacobian) or no basis to describe it in: a Jacobian of rank below K
+    leaves some of its top K singular vectors undetermined.
+    """
     S = torch.diag_embed(s)[:, None]
     norm_s = torch.linalg.vector_norm(s, dim=-1)[:, None]
     offdiag = _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
-    return {
+    measures = {
         "miscoupling": _ratio(_frobenius(A - S), norm_s),
         "miscoupling_release": _ratio(_frobenius(A.abs() - S), norm_s),
         "offdiag": offdiag,
         "offdiag_normalized": _ratio(offdiag, _frobenius(A)),
     }
+    determined = s[:, -1] > d * torch.finfo(s.dtype).eps * s[:, 0]
+    defined = (s[:, 0] > 0)[:, None] & determined[None, :]
+    return {name: torch.where(defined, values, torch.nan) for name, values in measures.items()}
 
 
 def null_levels(
@@ -65,7 +72,7 @@ def null_levels(
     return {
         "miscoupling": page_squared.sqrt(),
         "miscoupling_release": (page_squared - overlap).sqrt(),
-        "offdiag": sqrt(K * (K - 1)) * frobenius / d,
+        "offdiag": sqrt(K * (K - 1)) * frobenius * some / d,
         "offdiag_normalized": sqrt((K - 1) / K) * some,
     }
 

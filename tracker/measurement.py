@@ -92,8 +92,8 @@ def measure(
     device = torch.device(device)
 
     with undisturbed(device):
-        replica, jacobians = Replica(model, found, dtype, device), Jacobians()
-        samples = [sample for batch in calls for sample in _measure_batch(replica, jacobians, batch, settings)]
+        jacobians = Jacobians(Replica(model, found, dtype, device))
+        samples = [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
     dataset = assemble([label for batch in calls for label in batch.labels], samples)
     dataset.attrs |= describe(model, device) | {
         "blocks": ", ".join(found.names),
@@ -156,8 +156,9 @@ class _Settings:
         return choice
 
 
-def _measure_batch(replica: Replica, jacobians: Jacobians, batch: Batch, settings: _Settings) -> list[Sample]:
+def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> list[Sample]:
     """Everything about the samples of one forward call."""
+    replica = jacobians.replica
     recording = record(
         replica,
         [_convert(replica, argument) for argument in batch.arguments],
@@ -188,16 +189,15 @@ def _measure_batch(replica: Replica, jacobians: Jacobians, batch: Batch, setting
         owners = [b for b, at in enumerate(chosen) for _ in at]
         tokens = [t for at in chosen for t in at]
         rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(tokens, device=raw.device))
-        for b, values in zip(owners, _couplings(replica, jacobians, recording, rows, ks), strict=True):
+        for b, values in zip(owners, _couplings(jacobians, recording, rows, ks), strict=True):
             samples[b].add_token(values)
-    for layer, evidence in jacobians.fallbacks.items():
-        for sample in samples:
-            sample.fallbacks[layer] = evidence.reason
+    for sample in samples:
+        sample.fallbacks |= jacobians.fallbacks
     return samples
 
 
 def _couplings(
-    replica: Replica, jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int]
+    jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int]
 ) -> Iterator[dict[str, np.ndarray]]:
     """The coupling measures of every row; a group of rows at a time, so that their Jacobians fit the budget."""
     L, d = len(recording.calls), recording.calls[0].x.shape[-1]
@@ -206,8 +206,7 @@ def _couplings(
         some = Rows(rows.sample[start : start + group], rows.token[start : start + group])
         J, triplets, evidence = [], [], []
         for call in recording.calls:
-            with replica.weights(call.block), replica.weights(call.final_norm or nn.Identity()):
-                J_l, evidence_l = jacobians(call, some)
+            J_l, evidence_l = jacobians(call, some)
             J.append(J_l)
             triplets.append(top_singular_triplets(J_l, max(ks)))
             evidence.append(evidence_l)
@@ -227,7 +226,7 @@ def _pairs(J: Tensor, U: Tensor, S: Tensor, V: Tensor, ks: Sequence[int]) -> dic
     A = coupling.coupling_matrices(J, U, V)
     frobenius = torch.linalg.matrix_norm(J)
     by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[:, :k])
+        coupling.miscouplings(A[..., :k, :k], S[:, :k], J.shape[-1])
         | {f"{name}_null": v for name, v in coupling.null_levels(S[:, :k], frobenius, J.shape[-1]).items()}
         for k in ks
     ]
