@@ -108,8 +108,8 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         model, info = loaded
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
-            f"{directory} can't be loaded ({type(error).__name__}: {_reason(error)}); a file is missing or damaged: "
-            "delete the directory and fetch it again"
+            f"{directory} can't be loaded ({type(error).__name__}: {_reason(error)}); if a file is missing or damaged, "
+            "fetch it again"
         ) from error
     _refuse_other_tensors(directory, info)
     return model, tokenizer

@@ -105,7 +105,10 @@ def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
+        try:
+            trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
+        except SystemExit as stopped:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from stopped
     return directory
 
 

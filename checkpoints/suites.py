@@ -8,6 +8,7 @@ repository is asked for its branches, any directory looked through: a name that 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from checkpoints import hub, nano
@@ -18,6 +19,11 @@ PYTHIA_SEEDED = PYTHIA_SIZES[:5]
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
+PYTHIA_DEFECTS = {  # seen on the hub; EleutherAI/pythia issues 205 and 206
+    "2.8b": "86 of its 154 branches on the hub serve final-era weights (0 to 512, every 1000 to 53000, and more): points "
+    "of those steps are false",
+    "12b": "its branches step50000 and step58000 serve a shard of the final weights: those two points are false",
+}
 STEP_NAME = re.compile(r"(?:step|checkpoint)[-_]?(\d+)")
 
 
@@ -40,6 +46,7 @@ class Suite:
     checkpoints: tuple[Checkpoint, ...]
     cache_dir: Path | None = None  # None: the Hugging Face cache
     default: str = "all"  # the steps walked when none are asked for
+    notice: str = ""  # what a reader of its curves should know
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -102,7 +109,7 @@ def find_suite(model: str, seed: int = 0) -> Suite:
         _check_pythia_form(model, size, form)
         repo = f"EleutherAI/pythia-{name}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(f"pythia-{name}", repo, checkpoints, default="paper")
+        return Suite(f"pythia-{name}", repo, checkpoints, default="paper", notice=PYTHIA_DEFECTS.get(name, ""))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _repository(model)
     raise ValueError(
@@ -123,20 +130,34 @@ def _check_pythia_form(model: str, size: str, form: str) -> None:
 
 def _directory(path: Path) -> Suite:
     if (path / "config.json").is_file():
-        return Suite(path.name, str(path), (Checkpoint(_step(path.name) or 0, str(path), None),))
+        return Suite(path.name, str(path.resolve()), (Checkpoint(_step(path.name) or 0, str(path), None),))
     found = [(_step(child.name), child) for child in path.iterdir() if (child / "config.json").is_file()]
     checkpoints = sorted((Checkpoint(s, str(child), None) for s, child in found if s is not None), key=lambda c: c.step)
     if not checkpoints:
         raise ValueError(
             f"no checkpoints in {path}: neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
         )
-    return Suite(path.name, str(path), tuple(checkpoints))
+    return Suite(path.name, str(path.resolve()), _distinct(path.name, checkpoints))
 
 
 def _repository(repo: str) -> Suite:
     branches = [(_step(branch), branch) for branch in hub.branches(repo)]
     checkpoints = sorted((Checkpoint(s, repo, b) for s, b in branches if s is not None), key=lambda c: c.step)
-    return Suite(repo.rpartition("/")[2], repo, tuple(checkpoints) or (Checkpoint(0, repo, "main"),))
+    if not checkpoints:
+        notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step 0"
+        return Suite(repo.rpartition("/")[2], repo, (Checkpoint(0, repo, "main"),), notice=notice)
+    return Suite(repo.rpartition("/")[2], repo, _distinct(repo, checkpoints))
+
+
+def _distinct(name: str, checkpoints: list[Checkpoint]) -> tuple[Checkpoint, ...]:
+    """The checkpoints, if no two claim the same step."""
+    for a, b in pairwise(checkpoints):
+        if a.step == b.step:
+            raise ValueError(
+                f"{name}: {a.revision or a.source} and {b.revision or b.source} are both step {a.step}; such a suite "
+                "(several stages) can't be walked yet: put the checkpoints to compare into a directory"
+            )
+    return tuple(checkpoints)
 
 
 def _step(name: str) -> int | None:

@@ -17,7 +17,7 @@ def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
 
 def measured(J, K):
     triplets = top_singular_triplets(J, K)
-    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S)
+    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1])
 
 
 def rotation(seed: int, d: int):
@@ -36,7 +36,7 @@ def test_the_smaller_k_is_the_leading_part():
     triplets = top_singular_triplets(J, 8)
     A = coupling_matrices(J, triplets.U, triplets.V)
     for name, expected in couplings(list(J), 3).items():
-        torch.testing.assert_close(miscouplings(A[..., :3, :3], triplets.S[:, :3])[name], expected)
+        torch.testing.assert_close(miscouplings(A[..., :3, :3], triplets.S[:, :3], 12)[name], expected)
 
 
 def test_shared_bases_couple_perfectly_and_rows_are_the_block_described():
@@ -73,8 +73,8 @@ def test_joint_sign_flips_change_nothing(seed, signs):
     J = jacobians(seed)
     t = top_singular_triplets(J, 6)
     flip = torch.tensor(signs, dtype=torch.float64).view(3, 1, 6)
-    before = miscouplings(coupling_matrices(J, t.U, t.V), t.S)
-    after = miscouplings(coupling_matrices(J, t.U * flip, t.V * flip), t.S)
+    before = miscouplings(coupling_matrices(J, t.U, t.V), t.S, 12)
+    after = miscouplings(coupling_matrices(J, t.U * flip, t.V * flip), t.S, 12)
     for name in MEASURES:
         torch.testing.assert_close(before[name], after[name])
 
@@ -88,7 +88,7 @@ def test_null_levels_agree_with_simulation():
         squares = {name: [] for name in MEASURES}
         for seed in range(draws):
             U, V = rotation(10 + 2 * seed, d)[:, :K], rotation(11 + 2 * seed, d)[:, :K]
-            for name, m in miscouplings(coupling_matrices(J[None], U[None], V[None]), s[None, :K]).items():
+            for name, m in miscouplings(coupling_matrices(J[None], U[None], V[None]), s[None, :K], d).items():
                 squares[name].append(float(m) ** 2)
         levels = null_levels(s[:K], torch.linalg.matrix_norm(J), d)
         for name, level in levels.items():
@@ -99,13 +99,22 @@ def test_null_levels_agree_with_simulation():
 
 
 def test_zero_jacobian_is_undefined_not_perfect():
+    """Neither as the block described nor as the one that lends a basis: its singular vectors are arbitrary."""
     J = jacobians(0)
     J[1] = 0
-    m = measured(J, 4)
-    assert m["miscoupling"][1].isnan().all() and m["offdiag_normalized"][1].isnan().all()
-    assert m["miscoupling"][0].isfinite().all()
+    for name, m in measured(J, 4).items():
+        assert m[1].isnan().all() and m[:, 1].isnan().all(), name
+        assert m[[0, 0, 2, 2], [0, 2, 0, 2]].isfinite().all(), name
     levels = null_levels(torch.zeros(4), torch.tensor(0.0), 12)
-    assert levels["miscoupling"].isnan() and levels["offdiag_normalized"].isnan()
+    assert all(level.isnan() for level in levels.values())
+
+
+def test_a_jacobian_of_rank_below_k_lends_no_basis():
+    J = jacobians(0)
+    J[1] = J[1][:, :3] @ J[1][:3]  # rank 3
+    m = measured(J, 4)["miscoupling"]
+    assert m[:, 1].isnan().all() and m[1, [0, 2]].isfinite().all()
+    assert measured(J, 3)["miscoupling"].isfinite().all()
 
 
 def test_depth_means():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, modeling_utils
 
 import tracker
 from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, build, images, neox, timm_vit, tokens, torchvision_vit
@@ -114,7 +114,8 @@ def test_undefined_values_are_counted():
                 parameter.zero_()
     ds = tracker.measure(model, tokens(), k=4)
     assert np.isnan(ds.lss).all() and int(ds.undefined.sel(quantity="lss")) == ds.lss.size
-    assert np.isnan(ds.miscoupling.sel(layer=2)).all() and int(ds.undefined.sel(quantity="miscoupling")) == 2 * DEPTH
+    assert np.isnan(ds.miscoupling.sel(layer=2)).all() and np.isnan(ds.miscoupling.sel(layer_other=2)).all()
+    assert int(ds.undefined.sel(quantity="offdiag")) == 2 * (2 * DEPTH - 1)
     assert ds.complete.all() and np.isnan(ds.residual.sel(layer=2)).all()
 
 
@@ -132,6 +133,9 @@ def snapshot(model):
             torch.backends.mha.get_fastpath_enabled(),
             torch.nn.functional.scaled_dot_product_attention,
             torch.is_autocast_enabled("cpu"),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            modeling_utils.AttentionInterface.get_interface,
         ),
     }
 
@@ -175,12 +179,11 @@ def test_the_model_is_left_as_it_was_when_measuring_raises(name):
     blocks = [model.get_submodule(block) for block in find_blocks(model).names]
     with torch.no_grad():
         next(p for n, p in blocks[1].named_parameters() if "norm" not in n).fill_(float("nan"))
-    with torch.no_grad():
-        before = snapshot(model)
+    before = snapshot(model)
     before["parameters"] = {n: v for n, v in before["parameters"].items() if not v[1].isnan().any()}
     with pytest.raises(FloatingPointError, match=r"block 2 \(.*1\) gives values that are not finite"):
         tracker.measure(model, inputs)
-    assert_untouched(model, {**before, "global": snapshot(model)["global"]})
+    assert_untouched(model, before)
 
 
 def test_measured_within_inference_mode_and_autocast():
@@ -190,6 +193,43 @@ def test_measured_within_inference_mode_and_autocast():
         seen = tracker.measure(model, inputs, k=4)
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
     np.testing.assert_array_equal(seen.miscoupling, expected.miscoupling)
+
+
+class Wrapped(nn.Module):
+    """A Hugging Face model inside a module of one's own, as in a LightningModule."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, ids):
+        return self.inner(ids).logits
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt_neox, eager"])
+def test_a_wrapped_model_is_measured_like_the_model(name):
+    """No cache in the blocks' replay, the same conventions, the same checks."""
+    model, inputs = build(name)
+    bare, wrapped = (tracker.measure(m, inputs, k=4, dtype=torch.float64) for m in (model, Wrapped(model)))
+    np.testing.assert_array_equal(wrapped.miscoupling, bare.miscoupling)
+    assert wrapped.sliced.all() and wrapped.attrs["final_norm"] == "include"
+    with pytest.raises(UsageError, match="vocabulary has 50"):
+        tracker.measure(Wrapped(model), torch.tensor([[1, 50]]))
+
+
+def test_sequence_first_blocks_of_ones_own_are_asked_about():
+    class Swapped(Wrapped):
+        def forward(self, ids):
+            x = self.inner.embed(ids).transpose(0, 1)
+            for layer in self.inner.encoder.layers:
+                x = layer(x)
+            return x
+
+    model = Swapped(Encoder(batch_first=False))
+    declared = find_blocks(model, batch_first=True)
+    with pytest.raises(UsageError, match=r"7 samples of 2 tokens, but 2 were given.*batch_first=False"):
+        tracker.measure(model, tokens(), blocks=declared)
+    assert tracker.measure(model, tokens(), k=2).sizes["position"] == 7
 
 
 class Twins(nn.Module):
@@ -209,6 +249,8 @@ BAD = {
     "measures": (dict(measures=["colour"]), "coupling, trajectory"),
     "svd": (dict(svd="quick"), "'auto' or 'full'"),
     "window": (dict(window=4), "odd number of states"),
+    "window too wide": (dict(window=99), "window=99 states, but a trajectory through this model has 4"),
+    "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),
     "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),
     "every second block": (dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]), "name consecutive blocks"),
     "not a block": (dict(blocks=["gpt_neox.layers.0.mlp.dense_h_to_4h"]), "keeps the shape"),

@@ -59,7 +59,7 @@ def test_leftovers_of_a_killed_write_are_not_units(store):
 def test_damaged_units_are_named(store, damage):
     file = store.write(3, unit(3))
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*delete it and run"):
+    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*damaged"):
         tracker.open_results(store.path)
 
 

@@ -73,19 +73,24 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
     torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
 
 
-def test_a_detached_key_is_caught_by_the_derivative_proof(monkeypatch):
-    """Planted in the slicing itself: values agree to the last bit, only the derivative is wrong."""
-    where = torch.where
+@pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
+@pytest.mark.parametrize("planted", ["key", "value"])
+def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, planted, positions):
+    """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
+    where, calls = torch.where, []
 
     def detached(own, live, recorded):
-        return where(own, live.detach() if isinstance(live, torch.Tensor) else live, recorded)
+        if isinstance(live, torch.Tensor) and own.dim() == 4:  # first the keys, then the values
+            calls.append("value" if len(calls) % 2 else "key")
+            live = live.detach() if calls[-1] == planted else live
+        return where(own, live, recorded)
 
     model, inputs = build("gpt_neox")
-    honest = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert honest.sliced.all()
     monkeypatch.setattr(tracker.rows.torch, "where", detached)
     with pytest.warns(UserWarning, match="derivative proof failed"):
-        ds = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+        ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
     torch.testing.assert_close(  # and the full sequence gives the right answer all the same
         torch.from_numpy(ds.miscoupling.values), torch.from_numpy(honest.miscoupling.values), atol=1e-8, rtol=0
@@ -205,3 +210,131 @@ def test_permuted_prompts_are_permuted_results():
         a, b = torch.from_numpy(straight[name].values), torch.from_numpy(turned[name].values)
         torch.testing.assert_close(a, b.flip(0), atol=1e-10, rtol=0)
     assert math.isfinite(float(straight.lss.sum()))
+
+
+class Inner(nn.Module):
+    """Two attentions, in parallel or in series: the same class and settings, another function."""
+
+    def __init__(self, series):
+        super().__init__()
+        self.qkv, self.flags = nn.Linear(8, 24), [series]
+        self.attention = Attention()
+
+    def attend(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+
+    def forward(self, x):
+        first = self.attend(x)
+        return x + first + self.attend(x + first if self.flags[0] else x)
+
+
+def test_a_proof_of_one_block_is_no_proof_of_another():
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64)
+    assert ds.sliced.values[0, 0].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("init", [1e-4, 1e-6, 1e-8])
+def test_small_residual_updates_keep_their_digits(init):
+    """LayerScale at its start: in float32, x + f leaves few digits of f; such a Jacobian is found in float64."""
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=4, init_values=init
+    )
+    seen, exact = (tracker.measure(model, images(), k=4, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert seen.sliced.all()
+    relative = abs(seen.singular_value / exact.singular_value - 1)
+    assert float(relative.max()) < 1e-4
+    assert float(abs(seen.miscoupling - exact.miscoupling).max()) < 1e-3
+
+
+class Linear(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.attention, self.layer = Attention(), layer
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["weight_norm", "prune", "parametrized"])
+def test_weights_computed_by_hooks_are_the_current_ones(how):
+    from torch.nn.utils import parametrizations, prune, weight_norm
+
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).double()
+    if how == "weight_norm":
+        weight_norm(layer)
+    elif how == "prune":
+        prune.random_unstructured(layer, "weight", 0.3)
+    else:
+        parametrizations.weight_norm(layer)
+    model = Stack([Linear(layer), Linear(nn.Linear(8, 8).double())])
+    model(random(1, 4, 8))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(3)
+    ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    model(random(1, 4, 8))  # now the model's own hooks have run as well
+    torch.testing.assert_close(
+        torch.from_numpy(ds.singular_value.values[0, 0, 0]), torch.linalg.svdvals(layer.weight)[:3]
+    )
+
+
+def test_methods_put_on_an_instance():
+    from types import MethodType
+
+    model = Stack([Linear(nn.Linear(8, 8).double()) for _ in range(2)])
+    plain = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    layer = model.blocks[0].layer
+    layer.forward = MethodType(lambda self, x: 3 * F.linear(x, self.weight, self.bias), layer)
+    patched = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.from_numpy(patched.singular_value.values[0, 0, 0]),
+        3 * torch.from_numpy(plain.singular_value.values[0, 0, 0]),
+    )
+    layer.forward = lambda x: x
+    with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
+        tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+
+
+def test_what_a_forward_pass_counts_or_collects_stays_with_the_replica():
+    class Collecting(Linear):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 8).double())
+            self.register_buffer("seen", torch.zeros(()))
+            self.maps = []
+
+        def forward(self, x):
+            self.seen += 1
+            self.maps.append(x)
+            return super().forward(x)
+
+    model = Stack([Collecting(), Collecting()])
+    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    assert float(model.blocks[0].seen) == 0 and model.blocks[0].maps == []
+
+
+def test_a_row_of_zeros_is_no_fault():
+    model, inputs = build("llama, grouped keys")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[int(inputs[0, 0])] = 0
+    assert tracker.measure(model, inputs, k=4, tokens="all").sliced.all()
+
+
+def test_two_threads_measure_and_the_doors_are_shut_behind_them():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, inputs = build("timm vit")
+    alone = tracker.measure(model, inputs, k=4)
+    door = F.scaled_dot_product_attention
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: tracker.measure(model, inputs, k=4), range(4)))
+    assert F.scaled_dot_product_attention is door
+    for result in results:
+        assert result.sliced.all()
+        torch.testing.assert_close(
+            torch.from_numpy(result.miscoupling.values), torch.from_numpy(alone.miscoupling.values)
+        )

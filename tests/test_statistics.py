@@ -27,8 +27,9 @@ def test_means_over_pairs_and_prompts(ds):
             point = points.sel(k=4, pairs=name)
             assert float(point[measure]) == pytest.approx(per_prompt.mean(), rel=1e-6)
             assert float(point[f"{measure}_q25"]) == pytest.approx(np.quantile(per_prompt, 0.25), rel=1e-6)
-            null = ds[f"{measure}_null"].sel(k=4).values.mean() * ((L - 1) / L if name == "mean" else 1)
-            assert float(point[f"{measure}_null"]) == pytest.approx(null, rel=1e-6)
+            null = ds[f"{measure}_null"].sel(k=4).values  # (prompt, token, l), of the block described
+            expected = np.mean([null[:, :, l] * (l != m) for l, m in chosen])
+            assert float(point[f"{measure}_null"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_medians_over_tokens_and_prompts(ds):

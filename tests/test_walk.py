@@ -113,17 +113,43 @@ def test_interrupted_by_ctrl_c_and_resumed(walker):
 
 @pytest.mark.slow
 def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
+    """Killed at a random moment between the first line, when measuring begins, and the end."""
     undisturbed = tmp_path / "undisturbed"
-    assert walker.run("--out", str(undisturbed))[0] == 0
-    moments = random.Random(0)
+    process = walker.start("--out", str(undisturbed))
+    process.stdout.readline()
+    started = time.perf_counter()
+    assert process.wait() == 0
+    span = time.perf_counter() - started
+    moments, left = random.Random(0), []
     for _ in range(10):
         process = walker.start()
-        time.sleep(moments.uniform(1.0, 9.0))
+        process.stdout.readline()
+        # What is left to do shrinks with what earlier tries finished.
+        time.sleep(moments.uniform(0, span * (1 - len(Store(walker.directory / "out").steps()) / len(STEPS))))
         process.send_signal(signal.SIGKILL)
         process.communicate()
+        left.append(len(Store(walker.directory / "out").steps()))
+    assert 0 < max(left), left  # some were killed between units
     status, _, err = walker.run()
     assert status == 0, err
     assert_same_results(walker.directory / "out", undisturbed)
+
+
+def test_a_damaged_unit_is_measured_again(walker):
+    assert walker.run("--steps", "0,1")[0] == 0
+    file = Store(walker.directory / "out").file(1)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    status, _, err = walker.run("--steps", "0,1")
+    assert status == 0 and "step00000001.nc can't be read" in err and "measured again" in err and "Traceback" not in err
+    assert Store(walker.directory / "out").read(1).step == 1
+
+
+def test_units_without_their_settings_are_not_added_to(walker):
+    assert walker.run("--steps", "0")[0] == 0
+    (walker.directory / "out" / "settings.json").unlink()
+    status, _, err = walker.run("--steps", "1")
+    assert status == 2 and "no readable settings.json" in err
 
 
 def test_a_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
@@ -168,6 +194,7 @@ USAGE = {
     "token out of range": (["--tokens", "0,99"], "out of range"),
     "no such device": (["--device", "gpu"], "--device gpu can't be used"),
     "no key": (["--wandb", "online"], "needs a key"),
+    "out is a file": (["--out", __file__], "Not a directory"),
     "unknown option": (["--colour", "red"], "colour"),
     "wrong choice": (["--dtype", "float16"], "float16"),
 }

@@ -50,31 +50,57 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def find_blocks(model: nn.Module, blocks: str | Sequence[str | nn.Module] | None = None) -> Blocks:
-    """Find the residual blocks of `model`, in order of depth.
+def find_blocks(
+    model: nn.Module,
+    blocks: "str | Sequence[str | nn.Module] | Blocks | None" = None,
+    *,
+    final_norm: str | None = None,
+    class_token: int | None = None,
+    batch_first: bool | None = None,
+) -> Blocks:
+    """Find the residual blocks of `model`, in order of depth; print the result to read what was found and assumed.
 
     Args:
         model: any transformer.
         blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names.
+        final_norm: the qualified name of the norm that takes the last block's output.
+        class_token: the position of the token that a classifier reads.
+        batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
     Raises:
         UsageError: where no blocks are found, several containers fit equally well, or a named module is not there.
     """
+    if isinstance(blocks, Blocks):
+        return blocks
     model = unwrap(model)
     if blocks is not None:
         names, found_by = _named(model, blocks), "named by the caller"
     else:
         names, found_by = _huggingface(model) or _longest_run(model)
-    first = model.get_submodule(names[0])
-    language = token_embedding(model) is not None
+    owner = huggingface_owner(model, names[0])
+    language = owner is not None and token_embedding(owner) is not None
+    if final_norm is not None:
+        _submodule(model, final_norm)
+    if batch_first is None:
+        attentions = (m for m in model.get_submodule(names[0]).modules() if isinstance(m, nn.MultiheadAttention))
+        batch_first = all(attention.batch_first for attention in attentions)
     return Blocks(
         names=tuple(names),
         found_by=found_by,
-        final_norms=tuple(_norms_around(model, names)),
+        final_norms=tuple(_norms_around(model, names)) if final_norm is None else (final_norm,),
         include_final_norm=language,
-        class_token=None if language else _class_token(model),
-        batch_first=all(m.batch_first for m in first.modules() if isinstance(m, nn.MultiheadAttention)),
+        class_token=class_token if class_token is not None or language else _class_token(model),
+        batch_first=batch_first,
     )
+
+
+def huggingface_owner(model: nn.Module, block: str | None = None) -> nn.Module | None:
+    """The outermost Hugging Face model in `model` (itself, or wrapped in a module of one's own) that holds `block`."""
+    for name, module in unwrap(model).named_modules():
+        holds = block is None or name == "" or block.startswith(f"{name}.")
+        if holds and hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            return module
+    return None
 
 
 def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
@@ -94,6 +120,8 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         if id(unwrap(module)) not in known:
             raise UsageError(f"a module named as a block ({type(module).__name__}) is not part of the model")
         names.append(known[id(unwrap(module))])
+    if len(set(names)) < len(names):
+        raise UsageError("`blocks` names a module twice; name each once, in order of depth: repeated calls are found")
     return names
 
 
@@ -105,21 +133,18 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _huggingface(model: nn.Module) -> tuple[list[str], str] | None:
-    base, depth = getattr(model, "base_model", None), getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    owner = huggingface_owner(model)
+    base, depth = getattr(owner, "base_model", None), getattr(getattr(owner, "config", None), "num_hidden_layers", None)
     if not isinstance(base, nn.Module) or depth is None:
         return None
-    declared = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [
-        (name, module)
-        for name, module in base.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    chosen = [entry for entry in lists if type(unwrap(entry[1][0])).__name__ in declared] or lists
+    declared = set(getattr(owner, "_no_split_modules", None) or ())
+    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    chosen = [m for m in lists if type(unwrap(m[0])).__name__ in declared] or lists
     if len(chosen) != 1:
         return None
-    prefix = next(name for name, module in model.named_modules() if module is chosen[0][1])
+    prefix = next(name for name, module in model.named_modules() if module is chosen[0])
     names = [f"{prefix}.{i}" for i in range(depth)]
-    return names, f"{type(model).__name__}.base_model, a list of config.num_hidden_layers = {depth}"
+    return names, f"{type(owner).__name__}.base_model, a list of config.num_hidden_layers = {depth}"
 
 
 def _longest_run(model: nn.Module) -> tuple[list[str], str]:

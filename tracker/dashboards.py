@@ -5,17 +5,14 @@ The metric axis is `checkpoint/step`, not W&B's own step, so points may arrive i
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
 from tracker.coupling import MEASURES
-from tracker.results import Store
+from tracker.results import Store, write_whole
 from tracker.statistics import scalars
-
-if TYPE_CHECKING:
-    pass
 
 Mode = Literal["auto", "online", "offline", "off"]
 
@@ -79,14 +76,14 @@ class WandbLog:
             row |= _pictures(unit)
         self.run.log(row)
         self.logged.append(step)
-        if self.mode == "online":
-            self.memory.write_text(json.dumps({"id": self.run.id, "logged": self.logged}))
 
     def finish(self) -> str:
         """Close the run; returns where it is to be seen."""
         directory = Path(self.run.dir).parent
         where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
         self.run.finish()
+        if self.mode == "online":  # only now has everything been sent; a killed run is replaced by a whole one
+            write_whole(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
         return f"W&B {self.mode}: {where}"
 
 

@@ -22,7 +22,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
     **dict.fromkeys(("norm", "norm_raw"), ("depth", "position")),
 }
-BY_POSITION = ("lss", "expodistance", "expodistance_raw", "equidistance", "equidistance_raw")
+BY_POSITION = tuple(name for name, dims in DIMS.items() if dims == ("position",))
 
 
 @dataclass

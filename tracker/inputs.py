@@ -3,6 +3,7 @@
 Prompts are never padded: each has a forward pass of its own.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tracker.blocks import UsageError, token_embedding, unwrap
+from tracker.blocks import UsageError, huggingface_owner, token_embedding
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def batches(
         UsageError: for inputs that are empty, longer than the model's context, hold ids beyond its vocabulary, or are
             of another kind, and for prompts without a tokenizer.
     """
-    model = unwrap(model)
+    model = huggingface_owner(model) or model
     if isinstance(inputs, str):
         inputs = [inputs]
     if isinstance(inputs, Tensor):
@@ -60,7 +61,8 @@ def batches(
 def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:
     if not prompt.strip():
         raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
-    encoded = {name: value for name, value in tokenizer(prompt, return_tensors="pt").items()}
+    known = inspect.signature(model.forward).parameters  # some tokenizers give more than their model takes
+    encoded = {name: value for name, value in tokenizer(prompt, return_tensors="pt").items() if name in known}
     ids = encoded["input_ids"]
     if max_tokens is not None and ids.shape[1] > max_tokens:
         if max_tokens < 1:

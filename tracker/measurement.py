@@ -17,7 +17,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker import coupling, trajectory
-from tracker.blocks import UsageError, find_blocks
+from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
 from tracker.inputs import Batch, batches, positions
 from tracker.provenance import describe, digest
@@ -44,7 +44,7 @@ def measure(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     measures: Sequence[str] | None = None,
-    blocks: str | Sequence[str | nn.Module] | None = None,
+    blocks: str | Sequence[str | nn.Module] | Blocks | None = None,
     max_tokens: int | None = None,
     window: int | None = None,
 ) -> xr.Dataset:
@@ -66,7 +66,7 @@ def measure(
         dtype: float32 or float64.
         device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of "coupling" and "trajectory"; None: both.
-        blocks: see `find_blocks`.
+        blocks: what `find_blocks` takes or gives, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
         window: states in a windowed measure, odd; None: 11 where L >= 20, else the largest odd number <= L/2 + 1.
 
@@ -172,10 +172,17 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
     if convention == "include":
         recording = recording.fold_final_norm()
     _, B, n, d = raw.shape
+    if B != len(batch.labels):
+        raise UsageError(
+            f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
+            "(tokens, batch, width)? Say so: blocks=find_blocks(model, batch_first=False)"
+        )
     valid = torch.ones(B, n, dtype=torch.bool) if batch.valid is None else batch.valid.cpu()
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     chosen = [positions(settings.tokens, at, replica.description.class_token) for at in valid]
     window = settings.window or trajectory.default_width(len(recording.calls))
+    if settings.window is not None and window > len(raw):
+        raise UsageError(f"window={window} states, but a trajectory through this model has {len(raw)}")
     ks = settings.ks(d)
 
     samples = [

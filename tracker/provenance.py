@@ -22,7 +22,7 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
     return {
         "schema": SCHEMA,
         "tracker_version": version("block-coupling-tracker"),
-        "torch_version": str(torch.__version__),
+        **{f"{name}_version": version(name) for name in ("torch", "transformers", "numpy", "xarray")},
         "python_version": platform.python_version(),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model_name": str(getattr(config, "name_or_path", "") or ""),

@@ -107,27 +107,31 @@ def run(walk: Walk) -> int:
     try:
         plan = make_plan(walk)
         mode = resolve_mode(walk.wandb)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
-    missing = [checkpoint for checkpoint in plan.checkpoints if not plan.store.has(checkpoint.step)]
+    units = {step: _readable(plan.store, step) for step in plan.store.steps()}
+    missing = [checkpoint for checkpoint in plan.checkpoints if units.get(checkpoint.step) is None]
     print(
         f"{plan.suite.name}: {len(plan.checkpoints)} checkpoints, {len(plan.checkpoints) - len(missing)} already "
         f"measured; {len(plan.prompts)} prompts; {plan.device}, {walk.dtype}; results in {plan.store.path}",
         flush=True,
     )
-    if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
-        nano.train(walk.seed)
+    if plan.suite.notice:
+        print(f"note: {plan.suite.notice}", flush=True)
     failed: dict[int, str] = {}
     try:
+        if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
+            nano.train(walk.seed)
         with _wandb(plan, mode, walk) as log, _progress(len(missing)) as advance:
-            for step in plan.store.steps():
-                log(plan.store.read(step))
+            for unit in filter(None, units.values()):
+                log(unit)
             for checkpoint in missing:
                 started = time.perf_counter()
                 try:
                     unit = measure_checkpoint(plan, checkpoint)
-                except (CheckpointError, FloatingPointError) as error:
-                    failed[checkpoint.step] = str(error)
+                # A revision that can't be fetched, loaded, or held in memory; the others may.
+                except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
+                    failed[checkpoint.step] = f"{type(error).__name__}: {error}"
                     advance(f"step {checkpoint.step}: FAILED, {error}")
                     continue
                 plan.store.write(checkpoint.step, unit)
@@ -138,15 +142,26 @@ def run(walk: Walk) -> int:
     except UsageError as error:
         return _usage_error(error)
     except OSError as error:
+        where = error.filename or plan.store.path
         print(
-            f"error: can't write to {plan.store.path} ({error.strerror or error}); finished revisions are kept: make room "
-            "or give another --out, and run the same command again",
+            f"error: can't write to {where} ({error.strerror or error}); finished revisions are kept: make room or give "
+            "another --out, and run the same command again",
             file=sys.stderr,
         )
         return FAILED
     for step, reason in failed.items():
         print(f"failed: step {step}: {reason}", file=sys.stderr)
     return FAILED if failed else OK
+
+
+def _readable(store: "Store", step: int) -> "xr.Dataset | None":
+    """A unit of an earlier walk; None, with a notice, if its file is damaged."""
+    try:
+        return store.read(step)
+    except ValueError as error:
+        print(f"{error}: it is measured again", file=sys.stderr)
+        store.file(step).unlink()
+        return None
 
 
 def make_plan(walk: Walk) -> Plan:
@@ -157,6 +172,7 @@ def make_plan(walk: Walk) -> Plan:
     """
     import torch
 
+    from tracker.provenance import SCHEMA
     from tracker.results import Store
 
     suite = find_suite(walk.model, walk.seed)
@@ -175,7 +191,13 @@ def make_plan(walk: Walk) -> Plan:
     }
     checkpoints = suite.chosen(walk.steps, published)
     store = Store(walk.out or Path("results") / suite.name)
-    identity = {"model": suite.source, "prompts": prompts_digest(prompts), "dtype": walk.dtype, **keywords}
+    identity = {
+        "schema": SCHEMA,
+        "model": suite.source,
+        "prompts": prompts_digest(prompts),
+        "dtype": walk.dtype,
+        **keywords,
+    }
     if walk.model == "nano":
         identity["suite"] = suite.cache_dir and suite.cache_dir.name
     store.settle(identity)

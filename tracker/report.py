@@ -7,7 +7,6 @@ import base64
 import html
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.coupling import MEASURES
-from tracker.results import Store, open_results
+from tracker.results import Store, open_results, write_whole
 from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles
 
 PAGE = Path(__file__).parent / "page"
@@ -63,9 +62,7 @@ def write_report(results: str | Path, out: str | Path) -> Path:
     )
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, out)
+    write_whole(out, page.encode())
     return out
 
 
@@ -93,6 +90,7 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
         "distance": {
             name: {k: _numbers(by_distance(matrices[name].sel(k=k)).transpose("step", "distance")) for k in ks}
             for name in measures
+            if dataset.sizes["layer"] > 1
         },
         "trajectory": {
             name: {str(s): _numbers(points[name].sel(statistic=s)) for s in points["statistic"].values}

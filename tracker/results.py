@@ -34,11 +34,17 @@ class Store:
         """
         settings = json.loads(json.dumps(settings))
         file = self.path / "settings.json"
-        if not (file.exists() and self.steps()):
+        if not self.steps():
             self.units.mkdir(parents=True, exist_ok=True)
-            _write(file, json.dumps(settings, indent=2).encode())
+            write_whole(file, json.dumps(settings, indent=2).encode())
             return
-        stored = json.loads(file.read_text())
+        try:
+            stored = json.loads(file.read_text())
+        except (FileNotFoundError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{self.path} holds results, but no readable settings.json that says how they were measured; results are "
+                "never mixed: choose another --out"
+            ) from error
         differing = [name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name)]
         if differing:
             changes = "; ".join(f"{n} was {stored.get(n)!r}, now {settings.get(n)!r}" for n in sorted(differing))
@@ -57,7 +63,7 @@ class Store:
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit, whole or not at all."""
-        _write(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf")))
+        write_whole(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf")))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
@@ -71,7 +77,7 @@ class Store:
             with xr.open_dataset(file, engine="h5netcdf") as unit:
                 return unit.load()
         except (OSError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{file} can't be read ({error}); delete it and run the same command again") from error
+            raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
 
     def steps(self) -> list[int]:
         """The steps measured so far, ascending."""
@@ -81,7 +87,7 @@ class Store:
 def open_results(path: str | Path) -> xr.Dataset:
     """All units of a walk or a run, joined along `step`, ascending.
 
-    Attributes that all units share are kept; `revision`, `commit` and whatever else differs stands along `step`.
+    Attributes that all units share are kept; those that differ become coordinates along `step`.
 
     Raises:
         FileNotFoundError: if there are no units at `path`.
@@ -94,7 +100,13 @@ def open_results(path: str | Path) -> xr.Dataset:
             f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory"
         )
     units = [store.read(step) for step in steps]
-    joined = xr.concat(
+    names = {name: None for unit in units for name in unit.attrs}
+    for name in names:
+        values = [unit.attrs.get(name, "") for unit in units]
+        if any(value != values[0] for value in values):
+            for unit in units:
+                unit.coords[name] = unit.attrs.pop(name, "")
+    return xr.concat(
         units,
         xr.IndexVariable("step", steps),
         data_vars="all",
@@ -103,15 +115,19 @@ def open_results(path: str | Path) -> xr.Dataset:
         join="outer",
         combine_attrs="drop_conflicts",
     )
-    return joined
 
 
-def _write(file: Path, content: bytes) -> None:
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all, also when the disk is full or the process killed."""
     temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, file)
     directory = os.open(file.parent, os.O_RDONLY)
     try:

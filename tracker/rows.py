@@ -101,14 +101,12 @@ class Jacobians:
         return J.to(dtype), evidence
 
     def _in(self, dtype: torch.dtype, call: BlockCall, rows: Rows) -> tuple[Tensor, Evidence]:
-        # Recorded in float32, an output is known to no more than that, whatever precision it is compared in.
-        tolerance = TOLERANCE[self.replica.dtype]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
             try:
-                J, value_error, derivative_error = self._sliced(call, rows, tolerance)
+                J, value_error, derivative_error = self._sliced(call, rows)
                 evidence = Evidence(True, value_error, derivative_error)
             except NotSliceable as why:
-                J, value_error = full(call, rows, tolerance)
+                J, value_error = full(call, rows, self.replica.dtype)
                 evidence = Evidence(False, value_error, float("nan"), str(why))
                 if not self.fallbacks:
                     warnings.warn(
@@ -119,16 +117,15 @@ class Jacobians:
         J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
         return J, evidence
 
-    def _sliced(self, call: BlockCall, rows: Rows, tolerance: float) -> tuple[Tensor, float, float]:
+    def _sliced(self, call: BlockCall, rows: Rows) -> tuple[Tensor, float, float]:
         x, recorded = rows.of(call.x), rows.of(call.y)
         y, pullback = _on_single_rows(restrict(call, rows), x)
-        value_error = _relative_error(y - x, recorded - x, recorded)
-        if not value_error <= tolerance:
+        value_error = _relative_error(y - x, recorded - x, recorded, self.replica.dtype)
+        if not value_error <= TOLERANCE[self.replica.dtype]:
             raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
         kind = _kind(call)
         if kind not in self._proved:
             self._proved[kind] = derivative_error(call, rows)
-        # In its own precision: what both derivatives start from is the same recorded state.
         if not self._proved[kind] <= TOLERANCE[x.dtype]:
             raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
         keys = sum(a.key[0].numel() + a.value[0].numel() for a in call.attention)
@@ -170,7 +167,7 @@ def restrict(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def full(call: BlockCall, rows: Rows, tolerance: float) -> tuple[Float[Tensor, "R d d"], float]:
+def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[Tensor, "R d d"], float]:
     """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
 
     One row of every sample at a time: samples do not mix in a block, tokens do.
@@ -183,8 +180,8 @@ def full(call: BlockCall, rows: Rows, tolerance: float) -> tuple[Float[Tensor, "
         with sdpa_kernel(SDPBackend.MATH):
             y[index], pullback = linearize(full_sequence(call, wave), x[index])
             J[index] = dense_jacobian(pullback, y[index], cotangent_chunk(16 * B * n * d, BUDGET, d))
-    value_error = _relative_error(y - x, recorded - x, recorded)
-    if not value_error <= tolerance:
+    value_error = _relative_error(y - x, recorded - x, recorded, recorded_in)
+    if not value_error <= TOLERANCE[recorded_in]:
         raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
             "it is random or keeps state between calls, so it has no Jacobian to measure"
@@ -214,7 +211,7 @@ def derivative_error(call: BlockCall, rows: Rows) -> float:
     with sdpa_kernel(SDPBackend.MATH):
         _, whole = linearize(full_sequence(call, row), x)
         expected = whole(u[None])[0]
-        return _relative_error(sliced(u[None])[0] - u, expected - u, u)
+        return _relative_error(sliced(u[None])[0] - u, expected - u, u, x.dtype)
 
 
 def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -235,10 +232,13 @@ def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor
         raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
 
 
-def _relative_error(f: Tensor, reference: Tensor, scale: Tensor) -> float:
-    """Largest over the rows of |f - reference| / max(|reference|, FLOOR |scale|); 0 where they agree exactly."""
+def _relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.dtype) -> float:
+    """Largest over the rows of |f - reference| / max(|reference|, floor |scale|); 0 where they agree exactly.
+
+    The floor is that of the precision the reference is known in, whatever precision it is compared in.
+    """
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
-    size = torch.maximum(norm(reference), FLOOR[f.dtype] * norm(scale))
+    size = torch.maximum(norm(reference), FLOOR[known_in] * norm(scale))
     difference = norm(f - reference)
     return float(torch.where(difference == 0, 0.0, difference / size).max())
 

@@ -6,8 +6,8 @@ A curve point of a coupling measure is, for each prompt and token, the mean over
     mean_offdiag    l != l'  (the headline)
     mean_adjacent   |l - l'| = 1
 
-and over prompts and tokens their mean and quartiles. Its null level is averaged the same way; beside `mean`, whose
-diagonal is zero, it is scaled by (L - 1) / L. Trajectory measures: median and quartiles over prompts and positions.
+and over prompts and tokens their mean and quartiles. Its null level is averaged over the same pairs, as 0 on the
+diagonal. Trajectory measures: median and quartiles over prompts and positions.
 W&B, the figures and the page all draw these numbers.
 """
 
@@ -45,9 +45,7 @@ def curves(results: xr.Dataset) -> xr.Dataset:
             spread = quartiles(by_prompt, ("prompt", "token"))
             for q in ("q25", "q75"):
                 out[f"{name}_{q}"] = spread.sel(statistic=q, drop=True)
-            L = results.sizes["layer"]
-            share = xr.DataArray([(L - 1) / L, 1.0, 1.0], {"pairs": list(PAIRS)}, "pairs")
-            out[f"{name}_null"] = results[f"{name}_null"].mean(("prompt", "token", "layer")) * share
+            out[f"{name}_null"] = over_pairs(_null_matrix(results, name)).mean(("prompt", "token"))
     for name in TRAJECTORY:
         if name in results:
             out[name] = quartiles(results[name], ("prompt", "position"))
@@ -61,6 +59,14 @@ def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
     there = values.notnull().any(over)
     spread = values.where(there, 0.0).quantile(list(QUANTILES.values()), over, skipna=True)
     return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
+
+
+def _null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
+    """The null level of every layer pair that has a value: that of the block described; 0 on the trivial diagonal."""
+    measured = results[name]
+    off_diagonal = measured["layer"] != measured["layer_other"]
+    null = xr.where(off_diagonal, results[f"{name}_null"], 0.0)
+    return null.where(measured.notnull()).transpose(*measured.dims)
 
 
 def over_pairs(matrices: xr.DataArray) -> xr.DataArray:

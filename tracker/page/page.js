@@ -103,8 +103,8 @@ function atStep() {
     }], { title: { text: `${measure}, K = ${k}, step ${step}` },
       xaxis: { ...layerAxis, title: { text: "basis of block l′" }, constrain: "domain" },
       yaxis: { ...layerAxis, title: { text: "block l" }, autorange: "reversed", scaleanchor: "x", constrain: "domain" } });
-    const rings = data.distance[measure][k];
-    emphasised("distance", layer.slice(0, -1), rings, i, `${measure} by |l − l′|`,
+    const rings = (data.distance[measure] || {})[k]; // a single block has no distances
+    if (rings) emphasised("distance", layer.slice(0, -1), rings, i, `${measure} by |l − l′|`,
       { ...layerAxis, title: { text: "distance |l − l′|" } }, { rangemode: "tozero" });
     draw("singular", data.singular.ranks.map((rank, r) => line(layer, data.singular.values[i][r], "s" + rank, undefined)),
       { title: { text: "Singular values" }, xaxis: layerAxis, yaxis: logarithmic });
