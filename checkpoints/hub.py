@@ -106,6 +106,8 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
             )
             tokenizer = AutoTokenizer.from_pretrained(directory)
         model, info = loaded
+        if len(tokenizer) == 0:
+            raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files beside the weights")
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{directory} can't be loaded ({type(error).__name__}: {_reason(error)}); if a file is missing or damaged, "

@@ -9,6 +9,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+from checkpoints.hub import CheckpointError
+
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
 SPELLED = {"pythia-1b": "pythia-1b-bf16"}
 MEAN = "mean zero-shot accuracy"
@@ -30,7 +32,12 @@ def published(suite: str) -> dict[int, dict[str, float]]:
 def brought(directory: Path) -> dict[str, float]:
     """The scores that a checkpoint's own directory holds."""
     file = directory / "scores.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        return {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a table of scores ({error}); mend or remove it") from error
 
 
 @cache

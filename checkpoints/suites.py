@@ -59,7 +59,7 @@ class Suite:
         Raises:
             ValueError: for steps that are not published, or a choice that leaves none.
         """
-        steps = steps or self.default
+        steps = self.default if steps is None else steps
         if steps == "all":
             wanted = set(self.steps)
         elif steps == "paper":
@@ -101,7 +101,7 @@ def find_suite(model: str, seed: int = 0) -> Suite:
         recipe = nano.Recipe()
         checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return _directory(Path(model))
     name = model.removeprefix("EleutherAI/").removeprefix("pythia-")
     size, _, form = name.partition("-")
@@ -129,15 +129,16 @@ def _check_pythia_form(model: str, size: str, form: str) -> None:
 
 
 def _directory(path: Path) -> Suite:
+    path = path.resolve()
     if (path / "config.json").is_file():
-        return Suite(path.name, str(path.resolve()), (Checkpoint(_step(path.name) or 0, str(path), None),))
+        return Suite(path.name, str(path), (Checkpoint(_step(path.name) or 0, str(path), None),))
     found = [(_step(child.name), child) for child in path.iterdir() if (child / "config.json").is_file()]
     checkpoints = sorted((Checkpoint(s, str(child), None) for s, child in found if s is not None), key=lambda c: c.step)
     if not checkpoints:
         raise ValueError(
             f"no checkpoints in {path}: neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
         )
-    return Suite(path.name, str(path.resolve()), _distinct(path.name, checkpoints))
+    return Suite(path.name, str(path), _distinct(path.name, checkpoints))
 
 
 def _repository(repo: str) -> Suite:

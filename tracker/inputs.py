@@ -5,8 +5,9 @@ Prompts are never padded: each has a forward pass of its own.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,23 +109,35 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
+def whole_numbers(value: Any) -> list[int]:
+    """The whole numbers that a caller gave as one or several, of Python's kind or numpy's; empty for anything else."""
+    try:
+        return [index(value)]
+    except TypeError:
+        several = value if isinstance(value, Iterable) and not isinstance(value, str) else []
+    try:
+        return [index(entry) for entry in several]
+    except TypeError:
+        return []
+
+
 def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:
     """The positions of one sample that `tokens` asks for, out of its valid (not padded) ones.
 
     Raises:
         UsageError: for an unknown choice, or an index out of range.
     """
-    if tokens == "last":
+    if isinstance(tokens, str) and tokens == "last":
         return valid[-1:]
-    if tokens == "all":
+    if isinstance(tokens, str) and tokens == "all":
         return valid
-    if tokens == "cls":
+    if isinstance(tokens, str) and tokens == "cls":
         if class_token is None:
             raise UsageError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
         return [valid[class_token]]
-    if isinstance(tokens, str) or not all(isinstance(t, int) for t in tokens) or not tokens:
-        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
-    n = len(valid)
+    asked, tokens, n = tokens, whole_numbers(tokens), len(valid)
+    if not tokens:
+        raise UsageError(f"tokens={asked!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
     outside = [t for t in tokens if not -n <= t < n]
     if outside:
         raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")

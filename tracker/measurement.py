@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tracker import coupling, trajectory
 from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
-from tracker.inputs import Batch, batches, positions
+from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
 from tracker.replica import Recording, Replica, record, undisturbed
 from tracker.rows import Jacobians, Rows
@@ -84,19 +84,30 @@ def measure(
     found = find_blocks(model, blocks)
     if tokens is None:
         tokens = "last" if found.class_token is None else "cls"
-    settings = _Settings(k, tokens, final_norm, svd, dtype, MEASURES if measures is None else tuple(measures), window)
+    settings = _Settings(
+        k,
+        tokens,
+        final_norm,
+        svd,
+        dtype,
+        MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures),
+        window,
+    )
     calls = batches(model, inputs, tokenizer, max_tokens)
     if device is None:
         devices = (parameter.device for parameter in model.parameters())
         device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device={str(device)!r} can't be used ({str(error).splitlines()[0]})") from error
 
     with undisturbed(device):
         jacobians = Jacobians(Replica(model, found, dtype, device))
         samples = [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
     dataset = assemble([label for batch in calls for label in batch.labels], samples)
     dataset.attrs |= describe(model, device) | {
-        "blocks": ", ".join(found.names),
         "blocks_found_by": found.found_by,
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
@@ -123,7 +134,7 @@ class _Settings:
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"dtype={self.dtype}; measurements are made in torch.float32 or torch.float64")
+            raise UsageError(f"dtype={self.dtype!r}; measurements are made in torch.float32 or torch.float64")
         if self.final_norm not in ("auto", "include", "exclude", "drop"):
             raise UsageError(f"final_norm={self.final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
         if self.svd not in ("auto", "full"):
@@ -137,10 +148,10 @@ class _Settings:
         """The numbers of singular vectors, ascending."""
         if self.k is None:
             return tuple(K for K in RELEASE_K if d >= K) or (max(1, d // 2),)
-        ks = tuple(sorted({self.k} if isinstance(self.k, int) else set(self.k)))
-        if not ks or not all(isinstance(K, int) and 1 <= K <= d for K in ks):
-            raise UsageError(f"k={self.k}; each K must be a whole number from 1 to the model's width d = {d}")
-        return ks
+        ks = whole_numbers(self.k)
+        if not ks or not all(1 <= K <= d for K in ks):
+            raise UsageError(f"k={self.k!r}; each K must be a whole number from 1 to the model's width d = {d}")
+        return tuple(sorted(set(ks)))
 
     def convention(self, recording: Recording, include: bool) -> str:
         """The final-norm convention, where `include` is the model's default."""
@@ -185,9 +196,9 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
         raise UsageError(f"window={window} states, but a trajectory through this model has {len(raw)}")
     ks = settings.ks(d)
 
-    samples = [
-        Sample(n, at, ks, {"final_norm": convention, "final_norm_module": norm, "window": window}) for at in chosen
-    ]
+    names = ", ".join(call.name for call in recording.calls)
+    attributes = {"final_norm": convention, "final_norm_module": norm, "window": window, "blocks": names}
+    samples = [Sample(n, at, ks, attributes) for at in chosen]
     if "trajectory" in settings.measures:
         states = recording.states
         for b, sample in enumerate(samples):

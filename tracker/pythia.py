@@ -5,6 +5,10 @@ Exit status: 0 all measured; 1 some revision failed, or writing did (what was fi
 interrupted. Nothing heavy is imported before the arguments have been read.
 """
 
+import hashlib
+import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +57,7 @@ class Walk:
     """
 
     model: str
-    steps: str | None = None
+    steps: int | str | None = None
     prompts: str = "builtin"
     k: int | str | None = None
     tokens: int | str = "last"
@@ -77,6 +81,7 @@ class Plan:
     measure: dict[str, Any]  # keywords of `tracker.measure`
     device: str
     store: "Store"
+    settings: str  # a hash of what the store is measured with
     scores: dict[int, dict[str, float]]
 
 
@@ -91,8 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
     parsed = parser.parse_args(arguments)
     walk = Walk(**{name: value for name, value in parsed.as_dict().items() if name != "config"})
+    # What a cluster sends at the end of a job's time is answered like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(walk)
+    except BrokenPipeError:  # whoever read the output has gone; finished revisions are kept
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
         print("\ninterrupted; finished revisions are kept, and the same command goes on with the rest", file=sys.stderr)
         return INTERRUPTED
@@ -141,6 +151,8 @@ def run(walk: Walk) -> int:
             print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
     except UsageError as error:
         return _usage_error(error)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         where = error.filename or plan.store.path
         print(
@@ -180,16 +192,18 @@ def make_plan(walk: Walk) -> Plan:
     prompts = load_prompts(walk.prompts)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device} can't be used ({str(error).splitlines()[0]})") from error
     keywords = {
-        "k": _numbers("--k", walk.k) if walk.k is not None else None,
+        "k": sorted(set(_numbers("--k", walk.k))) if walk.k is not None else None,
         "tokens": walk.tokens if walk.tokens in ("last", "cls", "all") else _numbers("--tokens", walk.tokens),
         "final_norm": walk.final_norm,
         "max_tokens": walk.max_tokens,
     }
-    checkpoints = suite.chosen(walk.steps, published)
+    if keywords["k"] and keywords["k"][0] < 1:
+        raise ValueError(f"--k {walk.k}; each K must be at least 1")
+    checkpoints = suite.chosen(None if walk.steps is None else str(walk.steps), published)
     store = Store(walk.out or Path("results") / suite.name)
     identity = {
         "schema": SCHEMA,
@@ -201,8 +215,9 @@ def make_plan(walk: Walk) -> Plan:
     if walk.model == "nano":
         identity["suite"] = suite.cache_dir and suite.cache_dir.name
     store.settle(identity)
+    settings = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     keywords["dtype"] = getattr(torch, walk.dtype)
-    return Plan(suite, checkpoints, prompts, keywords, device, store, published)
+    return Plan(suite, checkpoints, prompts, keywords, device, store, settings, published)
 
 
 def measure_checkpoint(plan: Plan, checkpoint: Checkpoint) -> "xr.Dataset":
@@ -228,7 +243,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint) -> "xr.Dataset":
     scored = plan.scores.get(checkpoint.step, {}) | scores.brought(directory)
     if scored:
         unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
-    unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source}
+    unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
     return unit
 
 

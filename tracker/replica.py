@@ -298,6 +298,8 @@ class _Recorder:
         batch_first = self.replica.description.batch_first
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         x = (x if batch_first else x.transpose(0, 1)).clone()
+        if not self.calls:
+            self.check_finite(x, f"the model, before its first block ({name}),")
         self.running = BlockCall(len(self.calls) + 1, name, block, bound, state, batch_first, x)
 
     def attend(

@@ -86,7 +86,7 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
             for name in measures
         },
         "matrices": {name: {k: _packed(matrices[name].sel(k=k)) for k in ks} for name in measures},
-        "tops": {name: {k: max(1.0, float(matrices[name].sel(k=k).max())) for k in ks} for name in measures},
+        "ranges": {name: {k: _range(matrices[name].sel(k=k)) for k in ks} for name in measures},
         "distance": {
             name: {k: _numbers(by_distance(matrices[name].sel(k=k)).transpose("step", "distance")) for k in ks}
             for name in measures
@@ -135,6 +135,13 @@ def _numbers(values: xr.DataArray) -> list:
     return plain(values.values.tolist())
 
 
+def _range(matrix: xr.DataArray) -> list[float]:
+    """Smallest and largest value off the trivial diagonal, over all steps."""
+    off_diagonal = matrix.where(matrix["layer"] != matrix["layer_other"])
+    low, high = float(off_diagonal.min()), float(off_diagonal.max())
+    return [low, high] if math.isfinite(low) else [0.0, 1.0]
+
+
 def _packed(matrix: xr.DataArray) -> str:
     ordered = matrix.transpose("step", "layer", "layer_other").values
     return base64.b64encode(np.ascontiguousarray(ordered, dtype="<f4").tobytes()).decode()
@@ -142,6 +149,9 @@ def _packed(matrix: xr.DataArray) -> str:
 
 def _provenance(dataset: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows = [("results", store.path.name)]
+    settings = store.path / "settings.json"
+    if settings.is_file():
+        rows += [(f"asked for: {name}", str(value)) for name, value in json.loads(settings.read_text()).items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in dataset.attrs.items() if name != "blocks"]
     if "complete" in dataset:
         residual, complete = dataset["residual"], dataset["complete"] == 1
@@ -181,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         print(write_report(parsed.results, parsed.out or parsed.results / "report.html"))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -45,6 +45,8 @@ class Store:
                 f"{self.path} holds results, but no readable settings.json that says how they were measured; results are "
                 "never mixed: choose another --out"
             ) from error
+        if not isinstance(stored, dict):
+            raise ValueError(f"{file} is damaged: it should say how these results were measured; choose another --out")
         differing = [name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name)]
         if differing:
             changes = "; ".join(f"{n} was {stored.get(n)!r}, now {settings.get(n)!r}" for n in sorted(differing))
@@ -81,7 +83,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """The steps measured so far, ascending."""
-        return sorted(int(file.stem.removeprefix("step")) for file in self.units.glob("step*.nc"))
+        return sorted(int(file.stem.removeprefix("step")) for file in self.units.glob(f"step{'[0-9]' * 8}.nc"))
 
 
 def open_results(path: str | Path) -> xr.Dataset:
@@ -100,6 +102,12 @@ def open_results(path: str | Path) -> xr.Dataset:
             f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory"
         )
     units = [store.read(step) for step in steps]
+    for name, values in (
+        ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
+        ("number of blocks", {unit.sizes.get("layer") for unit in units}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"{store.path} holds units that differ in their {name} ({values}); they make no curve")
     names = {name: None for unit in units for name in unit.attrs}
     for name in names:
         values = [unit.attrs.get(name, "") for unit in units]

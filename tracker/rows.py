@@ -7,8 +7,9 @@ and positions, run as a batch of R sequences of length one, and all their Jacobi
 Two proofs, or the full-sequence Jacobian serves instead and the evidence says why:
 - value, at every use: the sliced output equals the recorded output of that row;
 - derivative, once per block and way of calling it: J^T u for a random u equals the full-sequence vector-Jacobian
-  product, at the last of the rows (at position 0 a causal row attends to itself alone, and proves little). The value
-  alone would let a detached key pass, or two attentions named as one block.
+  product, at the first and the last row asked for of every sample (at position 0 a causal row attends to itself alone
+  and proves little: the last position stands in for it). The value alone would let a detached key pass, or two
+  attentions named as one block.
 Errors are relative to the residual function f = block - 1, not to the block's output. Below a floor, |f| < 1e-2 |x| in
 float32, rounding of the sum x + f hides it: a Jacobian that small is found again in float64.
 """
@@ -200,16 +201,27 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
 
 
 def derivative_error(call: BlockCall, rows: Rows) -> float:
-    """Relative difference of J^T u, sliced against full sequence, for a random u at the last position asked for."""
-    n, r = call.x.shape[1], int(rows.token.argmax())
-    token = int(rows.token[r]) or n - 1
-    row = Rows(rows.sample[r : r + 1], torch.tensor([token], device=call.x.device))
-    x = row.of(call.x)
+    """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
+    of every sample; the last position of the sequence instead, where only position 0 is asked for.
+    """
+    n, device = call.x.shape[1], call.x.device
+    samples = rows.sample.unique()
+    asked = [rows.token[rows.sample == sample] for sample in samples]
+    last = [int(t.max()) or n - 1 for t in asked]
+    first = [min(int(t.min()), l) or l for t, l in zip(asked, last, strict=True)]
+    return max(
+        _derivative_error_at(call, Rows(samples, torch.tensor(at, device=device)))
+        for at in {*map(tuple, (first, last))}
+    )
+
+
+def _derivative_error_at(call: BlockCall, rows: Rows) -> float:
+    x = rows.of(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    _, sliced = _on_single_rows(restrict(call, row), x)
+    _, sliced = _on_single_rows(restrict(call, rows), x)
     with sdpa_kernel(SDPBackend.MATH):
-        _, whole = linearize(full_sequence(call, row), x)
+        _, whole = linearize(full_sequence(call, rows), x)
         expected = whole(u[None])[0]
         return _relative_error(sliced(u[None])[0] - u, expected - u, u, x.dtype)
 

@@ -30,7 +30,8 @@ const stepAxis = {
 };
 const layerAxis = { title: { text: "block" }, gridcolor: "#eceff2", zeroline: false, dtick: data.layers > 12 ? 4 : 1 };
 
-const logarithmic = { type: "log", dtick: "D2" };
+const round = Array.from({ length: 13 }, (_, i) => i - 6).flatMap((e) => [1, 2, 5].map((d) => Number(`${d}e${e}`)));
+const logarithmic = { type: "log", tickvals: round, ticktext: round.map(String) };
 
 function draw(id, traces, layout) {
   const base = {
@@ -94,10 +95,11 @@ function atStep() {
   $("step-shown").textContent = step.toLocaleString("en");
   for (const span of document.querySelectorAll(".at-step")) span.textContent = step.toLocaleString("en");
   if (measure) {
-    const all = matrices[measure][k], z = layer.map((_, l) => Array.from(all.subarray((i * L + l) * L, (i * L + l + 1) * L)));
-    const top = data.tops[measure][k];
+    const all = matrices[measure][k], z = layer.map((_, l) =>
+      Array.from(all.subarray((i * L + l) * L, (i * L + l + 1) * L), (value, m) => (l === m ? null : value)));
+    const [low, high] = data.ranges[measure][k];
     draw("matrix", [{
-      type: "heatmap", x: layer, y: layer, z, zmin: 0, zmax: top, colorscale: "Cividis", reversescale: true,
+      type: "heatmap", x: layer, y: layer, z, zmin: low, zmax: high, colorscale: "Cividis", reversescale: true,
       colorbar: { thickness: 12, title: { text: "" } },
       hovertemplate: "block %{y} in the basis of block %{x}: %{z:.4f}<extra></extra>",
     }], { title: { text: `${measure}, K = ${k}, step ${step}` },
