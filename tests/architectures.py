@@ -25,7 +25,8 @@ HEAD = f"""# Architectures
 Made by `python -m tests.architectures`: random models, checked against full-sequence `torch.func.jacrev` in float64 on the
 same attention implementation. *Error*: largest difference of a Jacobian's entries from brute force, float64, relative to
 the largest entry where that is above 1. *Speed*: one block's Jacobian at one token, width {SPEED.width}, about
-{SPEED.tokens} tokens, float32, by full-sequence vector-Jacobian products over by single row; medians of five alternating runs on two CPU cores.
+{SPEED.tokens} tokens, float32, by full-sequence vector-Jacobian products over by single row; medians of five alternating
+runs on two CPU cores. Where the error is 0, norms that round to float32 (RMSNorm) hide the last bits of float64.
 Families on the full path are measured as exactly, only slower; the Dataset's `sliced` and `fallbacks` say so.
 
 | architecture | path | error | speed | why not sliced |
