@@ -37,6 +37,10 @@ def curves(results: xr.Dataset) -> xr.Dataset:
         For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
         (statistic: q25, median, q75). Scores are passed on.
     """
+    # In float64, so that one step alone and the same step among others give the same sum.
+    results = results.map(
+        lambda values: values.astype(np.float64) if values.dtype == np.float32 else values, keep_attrs=True
+    )
     out: dict[str, xr.DataArray] = {}
     for name in MEASURES:
         if name in results:
