@@ -178,7 +178,9 @@ def test_what_was_assumed_can_be_corrected():
         "class token: position 0",
     ):
         assert said in str(found)
-    other = tracker.find_blocks(model, final_norm="norm", class_token=1)
+    assert "unembedding: lm_head; class token: none" in str(tracker.find_blocks(build("gpt2")[0]))
+    other = tracker.find_blocks(model, final_norm="norm", unembedding="head", class_token=1)
+    assert other.unembedding == "head"
     seen = tracker.measure(model, inputs, blocks=other, final_norm="include", k=4)
     assert seen.attrs["final_norm_module"] == "norm" and (seen.token_position == 1).all()
     with pytest.raises(UsageError, match="no module named 'norms'"):

@@ -96,13 +96,23 @@ def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
         assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs.nrows"] == 2 * 3 * 3
 
 
-def test_interrupted_by_ctrl_c_and_resumed(walker):
+@pytest.mark.parametrize("moment", [0.5, 1.5, 3.0])
+def test_interrupted_while_starting(walker, moment):
+    process = walker.start()
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupted_and_resumed(walker, number):
     process = walker.start()
     assert process.stdout
     for line in process.stdout:
         if line.startswith("[1/5]"):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "the same command goes on with the rest" in err and "Traceback" not in err

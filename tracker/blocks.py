@@ -26,6 +26,7 @@ class Blocks:
     found_by: str
     final_norms: tuple[str, ...] = ()  # candidates; the forward pass says which one takes the last block's output
     include_final_norm: bool = False  # the convention `final_norm="auto"` stands for
+    unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token a classifier reads, if there is one
     batch_first: bool = True
 
@@ -33,9 +34,10 @@ class Blocks:
         kind = "batch first" if self.batch_first else "sequence first"
         norm = " or ".join(self.final_norms) or "none"
         token = "none" if self.class_token is None else f"position {self.class_token}"
+        included = "included" if self.include_final_norm else "excluded"
         return (
             f"{len(self.names)} blocks, {self.names[0]} to {self.names[-1]} ({self.found_by}); {kind}; "
-            f"final norm: {norm} ({'included' if self.include_final_norm else 'excluded'} by default); class token: {token}"
+            f"final norm: {norm} ({included} by default); unembedding: {self.unembedding or 'none'}; class token: {token}"
         )
 
 
@@ -55,6 +57,7 @@ def find_blocks(
     blocks: "str | Sequence[str | nn.Module] | Blocks | None" = None,
     *,
     final_norm: str | None = None,
+    unembedding: str | None = None,
     class_token: int | None = None,
     batch_first: bool | None = None,
 ) -> Blocks:
@@ -64,6 +67,7 @@ def find_blocks(
         model: any transformer.
         blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names.
         final_norm: the qualified name of the norm that takes the last block's output.
+        unembedding: the qualified name of the module that maps a hidden state to logits over the vocabulary.
         class_token: the position of the token that a classifier reads.
         batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
@@ -79,8 +83,9 @@ def find_blocks(
         names, found_by = _huggingface(model) or _longest_run(model)
     owner = huggingface_owner(model, names[0])
     language = owner is not None and token_embedding(owner) is not None
-    if final_norm is not None:
-        _submodule(model, final_norm)
+    for given in (final_norm, unembedding):
+        if given is not None:
+            _submodule(model, given)
     if batch_first is None:
         attentions = (m for m in model.get_submodule(names[0]).modules() if isinstance(m, nn.MultiheadAttention))
         batch_first = all(attention.batch_first for attention in attentions)
@@ -89,6 +94,7 @@ def find_blocks(
         found_by=found_by,
         final_norms=tuple(_norms_around(model, names)) if final_norm is None else (final_norm,),
         include_final_norm=language,
+        unembedding=unembedding or _unembedding(model, owner),
         class_token=class_token if class_token is not None or language else _class_token(model),
         batch_first=batch_first,
     )
@@ -199,6 +205,11 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
     except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one that has no such table
         return None
     return embed if isinstance(embed, nn.Embedding) else None
+
+
+def _unembedding(model: nn.Module, owner: nn.Module | None) -> str | None:
+    head = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
+    return next((name for name, module in model.named_modules() if head is not None and module is head), None)
 
 
 def _class_token(model: nn.Module) -> int | None:

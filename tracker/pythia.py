@@ -5,22 +5,17 @@ Exit status: 0 all measured; 1 some revision failed, or writing did (what was fi
 interrupted. Nothing heavy is imported before the arguments have been read.
 """
 
-import hashlib
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from checkpoints import nano, scores
+from checkpoints import nano
 from checkpoints.hub import CheckpointError
-from checkpoints.suites import Checkpoint, Suite, find_suite
-from tracker.prompts import load_prompts, prompts_digest
+from tracker.walk import Plan, Walk, make_plan, measure_checkpoint
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -28,65 +23,28 @@ if TYPE_CHECKING:
     from tracker.results import Store
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-
-
-@dataclass
-class Walk:
-    """Measure block coupling, LSS and expodistance at the training checkpoints of a language model.
-
-    Exit status: 0 all measured; 1 some revision failed (listed at the end, the others kept); 2 bad usage.
-
-    Args:
-        model: nano (trained here where it is absent), a Pythia size (14m to 12b, with -deduped or -seedN after it), a
-            Hugging Face repository id, or a directory of checkpoints.
-        steps: paper (Fig. 1b), all, log2, scores (those with benchmark results), or numbers such as 128,512. Default:
-            paper for Pythia, all for others.
-        prompts: builtin, or a file: text with one prompt a line, or JSONL with "prompt".
-        k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
-            the model's width.
-        tokens: whose Jacobians: last, all, or positions such as 0,-1.
-        final_norm: include the final norm in the last block, exclude it, or drop that block. Default: include where
-            the model has one.
-        max_tokens: cut longer prompts to this many tokens; without it a prompt beyond the context is refused.
-        out: directory of the results; an existing one is completed. Default: results/MODEL.
-        device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
-        dtype: precision of the measurement, whatever the weights are stored in.
-        wandb: auto is online where a key is set up, else offline.
-        project: the W&B project.
-        seed: of the embedded suite's training.
-    """
-
-    model: str
-    steps: int | str | None = None
-    prompts: str = "builtin"
-    k: int | str | None = None
-    tokens: int | str = "last"
-    final_norm: Literal["auto", "include", "exclude", "drop"] = "auto"
-    max_tokens: int | None = None
-    out: Path | None = None
-    device: str | None = None
-    dtype: Literal["float32", "float64"] = "float32"
-    wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    project: str = "block-coupling"
-    seed: int = 0
-
-
-@dataclass
-class Plan:
-    """A walk whose settings have been checked."""
-
-    suite: Suite
-    checkpoints: tuple[Checkpoint, ...]
-    prompts: list[str]
-    measure: dict[str, Any]  # keywords of `tracker.measure`
-    device: str
-    store: "Store"
-    settings: str  # a hash of what the store is measured with
-    scores: dict[int, dict[str, float]]
+STOPS = (signal.SIGINT, signal.SIGTERM)
+RESUME = "interrupted; finished revisions are kept, and the same command goes on with the rest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
+    # What a cluster sends at the end of a job's time is answered like Ctrl-C. While libraries are being imported, an
+    # exception could be swallowed by one of them: then the process just leaves, with nothing begun.
+    before = {number: signal.signal(number, _leave) for number in STOPS}
+    try:
+        return _main(arguments)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(*_: object) -> None:
+    os.write(2, f"\n{RESUME}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -96,15 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
     parsed = parser.parse_args(arguments)
     walk = Walk(**{name: value for name, value in parsed.as_dict().items() if name != "config"})
-    # What a cluster sends at the end of a job's time is answered like Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(walk)
     except BrokenPipeError:  # whoever read the output has gone; finished revisions are kept
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
-        print("\ninterrupted; finished revisions are kept, and the same command goes on with the rest", file=sys.stderr)
+        print(f"\n{RESUME}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -119,6 +75,8 @@ def run(walk: Walk) -> int:
         mode = resolve_mode(walk.wandb)
     except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
+    for number in STOPS:
+        signal.signal(number, signal.default_int_handler)
     units = {step: _readable(plan.store, step) for step in plan.store.steps()}
     missing = [checkpoint for checkpoint in plan.checkpoints if units.get(checkpoint.step) is None]
     print(
@@ -174,84 +132,6 @@ def _readable(store: "Store", step: int) -> "xr.Dataset | None":
         print(f"{error}: it is measured again", file=sys.stderr)
         store.file(step).unlink()
         return None
-
-
-def make_plan(walk: Walk) -> Plan:
-    """Check a walk's settings before anything is fetched or trained.
-
-    Raises:
-        ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
-    """
-    import torch
-
-    from tracker.provenance import SCHEMA
-    from tracker.results import Store
-
-    suite = find_suite(walk.model, walk.seed)
-    published = scores.published(suite.name)
-    prompts = load_prompts(walk.prompts)
-    device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} can't be used ({str(error).splitlines()[0]})") from error
-    keywords = {
-        "k": sorted(set(_numbers("--k", walk.k))) if walk.k is not None else None,
-        "tokens": walk.tokens if walk.tokens in ("last", "cls", "all") else _numbers("--tokens", walk.tokens),
-        "final_norm": walk.final_norm,
-        "max_tokens": walk.max_tokens,
-    }
-    if keywords["k"] and keywords["k"][0] < 1:
-        raise ValueError(f"--k {walk.k}; each K must be at least 1")
-    checkpoints = suite.chosen(None if walk.steps is None else str(walk.steps), published)
-    store = Store(walk.out or Path("results") / suite.name)
-    identity = {
-        "schema": SCHEMA,
-        "model": suite.source,
-        "prompts": prompts_digest(prompts),
-        "dtype": walk.dtype,
-        **keywords,
-    }
-    if walk.model == "nano":
-        identity["suite"] = suite.cache_dir and suite.cache_dir.name
-    store.settle(identity)
-    settings = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    keywords["dtype"] = getattr(torch, walk.dtype)
-    return Plan(suite, checkpoints, prompts, keywords, device, store, settings, published)
-
-
-def measure_checkpoint(plan: Plan, checkpoint: Checkpoint) -> "xr.Dataset":
-    """Fetch, load and measure one checkpoint; the unit says which it was."""
-    import xarray as xr
-
-    from checkpoints import hub
-    from tracker.measurement import measure
-
-    directory = Path(checkpoint.source)
-    if checkpoint.revision is not None:
-        local_only = plan.suite.cache_dir is not None
-        directory = hub.fetch(checkpoint.source, checkpoint.revision, plan.suite.cache_dir, local_only)
-    model, tokenizer = hub.load(directory)
-    unit = measure(model, plan.prompts, tokenizer=tokenizer, device=plan.device, **plan.measure)
-    unit = unit.assign_coords(
-        step=checkpoint.step,
-        revision=checkpoint.revision or "",
-        commit=directory.name if checkpoint.revision else "",
-    )
-    if checkpoint.tokens is not None:
-        unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    scored = plan.scores.get(checkpoint.step, {}) | scores.brought(directory)
-    if scored:
-        unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
-    unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
-    return unit
-
-
-def _numbers(option: str, text: int | str) -> list[int]:
-    try:
-        return [int(number) for number in str(text).split(",")]
-    except ValueError as error:
-        raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error
 
 
 def _headline(unit: "xr.Dataset") -> str:
