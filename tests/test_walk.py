@@ -107,7 +107,7 @@ def test_interrupted_while_starting(walker, moment):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_interrupted_and_resumed(walker, number):
-    process = walker.start()
+    process = walker.start("--tokens", "all")  # longer, so that there is something to interrupt
     assert process.stdout
     for line in process.stdout:
         if line.startswith("[1/5]"):
@@ -117,7 +117,7 @@ def test_interrupted_and_resumed(walker, number):
     assert process.returncode == 130
     assert "the same command goes on with the rest" in err and "Traceback" not in err
     assert 1 <= len(Store(walker.directory / "out").steps()) < 5
-    assert walker.run()[0] == 0
+    assert walker.run("--tokens", "all")[0] == 0
     assert Store(walker.directory / "out").steps() == STEPS
 
 

@@ -75,8 +75,15 @@ def run(walk: Walk) -> int:
         mode = resolve_mode(walk.wandb)
     except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
+    # Raised in the wrong place (a destructor, a callback from C), a KeyboardInterrupt is swallowed: it is remembered too.
+    stopped: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
     for number in STOPS:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, stop)
     units = {step: _readable(plan.store, step) for step in plan.store.steps()}
     missing = [checkpoint for checkpoint in plan.checkpoints if units.get(checkpoint.step) is None]
     print(
@@ -94,6 +101,8 @@ def run(walk: Walk) -> int:
             for unit in filter(None, units.values()):
                 log(unit)
             for checkpoint in missing:
+                if stopped:
+                    raise KeyboardInterrupt
                 started = time.perf_counter()
                 try:
                     unit = measure_checkpoint(plan, checkpoint)
