@@ -67,6 +67,19 @@ def named(name: str, **names: str | Any) -> Callable[[Size], nn.Module]:
     return make
 
 
+def gpt_neo(attention: str, **options: Any) -> Callable[[Size], nn.Module]:
+    """GPT-Neo with one kind of attention in every layer."""
+    return named(
+        "GPTNeoForCausalLM",
+        hidden_size="width",
+        num_layers="layers",
+        num_heads="heads",
+        max_position_embeddings="positions",
+        attention_types=[[[attention], DEPTH]],
+        **options,
+    )
+
+
 def neox(attention: str = "sdpa", size: Size | None = None, **options: Any) -> nn.Module:
     return language("GPTNeoXForCausalLM", attn_implementation=attention, **options)(size or Size())
 
@@ -199,27 +212,9 @@ FAMILIES: dict[str, Family] = {
             "GPTJForCausalLM", n_embd="width", n_layer="layers", n_head="heads", n_positions="positions", rotary_dim=4
         )
     ),
-    "gpt_neo": Family(
-        named(
-            "GPTNeoForCausalLM",
-            hidden_size="width",
-            num_layers="layers",
-            num_heads="heads",
-            max_position_embeddings="positions",
-            attention_types=[[["global"], DEPTH]],
-        )
-    ),
+    "gpt_neo": Family(gpt_neo("global")),
     "gpt_neo, local": Family(
-        named(
-            "GPTNeoForCausalLM",
-            hidden_size="width",
-            num_layers="layers",
-            num_heads="heads",
-            max_position_embeddings="positions",
-            attention_types=[[["local"], DEPTH]],
-            window_size=4,
-        ),
-        full="its attention derives the window from the number of keys",
+        gpt_neo("local", window_size=4), full="its attention derives the window from the number of keys"
     ),
     "falcon": Family(
         named("FalconForCausalLM", hidden_size="width", num_hidden_layers="layers", num_attention_heads="heads")
