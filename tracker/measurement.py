@@ -81,8 +81,7 @@ def measure(
         FloatingPointError: if a block overflows or gives NaN; the message names it.
     """
     started = time.perf_counter()
-    measures = MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
-    settings = Settings(k, tokens, final_norm, svd, dtype, measures, window)
+    settings = Settings(k, tokens, final_norm, svd, dtype, chosen_measures(measures), window)
     found = find_blocks(model, blocks)
     device = _device(model, device)
     samples = measure_samples(model, found, batches(model, inputs, tokenizer, max_tokens), settings, device)
@@ -121,6 +120,11 @@ def labelled(
         "seconds": time.perf_counter() - started,
     }
     return dataset
+
+
+def chosen_measures(measures: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What a caller who names one, several or none means."""
+    return MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
