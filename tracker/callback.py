@@ -145,6 +145,7 @@ class CouplingCallback(Callback):
         self.probe: Any = None
         self.served = -1  # the step up to which the schedule has been answered
         self.measured = -1  # the last step measured
+        self.began = False  # whether this fit has come to its first batch
         self.subject: Subject | None = None
         self.clock = schedules.Clock()
 
@@ -194,6 +195,7 @@ class CouplingCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See that the store is this run's."""
+        self.began = False
         self.clock = schedules.Clock()
         if trainer.global_step < self.served:  # this callback has seen another run
             self.served = self.measured = -1
@@ -205,8 +207,10 @@ class CouplingCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure before the first step, and where a resumed run had come to but not measured."""
-        if self.served < trainer.global_step:
+        if not self.began:
+            self.began = True
             self._settle_probe(trainer, pl_module, batch)
+        if self.served < trainer.global_step:
             self._serve(trainer, pl_module, now=self.ends and self.served < 0)
 
     def on_train_batch_end(
