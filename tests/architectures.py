@@ -15,7 +15,8 @@ from tests.models import FAMILIES, Size, build
 from tests.test_brute_force import jacobian_error
 from tracker.blocks import find_blocks
 from tracker.inputs import batches
-from tracker.replica import Replica, record, undisturbed
+from tracker.recording import record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, NotSliceable, Rows, full
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"

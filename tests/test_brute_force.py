@@ -12,7 +12,8 @@ from tests.conftest import ROOT
 from tests.models import FAMILIES, build
 from tracker.blocks import find_blocks
 from tracker.inputs import batches
-from tracker.replica import Replica, record, undisturbed
+from tracker.recording import record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, Rows
 
 K = 6

@@ -1,6 +1,6 @@
 """One model, one set of inputs, one labelled result: the place where the measurements are composed.
 
-For each forward call: record it once (`replica`); from the states the trajectory measures; then, for a group of token
+For each forward call: record it once (`recording`); from the states the trajectory measures; then, for a group of token
 rows at a time, the Jacobian of every block (`rows`), its top-K singular triplets (`svd`), and every layer pair's
 coupling (`coupling`); at last one labelled Dataset (`dataset`). Memory: the Jacobians of one group, L x R x d x d,
 within a declared budget.
@@ -21,7 +21,8 @@ from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
 from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
-from tracker.replica import Recording, Replica, record, undisturbed
+from tracker.recording import Recording, record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, Rows
 from tracker.svd import top_singular_triplets
 

@@ -15,52 +15,26 @@ float32, rounding of the sum x + f hides it: a Jacobian that small is found agai
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
+from tracker.arguments import NotSliceable, Rows, mask_of_rows, of_rows, samples
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
 from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
-from tracker.replica import BlockCall, Replica
+from tracker.recording import BlockCall
+from tracker.replica import Replica
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
-PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
-MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
 BUDGET = 1 << 27  # scalars alive in one chunk of cotangents: 0.5 GB in float32
-
-
-class NotSliceable(Exception):
-    """Why a block can't be restricted to rows; the full sequence serves instead."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """R token rows, each a sample (index into the batch) and a position."""
-
-    sample: Int[Tensor, " R"]
-    token: Int[Tensor, " R"]
-
-    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
-        """These rows of a hidden state."""
-        return X[self.sample, self.token]
-
-    def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
-        """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
-        order = torch.zeros_like(self.sample)
-        for r in range(len(self.sample)):
-            order[r] = (self.sample[:r] == self.sample[r]).sum()
-        for wave in order.unique():
-            index = torch.nonzero(order == wave).squeeze(-1)
-            yield index, Rows(self.sample[index], self.token[index])
 
 
 @dataclass(frozen=True)
@@ -142,7 +116,7 @@ def restrict(call: BlockCall, rows: Rows) -> RowFunction:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
-    arguments = {name: _of_rows(name, value, call, rows) for name, value in call.arguments.arguments.items()}
+    arguments = {name: of_rows(name, value, call, rows) for name, value in call.arguments.arguments.items()}
     del arguments[call.state]
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
@@ -155,9 +129,9 @@ def restrict(call: BlockCall, rows: Rows) -> RowFunction:
                 raise NotSliceable("attention over something other than the block's own tokens")
             n = past.key.shape[-2]
             own = (torch.arange(n, device=x.device) == rows.token[:, None])[:, None, :, None]  # (R, 1, n, 1)
-            K = torch.where(own, key, past.key[_samples(past.key, rows)])
-            V = torch.where(own, value, past.value[_samples(past.value, rows)])
-            return attend(query, K, V, _mask_of_rows(past.mask, past.causal, n, rows), False)
+            K = torch.where(own, key, past.key[samples(past.key, rows)])
+            V = torch.where(own, value, past.value[samples(past.value, rows)])
+            return attend(query, K, V, mask_of_rows(past.mask, past.causal, n, rows), False)
 
         with answering(answer):
             y = call(x[:, None], arguments)[:, 0]
@@ -260,49 +234,3 @@ def _kind(call: BlockCall) -> Any:
     given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
     return call.layer, call.x.dtype, given, attention
-
-
-def _of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
-    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
-    if isinstance(value, dict):  # what the signature collects as **kwargs
-        return {key: _of_rows(key, entry, call, rows) for key, entry in value.items()}
-    if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-        return value
-    n = call.x.shape[1]
-    if name in PER_TOKEN:
-        if isinstance(value, (tuple, list)):
-            return type(value)(_per_token(name, entry, n, rows) for entry in value)
-        return _per_token(name, value, n, rows)
-    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
-        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
-        if value.dim() == 4:
-            return value[_samples(value, rows)][..., :1, :1]
-        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
-            return value[_samples(value, rows)][:, :1]
-        if value.dim() == 2:
-            return value[:1, :1]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
-
-
-def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
-    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
-        return value[rows.token[:1]]  # has no batch axis: the same for all rows
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-        return value[_samples(value, rows), rows.token][:, None]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
-
-
-def _samples(tensor: Tensor, rows: Rows) -> Tensor:
-    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
-    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
-
-
-def _mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
-    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
-    if mask is not None and not isinstance(mask, Tensor):
-        raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
-    if mask is None:
-        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
-    mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
-    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
-    return mask[_samples(mask, rows), :, token][:, :, None, :n]

@@ -1,0 +1,90 @@
+"""A block's arguments divided into token rows: which rows, and what of each argument belongs to them.
+
+A block restricted to R rows runs as a batch of R sequences of length one. Only arguments known by name are divided, and
+only along the axis known for that name: an axis that happens to be n long says nothing of tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tracker.recording import BlockCall
+
+PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
+
+
+class NotSliceable(Exception):
+    """Why a block can't be restricted to rows; the full sequence serves instead."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R token rows, each a sample (index into the batch) and a position."""
+
+    sample: Int[Tensor, " R"]
+    token: Int[Tensor, " R"]
+
+    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+        """These rows of a hidden state."""
+        return X[self.sample, self.token]
+
+    def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
+        """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
+        order = torch.zeros_like(self.sample)
+        for r in range(len(self.sample)):
+            order[r] = (self.sample[:r] == self.sample[r]).sum()
+        for wave in order.unique():
+            index = torch.nonzero(order == wave).squeeze(-1)
+            yield index, Rows(self.sample[index], self.token[index])
+
+
+def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
+    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
+    if isinstance(value, dict):  # what the signature collects as **kwargs
+        return {key: of_rows(key, entry, call, rows) for key, entry in value.items()}
+    if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return value
+    n = call.x.shape[1]
+    if name in PER_TOKEN:
+        if isinstance(value, (tuple, list)):
+            return type(value)(_per_token(name, entry, n, rows) for entry in value)
+        return _per_token(name, value, n, rows)
+    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
+        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
+        if value.dim() == 4:
+            return value[samples(value, rows)][..., :1, :1]
+        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
+            return value[samples(value, rows)][:, :1]
+        if value.dim() == 2:
+            return value[:1, :1]
+    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
+        return value[rows.token[:1]]  # has no batch axis: the same for all rows
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+        return value[samples(value, rows), rows.token][:, None]
+    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def samples(tensor: Tensor, rows: Rows) -> Tensor:
+    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
+    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
+
+
+def mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
+    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
+    if mask is None:
+        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
+    mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
+    return mask[samples(mask, rows), :, token][:, :, None, :n]
