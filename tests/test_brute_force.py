@@ -95,7 +95,7 @@ def measured_jacobians(model, inputs, ds, rows, dtype):
         if ds.attrs["final_norm"] == "include":
             recording = recording.fold_final_norm()
         jacobians = Jacobians(replica)
-        return [jacobians(call, Rows(samples, tokens))[0] for call in recording.calls]
+        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in recording.calls]
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])

@@ -4,7 +4,7 @@ A block restricted to R rows runs as a batch of R sequences of length one. Only 
 only along the axis known for that name: an axis that happens to be n long says nothing of tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,7 @@ class Rows:
 
     def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
         """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
-        order = torch.zeros_like(self.sample)
-        for r in range(len(self.sample)):
-            order[r] = (self.sample[:r] == self.sample[r]).sum()
+        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # how many rows of its sample come before
         for wave in order.unique():
             index = torch.nonzero(order == wave).squeeze(-1)
             yield index, Rows(self.sample[index], self.token[index])
@@ -48,7 +46,7 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     """An argument of the block, restricted to the rows; only arguments known by name are divided."""
     if isinstance(value, dict):  # what the signature collects as **kwargs
         return {key: of_rows(key, entry, call, rows) for key, entry in value.items()}
-    if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
         return value
     n = call.x.shape[1]
     if name in PER_TOKEN:
@@ -58,23 +56,44 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
         # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
         if value.dim() == 4:
-            return value[samples(value, rows)][..., :1, :1]
+            return value[samples_of(value, rows)][..., :1, :1]
         if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
-            return value[samples(value, rows)][:, :1]
+            return value[samples_of(value, rows)][:, :1]
         if value.dim() == 2:
             return value[:1, :1]
     raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One argument of several recordings, each divided into rows already, for all their rows together."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+            if first.shape[:1] != (sizes[0],):
+                return first  # the same for all rows
+        if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
+            return torch.cat(list(parts))
+    elif isinstance(first, (dict, tuple, list)):
+        if all(type(part) is type(first) and len(part) == len(first) for part in parts):
+            if isinstance(first, dict):
+                if all(part.keys() == first.keys() for part in parts):
+                    return {key: join(name, [part[key] for part in parts], sizes) for key in first}
+            else:
+                return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
+    elif all(part is first or part == first for part in parts):
+        return first
+    raise NotSliceable(f"the block's argument {name!r} differs between samples")
 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
         return value[rows.token[:1]]  # has no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-        return value[samples(value, rows), rows.token][:, None]
+        return value[samples_of(value, rows), rows.token][:, None]
     raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
 
 
-def samples(tensor: Tensor, rows: Rows) -> Tensor:
+def samples_of(tensor: Tensor, rows: Rows) -> Tensor:
     """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
     return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
 
@@ -87,4 +106,4 @@ def mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
         return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
-    return mask[samples(mask, rows), :, token][:, :, None, :n]
+    return mask[samples_of(mask, rows), :, token][:, :, None, :n]

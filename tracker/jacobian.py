@@ -37,8 +37,10 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> tuple[Tensor, Callable
         if not y.requires_grad:  # f ignores x
             return torch.zeros_like(u)
         gradient = partial(torch.autograd.grad, y, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)
+        if len(u) == 1:
+            return gradient(u[0])[0][None]
         try:
-            return gradient(u, is_grads_batched=True)[0]
+            return torch.vmap(lambda one: gradient(one)[0])(u)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # an operation with no rule for batches, such as bloom's own GELU

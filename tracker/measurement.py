@@ -225,7 +225,7 @@ def _couplings(
         some = Rows(rows.sample[start : start + group], rows.token[start : start + group])
         J, triplets, evidence = [], [], []
         for call in recording.calls:
-            J_l, evidence_l = jacobians(call, some)
+            ((J_l, evidence_l),) = jacobians([(call, some)])
             J.append(J_l)
             triplets.append(top_singular_triplets(J_l, max(ks)))
             evidence.append(evidence_l)

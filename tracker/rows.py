@@ -1,10 +1,12 @@
 """A block restricted to the token rows in question, the rest of the sequence frozen; it proves itself.
 
 J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
-the row's query meets the *recorded* keys and values of the other rows and its own live ones. So R rows, of any samples
-and positions, run as a batch of R sequences of length one, and all their Jacobians come from d cotangents.
+the row's query meets the *recorded* keys and values of the other rows and its own live ones (`frozen`). So R rows, of
+any samples and positions of any recordings, run as a batch of R sequences of length one, and all their Jacobians come
+from d cotangents. Each linear layer then is one product of (cotangents x rows) by its weights.
 
-Two proofs, or the full-sequence Jacobian serves instead and the evidence says why:
+Two proofs, or the next path serves instead: attention by its formula, by the model's own code on the frozen keys, the
+full-sequence Jacobian. The evidence says which, and why the full sequence.
 - value, at every use: the sliced output equals the recorded output of that row;
 - derivative, once per block and way of calling it: J^T u for a random u equals the full-sequence vector-Jacobian
   product, at the first and the last row asked for of every sample (at position 0 a causal row attends to itself alone
@@ -15,36 +17,48 @@ float32, rounding of the sum x + f hides it: a Jacobian that small is found agai
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.arguments import NotSliceable, Rows, mask_of_rows, of_rows, samples
+from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
+from tracker.frozen import by_formula, by_own_code
 from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
-from tracker.recording import BlockCall
+from tracker.recording import AttentionCall, BlockCall
 from tracker.replica import Replica
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
-BUDGET = 1 << 27  # scalars alive in one chunk of cotangents: 0.5 GB in float32
+BUDGET = 1 << 25  # scalars alive in one chunk of cotangents: 128 MiB in float32
+
+Selection = tuple[BlockCall, Rows]
+Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
 @dataclass(frozen=True)
 class Evidence:
     """How a block's Jacobians were found, and the proofs' errors."""
 
-    sliced: bool
+    path: Literal["formula", "own code", "full sequence"]  # what answered the rows' queries
     value_error: float
     derivative_error: float  # NaN where the full sequence served: it is its own reference
     reason: str = ""  # why the full sequence served
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the rows alone served."""
+        return self.path != "full sequence"
+
+
+PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 
 class Jacobians:
@@ -57,85 +71,120 @@ class Jacobians:
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._proved: dict[Any, float] = {}
 
-    def __call__(self, call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], Evidence]:
-        """J_tt of the residual function f = block - 1 at every row, in the recorded dtype.
+    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
+        """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
+
+        The calls are of one block, in one recording or several; their rows pass through its weights together.
 
         Raises:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
             FloatingPointError: if a Jacobian overflows.
         """
+        call = selections[0][0]
         dtype = call.x.dtype
-        J, evidence = self._in(dtype, call, rows)
-        size = torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5  # root mean square singular value
-        if dtype != torch.float64 and bool((size < FLOOR[dtype]).any()):
-            J, evidence = self._in(torch.float64, call.to(torch.float64), rows)
-        if not torch.isfinite(J).all():
+        results = self._in(dtype, selections)
+        if dtype != torch.float64:
+            for i, (call, rows) in enumerate(selections):
+                J, _ = results[i]
+                size = torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5  # root mean square singular value
+                if bool((size < FLOOR[dtype]).any()):
+                    ((J, evidence),) = self._in(torch.float64, [(call.to(torch.float64), rows)])
+                    results[i] = J.to(dtype), evidence
+        if not all(torch.isfinite(J).all() for J, _ in results):
             raise FloatingPointError(
                 f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {dtype})"
             )
-        return J.to(dtype), evidence
+        return results
 
-    def _in(self, dtype: torch.dtype, call: BlockCall, rows: Rows) -> tuple[Tensor, Evidence]:
+    def _in(self, dtype: torch.dtype, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
+        call = selections[0][0]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
+            results = self._served(selections)
+        for J, _ in results:
+            J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
+        return results
+
+    def _served(self, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
+        """By the first path that proves itself; where none does for several calls, each call by itself."""
+        why = NotSliceable()
+        for path in PATHS:
             try:
-                J, value_error, derivative_error = self._sliced(call, rows)
-                evidence = Evidence(True, value_error, derivative_error)
-            except NotSliceable as why:
-                J, value_error = full(call, rows, self.replica.dtype)
-                evidence = Evidence(False, value_error, float("nan"), str(why))
-                if not self.fallbacks:
-                    warnings.warn(
-                        f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {why}",
-                        stacklevel=3,
-                    )
-                self.fallbacks[call.layer] = str(why)
-        J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
-        return J, evidence
+                return self._sliced(path, selections)
+            except NotSliceable as reason:
+                why = reason
+        if len(selections) > 1:
+            return [result for selection in selections for result in self._served([selection])]
+        ((call, rows),) = selections
+        J, value_error = full(call, rows, self.replica.dtype)
+        if not self.fallbacks:
+            warnings.warn(
+                f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {why}", stacklevel=5
+            )
+        self.fallbacks[call.layer] = str(why)
+        return [(J, Evidence("full sequence", value_error, float("nan"), str(why)))]
 
-    def _sliced(self, call: BlockCall, rows: Rows) -> tuple[Tensor, float, float]:
-        x, recorded = rows.of(call.x), rows.of(call.y)
-        y, pullback = _on_single_rows(restrict(call, rows), x)
-        value_error = _relative_error(y - x, recorded - x, recorded, self.replica.dtype)
-        if not value_error <= TOLERANCE[self.replica.dtype]:
-            raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
-        kind = _kind(call)
-        if kind not in self._proved:
-            self._proved[kind] = derivative_error(call, rows)
-        if not self._proved[kind] <= TOLERANCE[x.dtype]:
-            raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
-        keys = sum(a.key[0].numel() + a.value[0].numel() for a in call.attention)
-        chunk = cotangent_chunk(len(x) * (16 * x.shape[-1] + 2 * keys), BUDGET, x.shape[-1])
+    def _sliced(self, path: Any, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
+        sizes = [len(rows.sample) for _, rows in selections]
+        x = torch.cat([rows.of(call.x) for call, rows in selections])
+        y, pullback = _on_single_rows(restrict(selections, PATHS[path]), x)
+        evidence = []
+        for (call, rows), x_, y_ in zip(selections, x.split(sizes), y.split(sizes), strict=True):
+            recorded = rows.of(call.y)
+            value_error = _relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
+            if not value_error <= TOLERANCE[self.replica.dtype]:
+                raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
+            kind = (path, *_kind(call))
+            if kind not in self._proved:
+                self._proved[kind] = derivative_error(call, rows, PATHS[path])
+            if not self._proved[kind] <= TOLERANCE[x.dtype]:
+                raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
+            evidence.append(Evidence(path, value_error, self._proved[kind]))
+        width = 16 * x.numel()
+        if path == "own code":
+            width += sum(
+                2 * rows_ * (a.key[0].numel() + a.value[0].numel())
+                for (call, _), rows_ in zip(selections, sizes, strict=True)
+                for a in call.attention
+            )
         with sdpa_kernel(SDPBackend.MATH):
-            return dense_jacobian(pullback, y, chunk), value_error, self._proved[kind]
+            J = dense_jacobian(pullback, y, cotangent_chunk(width, BUDGET, x.shape[-1]))
+        return list(zip(J.split(sizes), evidence, strict=True))
 
 
-def restrict(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows alone: (R, d) -> (R, d).
+def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
+    """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
 
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
-    arguments = {name: of_rows(name, value, call, rows) for name, value in call.arguments.arguments.items()}
-    del arguments[call.state]
+    call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
+    divided = [
+        {name: of_rows(name, v, call, rows) for name, v in call.arguments.arguments.items() if name != call.state}
+        for call, rows in selections
+    ]
+    arguments = divided[0] if len(divided) == 1 else join("arguments", divided, sizes)
+    lengths = [call.x.shape[1] for call, _ in selections]
+    if len({len(call.attention) for call, _ in selections}) > 1:
+        raise NotSliceable("samples that do not pass through the same attentions")
+    recorded = [
+        [(past, rows) for past, (_, rows) in zip(at_once, selections, strict=True)]
+        for at_once in zip(*(call.attention for call, _ in selections), strict=True)
+    ]
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        recorded = iter(call.attention)
+        expected = iter(recorded)
 
         def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
-            past = next(recorded, None)
-            own_tokens = past is not None and key.dim() == 4 and key.shape[-2] == 1
-            if past is None or not own_tokens or past.key.shape[-2] != call.x.shape[1]:
+            frozen = next(expected, [])
+            own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
+            if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
                 raise NotSliceable("attention over something other than the block's own tokens")
-            n = past.key.shape[-2]
-            own = (torch.arange(n, device=x.device) == rows.token[:, None])[:, None, :, None]  # (R, 1, n, 1)
-            K = torch.where(own, key, past.key[samples(past.key, rows)])
-            V = torch.where(own, value, past.value[samples(past.value, rows)])
-            return attend(query, K, V, mask_of_rows(past.mask, past.causal, n, rows), False)
+            return answered(attend, query, key, value, frozen)
 
         with answering(answer):
             y = call(x[:, None], arguments)[:, 0]
-        if next(recorded, None) is not None:
+        if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
         return y
 
@@ -174,7 +223,7 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def derivative_error(call: BlockCall, rows: Rows) -> float:
+def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
     """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
     of every sample; the last position of the sequence instead, where only position 0 is asked for.
     """
@@ -184,16 +233,16 @@ def derivative_error(call: BlockCall, rows: Rows) -> float:
     last = [int(t.max()) or n - 1 for t in asked]
     first = [min(int(t.min()), l) or l for t, l in zip(asked, last, strict=True)]
     return max(
-        _derivative_error_at(call, Rows(samples, torch.tensor(at, device=device)))
+        _derivative_error_at(call, Rows(samples, torch.tensor(at, device=device)), answered)
         for at in {*map(tuple, (first, last))}
     )
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows) -> float:
+def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> float:
     x = rows.of(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    _, sliced = _on_single_rows(restrict(call, rows), x)
+    _, sliced = _on_single_rows(restrict([(call, rows)], answered), x)
     with sdpa_kernel(SDPBackend.MATH):
         _, whole = linearize(full_sequence(call, rows), x)
         expected = whole(u[None])[0]
