@@ -65,21 +65,23 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
 
 
 def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One argument of several recordings, each divided into rows already, for all their rows together."""
+    """One argument of several recordings, each divided into rows already, for all their rows together.
+
+    Raises:
+        NotSliceable: if they differ in more than their rows.
+    """
     first = parts[0]
-    if isinstance(first, Tensor):
-        if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
-            if first.shape[:1] != (sizes[0],):
-                return first  # the same for all rows
+    if any(type(part) is not type(first) for part in parts):
+        pass
+    elif isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
+        return {key: join(key, [part[key] for part in parts], sizes) for key in first}
+    elif isinstance(first, (tuple, list)) and all(len(part) == len(first) for part in parts):
+        return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
+    elif isinstance(first, Tensor):
         if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
             return torch.cat(list(parts))
-    elif isinstance(first, (dict, tuple, list)):
-        if all(type(part) is type(first) and len(part) == len(first) for part in parts):
-            if isinstance(first, dict):
-                if all(part.keys() == first.keys() for part in parts):
-                    return {key: join(name, [part[key] for part in parts], sizes) for key in first}
-            else:
-                return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
+        if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+            return first  # has no axis of rows
     elif all(part is first or part == first for part in parts):
         return first
     raise NotSliceable(f"the block's argument {name!r} differs between samples")

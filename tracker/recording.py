@@ -50,6 +50,8 @@ class BlockCall:
 
     def to(self, dtype: torch.dtype) -> "BlockCall":
         """The same call with its recorded tensors in another dtype."""
+        if self.x.dtype == dtype:
+            return self
 
         def convert(value: Any) -> Any:
             return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -83,6 +85,11 @@ class Recording:
     def states(self) -> Float[Tensor, "depth B n d"]:
         """x^0 .. x^L as the calls have them."""
         return torch.stack([self.calls[0].x, *(call.y for call in self.calls)])
+
+    def scalars(self) -> int:
+        """How many it holds: hidden states, keys and values."""
+        kept = [t for call in self.calls for t in (call.x, *(t for a in call.attention for t in (a.key, a.value)))]
+        return sum(t.numel() for t in kept)
 
     def without_last_block(self) -> "Recording":
         """The same pass up to the last block's input."""

@@ -31,13 +31,25 @@ from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
 from tracker.frozen import by_formula, by_own_code
-from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
+from tracker.jacobian import (
+    Linearization,
+    LinearOperator,
+    RowFunction,
+    converting_operator,
+    cotangent_chunk,
+    dense_jacobian,
+    linearize,
+    matrix_operator,
+    residual_operator,
+    stacked_operator,
+)
 from tracker.recording import AttentionCall, BlockCall
 from tracker.replica import Replica
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
 BUDGET = 1 << 25  # scalars alive in one chunk of cotangents: 128 MiB in float32
+PROBES = 8  # random products that stand for a Jacobian whose entries are not found
 
 Selection = tuple[BlockCall, Rows]
 Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
@@ -80,55 +92,86 @@ class Jacobians:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
             FloatingPointError: if a Jacobian overflows.
         """
-        call = selections[0][0]
-        dtype = call.x.dtype
-        results = self._in(dtype, selections)
-        if dtype != torch.float64:
-            for i, (call, rows) in enumerate(selections):
-                J, _ = results[i]
-                size = torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5  # root mean square singular value
-                if bool((size < FLOOR[dtype]).any()):
-                    ((J, evidence),) = self._in(torch.float64, [(call.to(torch.float64), rows)])
-                    results[i] = J.to(dtype), evidence
-        if not all(torch.isfinite(J).all() for J, _ in results):
-            raise FloatingPointError(
-                f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {dtype})"
-            )
+        dtype = selections[0][0].x.dtype
+        results = []
+        for operator, some, evidence in self._operators(dtype, selections):
+            J = operator.dense().split([len(rows.sample) for _, rows in some])
+            results += zip(J, evidence, strict=True)
+        for i, (J, _) in enumerate(results):
+            if _hidden_by_rounding(J, dtype):
+                ((operator, _, (evidence,)),) = self._operators(torch.float64, selections[i : i + 1])
+                results[i] = operator.dense().to(dtype), evidence
+            _check_finite(results[i][0], selections[i][0])
         return results
 
-    def _in(self, dtype: torch.dtype, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
+    def operator(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        """The same Jacobians, through their products with (R, d, m) blocks alone: R counts all selected rows, those of
+        each call after one another.
+
+        Where the full sequence serves, its Jacobian is found entry by entry all the same.
+
+        Raises:
+            UsageError: as above.
+            FloatingPointError: as above, so far as a few random products show it.
+        """
+        call, dtype = selections[0][0], selections[0][0].x.dtype
+        for inside in (dtype, torch.float64):
+            operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
+            sizes = [sum(len(rows.sample) for _, rows in part) for part in parts]
+            operator = stacked_operator(operators, sizes)
+            R, d = sum(sizes), call.x.shape[-1]
+            generator = torch.Generator().manual_seed(0)
+            probes = torch.randn(R, d, PROBES, generator=generator, dtype=torch.float64).to(call.x.device, inside)
+            products = operator.apply_transpose(probes) * (d / PROBES) ** 0.5  # as large as J itself, on average
+            _check_finite(products, call)
+            if inside == torch.float64 or not _hidden_by_rounding(products, dtype):
+                break
+        operator = operator if inside == dtype else converting_operator(operator, inside, dtype)
+        return operator, [of_one for some in evidence for of_one in some]
+
+    def _operators(
+        self, dtype: torch.dtype, selections: Sequence[Selection]
+    ) -> list[tuple[LinearOperator, Sequence[Selection], list[Evidence]]]:
+        """For all selections together where some path proves itself on them all, else for each by itself."""
+        selections = [(call.to(dtype), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
-            results = self._served(selections)
-        for J, _ in results:
-            J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
-        return results
+            try:
+                operator, evidence = self._sliced(selections)
+                return [(operator, selections, evidence)]
+            except NotSliceable as why:
+                reason = str(why)
+            if len(selections) == 1:
+                operator, evidence = self._full(*selections[0], reason)
+                return [(operator, selections, [evidence])]
+        return [part for selection in selections for part in self._operators(dtype, [selection])]
 
-    def _served(self, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
-        """By the first path that proves itself; where none does for several calls, each call by itself."""
-        why = NotSliceable()
+    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        """By the first path that proves itself."""
+        reason = NotSliceable()
         for path in PATHS:
             try:
-                return self._sliced(path, selections)
-            except NotSliceable as reason:
-                why = reason
-        if len(selections) > 1:
-            return [result for selection in selections for result in self._served([selection])]
-        ((call, rows),) = selections
+                return self._by_path(path, selections)
+            except NotSliceable as why:
+                reason = why
+        raise reason
+
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
         J, value_error = full(call, rows, self.replica.dtype)
+        J.diagonal(dim1=-2, dim2=-1).sub_(1)
         if not self.fallbacks:
             warnings.warn(
-                f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {why}", stacklevel=5
+                f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {reason}", stacklevel=5
             )
-        self.fallbacks[call.layer] = str(why)
-        return [(J, Evidence("full sequence", value_error, float("nan"), str(why)))]
+        self.fallbacks[call.layer] = reason
+        return matrix_operator(J), Evidence("full sequence", value_error, float("nan"), reason)
 
-    def _sliced(self, path: Any, selections: Sequence[Selection]) -> list[tuple[Tensor, Evidence]]:
+    def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.of(call.x) for call, rows in selections])
-        y, pullback = _on_single_rows(restrict(selections, PATHS[path]), x)
-        evidence = []
-        for (call, rows), x_, y_ in zip(selections, x.split(sizes), y.split(sizes), strict=True):
+        block = _on_single_rows(restrict(selections, PATHS[path]), x)
+        evidence, keys = [], 0
+        for (call, rows), x_, y_ in zip(selections, x.split(sizes), block.y.split(sizes), strict=True):
             recorded = rows.of(call.y)
             value_error = _relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
             if not value_error <= TOLERANCE[self.replica.dtype]:
@@ -139,16 +182,21 @@ class Jacobians:
             if not self._proved[kind] <= TOLERANCE[x.dtype]:
                 raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
             evidence.append(Evidence(path, value_error, self._proved[kind]))
-        width = 16 * x.numel()
-        if path == "own code":
-            width += sum(
-                2 * rows_ * (a.key[0].numel() + a.value[0].numel())
-                for (call, _), rows_ in zip(selections, sizes, strict=True)
-                for a in call.attention
-            )
-        with sdpa_kernel(SDPBackend.MATH):
-            J = dense_jacobian(pullback, y, cotangent_chunk(width, BUDGET, x.shape[-1]))
-        return list(zip(J.split(sizes), evidence, strict=True))
+            if path == "own code":
+                keys += sum(len(x_) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
+        return residual_operator(block, cotangent_chunk(16 * x.numel() + 2 * keys, BUDGET, x.shape[-1])), evidence
+
+
+def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
+    """Whether some row's root mean square singular value is below the floor of this dtype."""
+    return dtype != torch.float64 and bool((torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any())
+
+
+def _check_finite(J: Tensor, call: BlockCall) -> None:
+    if not torch.isfinite(J).all():
+        raise FloatingPointError(
+            f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+        )
 
 
 def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
@@ -202,8 +250,9 @@ def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[T
     y = torch.empty_like(x)
     for index, wave in rows.waves():
         with sdpa_kernel(SDPBackend.MATH):
-            y[index], pullback = linearize(full_sequence(call, wave), x[index])
-            J[index] = dense_jacobian(pullback, y[index], cotangent_chunk(16 * B * n * d, BUDGET, d))
+            block = linearize(full_sequence(call, wave), x[index])
+            J[index] = dense_jacobian(block.pullback, block.y, cotangent_chunk(16 * B * n * d, BUDGET, d))
+            y[index] = block.y
     value_error = _relative_error(y - x, recorded - x, recorded, recorded_in)
     if not value_error <= TOLERANCE[recorded_in]:
         raise UsageError(
@@ -242,14 +291,13 @@ def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> flo
     x = rows.of(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    _, sliced = _on_single_rows(restrict([(call, rows)], answered), x)
+    sliced = _on_single_rows(restrict([(call, rows)], answered), x)
     with sdpa_kernel(SDPBackend.MATH):
-        _, whole = linearize(full_sequence(call, rows), x)
-        expected = whole(u[None])[0]
-        return _relative_error(sliced(u[None])[0] - u, expected - u, u, x.dtype)
+        expected = linearize(full_sequence(call, rows), x).pullback(u[None])[0]
+    return _relative_error(sliced.pullback(u[None])[0] - u, expected - u, u, x.dtype)
 
 
-def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _on_single_rows(f: RowFunction, x: Tensor) -> Linearization:
     try:
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
         with sdpa_kernel(SDPBackend.MATH):
