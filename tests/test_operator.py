@@ -55,7 +55,7 @@ def test_products_with_the_jacobian(name, monkeypatch):
     d, n = calls[0].x.shape[-1], calls[0].x.shape[1]
     rows = Rows(torch.tensor([0, 1, 1]), torch.tensor([n - 1, 1, n - 1]))
     jacobians = Jacobians(replica)
-    monkeypatch.setattr(tracker.rows, "BUDGET", 16 * 3 * d * 5)  # chunks of 5, the last one not full
+    monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 3 * 5})  # chunks of 5, the last one not full
     X = torch.randn(3, d, 7, dtype=torch.float64)
     for call in calls:
         ((J, evidence),) = jacobians([(call, rows)])
@@ -139,3 +139,30 @@ def test_the_rows_of_all_prompts_pass_through_a_block_at_once(monkeypatch):
 
 def calls_width(passes):
     return passes[0][0].x.shape[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gptj", "timm vit"])
+def test_products_in_bfloat16_err_by_their_rounding_alone(name):
+    replica, (calls,) = recorded(name, torch.float32)
+    rows = Rows(torch.tensor([0, 1]), torch.tensor([calls[0].x.shape[1] - 1] * 2))
+    for call in calls:
+        ((J, evidence),) = Jacobians(replica)([(call, rows)])
+        ((rough, other),) = Jacobians(replica, "bfloat16")([(call, rows)])
+        assert rough.dtype == torch.float32 and other == evidence  # the proofs are those of float32
+        error = float((rough - J).norm() / J.norm())
+        assert 1e-5 < error < 2e-2
+
+
+def test_tf32_is_allowed_for_the_products_alone():
+    replica, (calls,) = recorded("gpt_neox", torch.float32)
+    seen = []
+    calls[0].block.mlp.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    jacobians = Jacobians(replica, "tf32")
+    operator, _ = jacobians.operator([(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))])
+    assert set(seen) == {"highest"}  # the proofs
+    V = torch.randn(1, calls[0].x.shape[-1], 2)
+    operator.apply(V), operator.apply_transpose(V), operator.dense()
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(RuntimeError):
+        operator.apply(V[:, :3])
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -223,7 +223,7 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
 def test_chunks_do_not_change_the_numbers(monkeypatch):
     model, inputs = build("llama, grouped keys")
     whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
-    monkeypatch.setattr(tracker.rows, "BUDGET", 20_000)
+    monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 40})
     monkeypatch.setattr(tracker.measurement, "JACOBIAN_BUDGET", 3 * WIDTH**2 * 2)
     parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
     torch.testing.assert_close(

@@ -4,8 +4,10 @@ A block restricted to R rows runs as a batch of R sequences of length one. Only 
 only along the axis known for that name: an axis that happens to be n long says nothing of tokens.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import BoundArguments
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tracker.recording import BlockCall
+from tracker.recording import AttentionCall, BlockCall
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
 MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
@@ -61,7 +63,7 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
             return value[samples_of(value, rows)][:, :1]
         if value.dim() == 2:
             return value[:1, :1]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+    raise _unknown(name)
 
 
 def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -92,7 +94,72 @@ def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
         return value[rows.token[:1]]  # has no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
         return value[samples_of(value, rows), rows.token][:, None]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+    raise _unknown(name)
+
+
+def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
+    """The call on windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
+
+    Frozen keys and values stay those that were recorded. The call has no output: what the block gives there is not
+    known where attention looks beyond the window.
+
+    Raises:
+        NotSliceable: if an argument can't be divided.
+    """
+    n = call.x.shape[1]
+    start = (rows.token - width + 1).clamp(min=0)
+    tokens = start[:, None] + torch.arange(width, device=start.device)  # (R, width)
+
+    def per_token(name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(per_token(name, entry) for entry in value)
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((start == start[0]).all()):
+            return value[tokens[0]]
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+            return value[samples_of(value, rows)[:, None], tokens]
+        raise _unknown(name)
+
+    def mask(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
+            value = value[samples_of(value, rows)].take_along_dim(tokens[:, None, None], -1)
+            return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
+            if name.endswith("padding_mask") or value.shape[0] != n:
+                return value[samples_of(value, rows)[:, None], tokens]
+            if bool((start == start[0]).all()):
+                return value[tokens[0]][:, tokens[0]]
+        raise _unknown(name)
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(key, entry) for key, entry in value.items()}
+        if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            return value
+        if name in PER_TOKEN:
+            return per_token(name, value)
+        if name in MASKS:
+            return mask(name, value)
+        raise _unknown(name)
+
+    def keys(value: Tensor) -> Tensor:
+        return value[samples_of(value, rows)].take_along_dim(tokens[:, None, :, None], -2)
+
+    arguments = OrderedDict((name, cut(name, value)) for name, value in call.arguments.arguments.items())
+    attention = [
+        AttentionCall(
+            keys(past.key), keys(past.value), None if past.mask is None else mask("attn_mask", past.mask), past.causal
+        )
+        for past in call.attention
+    ]
+    bound = BoundArguments(call.arguments.signature, arguments)
+    x = call.x[rows.sample[:, None], tokens]
+    return replace(call, arguments=bound, x=x, attention=attention), Rows(
+        torch.arange(len(start), device=start.device), rows.token - start
+    )
+
+
+def _unknown(name: str) -> NotSliceable:
+    return NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
 
 
 def samples_of(tensor: Tensor, rows: Rows) -> Tensor:

@@ -48,8 +48,10 @@ def by_formula(
     """
     if attend.formula is None or query.shape[1] % key.shape[1]:
         raise NotSliceable("an attention whose formula is not known")
+    # Within a row products are few: under autocast they stay in the recorded dtype.
+    query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
             mask = mask_of_rows(past.mask, past.causal, past.key.shape[-2], rows)
@@ -60,7 +62,8 @@ def by_formula(
                 seen = None if mask is None else mask[index]
                 expansion.put(start + index, expand(attend.formula, query[start + index], K, V, wave.token, seen))
             start += len(rows.sample)
-    return attend.returned(expansion(query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        return attend.returned(expansion(query, key, value))
 
 
 def by_own_code(

@@ -135,3 +135,20 @@ def stacked_operator(operators: Sequence[LinearOperator], sizes: Sequence[int]) 
         lambda U: torch.cat([o.apply_transpose(some) for o, some in zip(operators, U.split(list(sizes)), strict=True)]),
         lambda: torch.cat([o.dense() for o in operators]),
     )
+
+
+def tf32_operator(operator: LinearOperator) -> LinearOperator:
+    """An operator whose float32 products may be computed in TF32, where the device has it."""
+
+    def in_tf32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*X: Tensor) -> Tensor:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("high")
+            try:
+                return product(*X)
+            finally:
+                torch.set_float32_matmul_precision(before)
+
+        return run
+
+    return LinearOperator(in_tf32(operator.apply), in_tf32(operator.apply_transpose), in_tf32(operator.dense))

@@ -1,25 +1,16 @@
-"""A block restricted to the token rows in question, the rest of the sequence frozen; it proves itself.
+"""Jacobians of recorded blocks at token rows: by the fastest path that proves itself.
 
-J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
-the row's query meets the *recorded* keys and values of the other rows and its own live ones (`frozen`). So R rows, of
-any samples and positions of any recordings, run as a batch of R sequences of length one, and all their Jacobians come
-from d cotangents. Each linear layer then is one product of (cotangents x rows) by its weights.
-
-Two proofs, or the next path serves instead: attention by its formula, by the model's own code on the frozen keys, the
-full-sequence Jacobian. The evidence says which, and why the full sequence.
-- value, at every use: the sliced output equals the recorded output of that row;
-- derivative, once per block and way of calling it: J^T u for a random u equals the full-sequence vector-Jacobian
-  product, at the first and the last row asked for of every sample (at position 0 a causal row attends to itself alone
-  and proves little: the last position stands in for it). The value alone would let a detached key pass, or two
-  attentions named as one block.
-Errors are relative to the residual function f = block - 1, not to the block's output. Below a floor, |f| < 1e-2 |x| in
-float32, rounding of the sum x + f hides it: a Jacobian that small is found again in float64.
+Three paths, tried in this order for every block (`frozen`, `restriction`):
+- formula: single rows, attention by its formula, expanded to first order once per row;
+- own code: single rows, attention by the model's own code on frozen keys;
+- full sequence: d vector-Jacobian products of the whole sequence, which must give back the recorded output.
+The value is proved at every use, the derivative once per block and way of calling it (`proof`). The evidence says which
+path served, and why the full sequence.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,14 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.arguments import NotSliceable, Rows, join, of_rows
-from tracker.attention import Attend, answering
+from tracker.arguments import NotSliceable, Rows
 from tracker.blocks import UsageError
 from tracker.frozen import by_formula, by_own_code
 from tracker.jacobian import (
-    Linearization,
     LinearOperator,
-    RowFunction,
     converting_operator,
     cotangent_chunk,
     dense_jacobian,
@@ -42,17 +30,19 @@ from tracker.jacobian import (
     matrix_operator,
     residual_operator,
     stacked_operator,
+    tf32_operator,
 )
-from tracker.recording import AttentionCall, BlockCall
+from tracker.proof import FLOOR, TOLERANCE, derivative_error, kind_of, relative_error
+from tracker.recording import BlockCall
 from tracker.replica import Replica
+from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
-BUDGET = 1 << 25  # scalars alive in one chunk of cotangents: 128 MiB in float32
+# Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate.
+# Memory: about 16 d scalars each; 32 MiB on a CPU at d = 1024.
+CHUNK = {"cpu": 512}
+CHUNK_ELSEWHERE = 4096
+Precision = Literal["float32", "tf32", "bfloat16"]
 PROBES = 8  # random products that stand for a Jacobian whose entries are not found
-
-Selection = tuple[BlockCall, Rows]
-Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
 @dataclass(frozen=True)
@@ -76,10 +66,14 @@ PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  #
 class Jacobians:
     """Jacobians of a replica's recorded blocks; remembers which have proved their derivative, and which layers could
     not be sliced.
+
+    `precision` is that of the sliced paths' matrix products, where the dtype is float32: "float32", "tf32" (CUDA
+    devices) or "bfloat16". Proofs, norms, the residual stream and attention within a row stay in float32.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, precision: Precision = "float32") -> None:
         self.replica = replica
+        self.precision = precision
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._proved: dict[Any, float] = {}
 
@@ -169,14 +163,14 @@ class Jacobians:
     def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.of(call.x) for call, rows in selections])
-        block = _on_single_rows(restrict(selections, PATHS[path]), x)
+        block = on_single_rows(restrict(selections, PATHS[path]), x)
         evidence, keys = [], 0
         for (call, rows), x_, y_ in zip(selections, x.split(sizes), block.y.split(sizes), strict=True):
             recorded = rows.of(call.y)
-            value_error = _relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
+            value_error = relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
             if not value_error <= TOLERANCE[self.replica.dtype]:
                 raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
-            kind = (path, *_kind(call))
+            kind = (path, *kind_of(call))
             if kind not in self._proved:
                 self._proved[kind] = derivative_error(call, rows, PATHS[path])
             if not self._proved[kind] <= TOLERANCE[x.dtype]:
@@ -184,7 +178,17 @@ class Jacobians:
             evidence.append(Evidence(path, value_error, self._proved[kind]))
             if path == "own code":
                 keys += sum(len(x_) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
-        return residual_operator(block, cotangent_chunk(16 * x.numel() + 2 * keys, BUDGET, x.shape[-1])), evidence
+        if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
+            with torch.autocast(x.device.type, torch.bfloat16):
+                block = on_single_rows(restrict(selections, PATHS[path]), x)
+        operator = residual_operator(block, _chunk(16 * x.numel() + 2 * keys, x))
+        return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
+
+
+def _chunk(scalars: int, x: Float[Tensor, "R d"]) -> int:
+    """How many cotangents at once, where each keeps so many scalars alive."""
+    d = x.shape[-1]
+    return cotangent_chunk(scalars, 16 * d * CHUNK.get(x.device.type, CHUNK_ELSEWHERE), d)
 
 
 def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
@@ -199,46 +203,6 @@ def _check_finite(J: Tensor, call: BlockCall) -> None:
         )
 
 
-def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
-    """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
-
-    Raises:
-        NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
-            the plain self-attention that was recorded.
-    """
-    call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
-    divided = [
-        {name: of_rows(name, v, call, rows) for name, v in call.arguments.arguments.items() if name != call.state}
-        for call, rows in selections
-    ]
-    arguments = divided[0] if len(divided) == 1 else join("arguments", divided, sizes)
-    lengths = [call.x.shape[1] for call, _ in selections]
-    if len({len(call.attention) for call, _ in selections}) > 1:
-        raise NotSliceable("samples that do not pass through the same attentions")
-    recorded = [
-        [(past, rows) for past, (_, rows) in zip(at_once, selections, strict=True)]
-        for at_once in zip(*(call.attention for call, _ in selections), strict=True)
-    ]
-
-    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        expected = iter(recorded)
-
-        def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
-            frozen = next(expected, [])
-            own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
-            if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
-                raise NotSliceable("attention over something other than the block's own tokens")
-            return answered(attend, query, key, value, frozen)
-
-        with answering(answer):
-            y = call(x[:, None], arguments)[:, 0]
-        if next(expected, []):
-            raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
-        return y
-
-    return f
-
-
 def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[Tensor, "R d d"], float]:
     """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
 
@@ -251,83 +215,12 @@ def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[T
     for index, wave in rows.waves():
         with sdpa_kernel(SDPBackend.MATH):
             block = linearize(full_sequence(call, wave), x[index])
-            J[index] = dense_jacobian(block.pullback, block.y, cotangent_chunk(16 * B * n * d, BUDGET, d))
+            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x))
             y[index] = block.y
-    value_error = _relative_error(y - x, recorded - x, recorded, recorded_in)
+    value_error = relative_error(y - x, recorded - x, recorded, recorded_in)
     if not value_error <= TOLERANCE[recorded_in]:
         raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
             "it is random or keeps state between calls, so it has no Jacobian to measure"
         )
     return J, value_error
-
-
-def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows within their full sequences; no two rows of one sample."""
-
-    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        X = call.x.index_put((rows.sample, rows.token), x)
-        return rows.of(call(X))
-
-    return f
-
-
-def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
-    """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
-    of every sample; the last position of the sequence instead, where only position 0 is asked for.
-    """
-    n, device = call.x.shape[1], call.x.device
-    samples = rows.sample.unique()
-    asked = [rows.token[rows.sample == sample] for sample in samples]
-    last = [int(t.max()) or n - 1 for t in asked]
-    first = [min(int(t.min()), l) or l for t, l in zip(asked, last, strict=True)]
-    return max(
-        _derivative_error_at(call, Rows(samples, torch.tensor(at, device=device)), answered)
-        for at in {*map(tuple, (first, last))}
-    )
-
-
-def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> float:
-    x = rows.of(call.x)
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    sliced = _on_single_rows(restrict([(call, rows)], answered), x)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = linearize(full_sequence(call, rows), x).pullback(u[None])[0]
-    return _relative_error(sliced.pullback(u[None])[0] - u, expected - u, u, x.dtype)
-
-
-def _on_single_rows(f: RowFunction, x: Tensor) -> Linearization:
-    try:
-        # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH):
-            return linearize(f, x)
-    except torch.OutOfMemoryError:
-        raise
-    # What code not written for a sequence of length one says of it.
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        AssertionError,
-    ) as error:
-        raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
-
-
-def _relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.dtype) -> float:
-    """Largest over the rows of |f - reference| / max(|reference|, floor |scale|); 0 where they agree exactly.
-
-    The floor is that of the precision the reference is known in, whatever precision it is compared in.
-    """
-    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
-    size = torch.maximum(norm(reference), FLOOR[known_in] * norm(scale))
-    difference = norm(f - reference)
-    return float(torch.where(difference == 0, 0.0, difference / size).max())
-
-
-def _kind(call: BlockCall) -> Any:
-    """What a derivative proof holds for: one block, and how it and its attention are called."""
-    given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
-    attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.layer, call.x.dtype, given, attention
