@@ -1,9 +1,9 @@
 """One model, one set of inputs, one labelled result: the place where the measurements are composed.
 
-For each forward call: record it once (`replica`); from the states the trajectory measures; then, for a group of token
-rows at a time, the Jacobian of every block (`rows`), its top-K singular triplets (`svd`), and every layer pair's
-coupling (`coupling`); at last one labelled Dataset (`dataset`). Memory: the Jacobians of one group, L x R x d x d,
-within a declared budget.
+For each forward call: record it once (`recording`); from the states the trajectory measures; then, for a group of token
+rows of one call or several, the Jacobian of every block (`rows`), its top-K singular triplets (`svd`), and every layer
+pair's coupling (`coupling`); at last one labelled Dataset (`dataset`). Memory: the Jacobians of one group, L x R x d x d,
+and the recordings of the calls it comes from, each within a declared budget.
 """
 
 import time
@@ -21,13 +21,15 @@ from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
 from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
-from tracker.replica import Recording, Replica, record, undisturbed
+from tracker.recording import Recording, record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, Rows
 from tracker.svd import top_singular_triplets
 
 RELEASE_K = (10, 30, 50)
 MEASURES = ("coupling", "trajectory")
 JACOBIAN_BUDGET = 1 << 29  # scalars of all Jacobians held at once: 2 GB in float32
+RECORDING_BUDGET = 1 << 28  # scalars of the forward passes held at once: 1 GB in float32
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
 
@@ -94,7 +96,7 @@ def measure_samples(
     """What `measure` measures of each sample, before it is put together: a part of the inputs may be measured elsewhere."""
     with undisturbed(device):
         jacobians = Jacobians(Replica(model, blocks, settings.dtype, device))
-        return [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
+        return _measure_batches(jacobians, calls, settings)
 
 
 def labelled(
@@ -193,9 +195,30 @@ class Settings:
         return choice
 
 
-def _measure_batch(jacobians: Jacobians, batch: Batch, settings: Settings) -> list[Sample]:
-    """Everything about the samples of one forward call."""
-    replica = jacobians.replica
+def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Settings) -> list[Sample]:
+    """Everything about the samples of the forward calls; several recordings share a pass over the blocks' weights."""
+    samples: list[Sample] = []
+    held: list[tuple[Recording, Rows]] = []
+    waiting: list[Sample] = []  # for the couplings of the held rows, in their order
+    for i, batch in enumerate(calls):
+        recording, rows, of_batch = _record(jacobians.replica, batch, settings)
+        samples += of_batch
+        if "coupling" in settings.measures:
+            held.append((recording, rows))
+            waiting += [of_batch[b] for b in rows.sample.tolist()]
+            full = sum(recording.scalars() for recording, _ in held) >= RECORDING_BUDGET
+            if full or len(waiting) >= _group(recording) or i == len(calls) - 1:
+                couplings = _couplings(jacobians, held, of_batch[0].ks)
+                for sample, values in zip(waiting, couplings, strict=True):
+                    sample.add_token(values)
+                held, waiting = [], []
+    for sample in samples:
+        sample.fallbacks |= jacobians.fallbacks
+    return samples
+
+
+def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recording, Rows, list[Sample]]:
+    """One forward call, the rows asked for in it, and its samples with all but their couplings."""
     recording = record(
         replica,
         [_convert(replica, argument) for argument in batch.arguments],
@@ -230,39 +253,49 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: Settings) -> li
         states = recording.states
         for b, sample in enumerate(samples):
             sample.values |= _trajectory(states[:, b], raw[:, b], valid[b], window)
-    if "coupling" in settings.measures:
-        owners = [b for b, at in enumerate(chosen) for _ in at]
-        at = [t for at in chosen for t in at]
-        rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(at, device=raw.device))
-        for b, values in zip(owners, _couplings(jacobians, recording, rows, ks), strict=True):
-            samples[b].add_token(values)
-    for sample in samples:
-        sample.fallbacks |= jacobians.fallbacks
-    return samples
+    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=raw.device)
+    return recording, Rows(*rows.unbind(1)), samples
+
+
+def _group(recording: Recording) -> int:
+    """How many rows' Jacobians fit the budget."""
+    return max(1, JACOBIAN_BUDGET // (len(recording.calls) * recording.calls[0].x.shape[-1] ** 2))
+
+
+def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:
+    """The same rows in the same order, at most `size` at a time."""
+    group, room = [], size
+    for recording, rows in selected:
+        start = 0
+        while start < len(rows.sample):
+            some = Rows(rows.sample[start : start + room], rows.token[start : start + room])
+            group.append((recording, some))
+            start, room = start + len(some.sample), room - len(some.sample)
+            if room == 0:
+                yield group
+                group, room = [], size
+    if group:
+        yield group
 
 
 def _couplings(
-    jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int]
+    jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], ks: Sequence[int]
 ) -> Iterator[dict[str, np.ndarray]]:
     """The coupling measures of every row; a group of rows at a time, so that their Jacobians fit the budget."""
-    L, d = len(recording.calls), recording.calls[0].x.shape[-1]
-    group = max(1, JACOBIAN_BUDGET // (L * d * d))
-    for start in range(0, len(rows.sample), group):
-        some = Rows(rows.sample[start : start + group], rows.token[start : start + group])
+    for some in _groups(selected, _group(selected[0][0])):
         J, triplets, evidence = [], [], []
-        for call in recording.calls:
-            J_l, evidence_l = jacobians(call, some)
-            J.append(J_l)
-            triplets.append(top_singular_triplets(J_l, max(ks)))
-            evidence.append(evidence_l)
-        for r in range(len(some.sample)):
+        for l in range(len(some[0][0].calls)):
+            results = jacobians([(recording.calls[l], rows) for recording, rows in some])
+            J.append(torch.cat([J_l for J_l, _ in results]))
+            triplets.append(top_singular_triplets(J[-1], max(ks)))
+            evidence.append([found for (_, found), (_, rows) in zip(results, some, strict=True) for _ in rows.sample])
+        for r in range(len(J[0])):
             U, S, V = (torch.stack([getattr(t, part)[r] for t in triplets]) for part in "USV")
             values = _pairs(torch.stack([J_l[r] for J_l in J]), U, S, V, ks)
             values["residual"] = torch.stack([t.residual[r] for t in triplets])
             values["complete"] = torch.stack([t.complete[r] for t in triplets])
-            values["sliced"] = torch.tensor([e.sliced for e in evidence])
-            values["value_error"] = torch.tensor([e.value_error for e in evidence])
-            values["derivative_error"] = torch.tensor([e.derivative_error for e in evidence])
+            for name in ("sliced", "value_error", "derivative_error"):
+                values[name] = torch.tensor([getattr(of_layer[r], name) for of_layer in evidence])
             yield {name: value.cpu().numpy() for name, value in values.items()}
 
 
