@@ -7,7 +7,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from jaxtyping import install_import_hook
 
-MATHS = ("coupling", "jacobian", "svd", "trajectory", "rows", "replica", "attention")
+MATHS = ("coupling", "jacobian", "krylov", "svd", "trajectory", "rows", "replica", "attention")
 install_import_hook([f"tracker.{room}" for room in MATHS], "beartype.beartype")
 
 import pytest  # noqa: E402

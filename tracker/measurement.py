@@ -23,7 +23,7 @@ from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
 from tracker.replica import Recording, Replica, record, undisturbed
 from tracker.rows import Jacobians, Rows
-from tracker.svd import top_singular_triplets
+from tracker.svd import METHODS, Method, top_singular_triplets
 
 RELEASE_K = (10, 30, 50)
 MEASURES = ("coupling", "trajectory")
@@ -40,7 +40,7 @@ def measure(
     k: int | Sequence[int] | None = None,
     tokens: str | Sequence[int] | None = None,
     final_norm: FinalNorm = "auto",
-    svd: Literal["auto", "full"] = "auto",
+    svd: Method = "auto",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     measures: Sequence[str] | None = None,
@@ -63,6 +63,8 @@ def measure(
             their class token, "last" elsewhere.
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
             leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
+        svd: how singular vectors are found. "full" decomposition; "krylov", which without a perfect certificate is
+            done again in full; "auto": whichever is expected to cost less.
         dtype: float32 or float64.
         device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of "coupling" and "trajectory"; None: both.
@@ -112,7 +114,7 @@ def measure(
         "dtype": str(dtype).removeprefix("torch."),
         "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
         "measures": ", ".join(settings.measures),
-        "svd": "full",
+        "svd": svd,
         "completeness": "exact",
         "inputs_sha256": digest(inputs),
         "seconds": time.perf_counter() - started,
@@ -127,7 +129,7 @@ class _Settings:
     k: int | Sequence[int] | None
     tokens: str | Sequence[int]
     final_norm: FinalNorm
-    svd: str
+    svd: Method
     dtype: torch.dtype
     measures: tuple[str, ...]
     window: int | None
@@ -137,8 +139,8 @@ class _Settings:
             raise UsageError(f"dtype={self.dtype!r}; measurements are made in torch.float32 or torch.float64")
         if self.final_norm not in ("auto", "include", "exclude", "drop"):
             raise UsageError(f"final_norm={self.final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
-        if self.svd not in ("auto", "full"):
-            raise UsageError(f"svd={self.svd!r}; choose 'auto' or 'full'")
+        if self.svd not in METHODS:
+            raise UsageError(f"svd={self.svd!r}; choose from {', '.join(METHODS)}")
         if not self.measures or set(self.measures) - set(MEASURES):
             raise UsageError(f"measures={self.measures!r}; choose from {', '.join(MEASURES)}")
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
@@ -207,7 +209,7 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
         owners = [b for b, at in enumerate(chosen) for _ in at]
         tokens = [t for at in chosen for t in at]
         rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(tokens, device=raw.device))
-        for b, values in zip(owners, _couplings(jacobians, recording, rows, ks), strict=True):
+        for b, values in zip(owners, _couplings(jacobians, recording, rows, ks, settings.svd), strict=True):
             samples[b].add_token(values)
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
@@ -215,7 +217,7 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
 
 
 def _couplings(
-    jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int]
+    jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int], svd: Method
 ) -> Iterator[dict[str, np.ndarray]]:
     """The coupling measures of every row; a group of rows at a time, so that their Jacobians fit the budget."""
     L, d = len(recording.calls), recording.calls[0].x.shape[-1]
@@ -226,13 +228,15 @@ def _couplings(
         for call in recording.calls:
             J_l, evidence_l = jacobians(call, some)
             J.append(J_l)
-            triplets.append(top_singular_triplets(J_l, max(ks)))
+            triplets.append(top_singular_triplets(J_l, max(ks), svd))
             evidence.append(evidence_l)
         for r in range(len(some.sample)):
             U, S, V = (torch.stack([getattr(t, part)[r] for t in triplets]) for part in "USV")
             values = _pairs(torch.stack([J_l[r] for J_l in J]), U, S, V, ks)
+            values["singular_gap"] = torch.stack([t.gap[r] for t in triplets])
             values["residual"] = torch.stack([t.residual[r] for t in triplets])
             values["complete"] = torch.stack([t.complete[r] for t in triplets])
+            values["full_svd"] = torch.stack([t.full[r] for t in triplets])
             values["sliced"] = torch.tensor([e.sliced for e in evidence])
             values["value_error"] = torch.tensor([e.value_error for e in evidence])
             values["derivative_error"] = torch.tensor([e.derivative_error for e in evidence])
