@@ -10,6 +10,7 @@ from jaxtyping import install_import_hook
 MATHS = (
     "coupling",
     "jacobian",
+    "krylov",
     "svd",
     "trajectory",
     "rows",

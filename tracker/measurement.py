@@ -24,7 +24,7 @@ from tracker.provenance import describe, digest
 from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
 from tracker.rows import Jacobians, Rows
-from tracker.svd import top_singular_triplets
+from tracker.svd import METHODS, Method, top_singular_triplets
 
 RELEASE_K = (10, 30, 50)
 MEASURES = ("coupling", "trajectory")
@@ -42,7 +42,7 @@ def measure(
     k: int | Sequence[int] | None = None,
     tokens: str | Sequence[int] | None = None,
     final_norm: FinalNorm = "auto",
-    svd: Literal["auto", "full"] = "auto",
+    svd: Method = "auto",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     measures: Sequence[str] | None = None,
@@ -65,6 +65,8 @@ def measure(
             their class token, "last" elsewhere.
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
             leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
+        svd: how singular vectors are found. "full" decomposition; "krylov", which without a perfect certificate is
+            done again in full; "auto": whichever is expected to cost less.
         dtype: float32 or float64.
         device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of "coupling" and "trajectory"; None: both.
@@ -116,7 +118,7 @@ def labelled(
         "dtype": str(settings.dtype).removeprefix("torch."),
         "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
         "measures": ", ".join(settings.measures),
-        "svd": "full",
+        "svd": settings.svd,
         "completeness": "exact",
         "inputs_sha256": digest(inputs),
         "seconds": time.perf_counter() - started,
@@ -151,7 +153,7 @@ class Settings:
     k: int | Sequence[int] | None = None
     tokens: str | Sequence[int] | None = None
     final_norm: FinalNorm = "auto"
-    svd: str = "auto"
+    svd: Method = "auto"
     dtype: torch.dtype = torch.float32
     measures: tuple[str, ...] = MEASURES
     window: int | None = None
@@ -161,8 +163,8 @@ class Settings:
             raise UsageError(f"dtype={self.dtype!r}; measurements are made in torch.float32 or torch.float64")
         if self.final_norm not in ("auto", "include", "exclude", "drop"):
             raise UsageError(f"final_norm={self.final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
-        if self.svd not in ("auto", "full"):
-            raise UsageError(f"svd={self.svd!r}; choose 'auto' or 'full'")
+        if self.svd not in METHODS:
+            raise UsageError(f"svd={self.svd!r}; choose from {', '.join(METHODS)}")
         if not self.measures or set(self.measures) - set(MEASURES):
             raise UsageError(f"measures={self.measures!r}; choose from {', '.join(MEASURES)}")
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
@@ -208,7 +210,7 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
             waiting += [of_batch[b] for b in rows.sample.tolist()]
             full = sum(recording.scalars() for recording, _ in held) >= RECORDING_BUDGET
             if full or len(waiting) >= _group(recording) or i == len(calls) - 1:
-                couplings = _couplings(jacobians, held, of_batch[0].ks)
+                couplings = _couplings(jacobians, held, of_batch[0].ks, settings.svd)
                 for sample, values in zip(waiting, couplings, strict=True):
                     sample.add_token(values)
                 held, waiting = [], []
@@ -279,7 +281,7 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
 
 
 def _couplings(
-    jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], ks: Sequence[int]
+    jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], ks: Sequence[int], svd: Method
 ) -> Iterator[dict[str, np.ndarray]]:
     """The coupling measures of every row; a group of rows at a time, so that their Jacobians fit the budget."""
     for some in _groups(selected, _group(selected[0][0])):
@@ -287,11 +289,12 @@ def _couplings(
         for l in range(len(some[0][0].calls)):
             results = jacobians([(recording.calls[l], rows) for recording, rows in some])
             J.append(torch.cat([J_l for J_l, _ in results]))
-            triplets.append(top_singular_triplets(J[-1], max(ks)))
+            triplets.append(top_singular_triplets(J[-1], max(ks), svd))
             evidence.append([found for (_, found), (_, rows) in zip(results, some, strict=True) for _ in rows.sample])
         for r in range(len(J[0])):
             U, S, V = (torch.stack([getattr(t, part)[r] for t in triplets]) for part in "USV")
             values = _pairs(torch.stack([J_l[r] for J_l in J]), U, S, V, ks)
+            values["singular_gap"] = torch.stack([t.gap[r] for t in triplets])
             values["residual"] = torch.stack([t.residual[r] for t in triplets])
             values["complete"] = torch.stack([t.complete[r] for t in triplets])
             for name in ("sliced", "value_error", "derivative_error"):
