@@ -9,6 +9,7 @@ from jaxtyping import install_import_hook
 
 MATHS = (
     "coupling",
+    "depthwise",
     "jacobian",
     "krylov",
     "svd",

@@ -571,6 +571,20 @@ def test_out_of_memory_is_skipped(monkeypatch):
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
 
 
+def test_out_of_memory_is_met_with_less(monkeypatch):
+    real, watch, budgets = callback.measure_samples, Watch(4, memory_budget=1 << 20), []
+
+    def scarce(model, blocks, calls, settings, device):
+        budgets.append(settings.memory_budget)
+        if settings.memory_budget > 1 << 18:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, blocks, calls, settings, device)
+
+    monkeypatch.setattr(callback, "measure_samples", scarce)
+    fit(trainer([watch]))
+    assert list(watch.units) == [0, 4, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 3
+
+
 def test_weights_that_are_not_finite_are_skipped():
     class Diverging(Classifier):
         def on_train_batch_end(self, *_):

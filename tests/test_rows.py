@@ -224,8 +224,8 @@ def test_chunks_do_not_change_the_numbers(monkeypatch):
     model, inputs = build("llama, grouped keys")
     whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
     monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 40})
-    monkeypatch.setattr(tracker.measurement, "JACOBIAN_BUDGET", 3 * WIDTH**2 * 2)
-    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
+    budget = 2 * 8 * 3 * WIDTH**2 * 2  # half of it: two rows' Jacobians of three blocks
+    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64, memory_budget=budget)
     torch.testing.assert_close(
         torch.from_numpy(whole.miscoupling.values), torch.from_numpy(parts.miscoupling.values), atol=1e-9, rtol=0
     )

@@ -11,7 +11,7 @@ path served, and why the full sequence.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -37,11 +37,12 @@ from tracker.recording import BlockCall
 from tracker.replica import Replica
 from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
 
-# Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate.
-# Memory: about 16 d scalars each; 32 MiB on a CPU at d = 1024.
+# Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate,
+# if the memory allows. Each takes about 16 d scalars: 32 MiB in all on a CPU at d = 1024.
 CHUNK = {"cpu": 512}
 CHUNK_ELSEWHERE = 4096
 Precision = Literal["float32", "tf32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 PROBES = 8  # random products that stand for a Jacobian whose entries are not found
 
 
@@ -69,11 +70,13 @@ class Jacobians:
 
     `precision` is that of the sliced paths' matrix products, where the dtype is float32: "float32", "tf32" (CUDA
     devices) or "bfloat16". Proofs, norms, the residual stream and attention within a row stay in float32.
+    `memory` is how many scalars the products that run at once may keep alive.
     """
 
-    def __init__(self, replica: Replica, precision: Precision = "float32") -> None:
+    def __init__(self, replica: Replica, precision: Precision = "float32", memory: int = 1 << 28) -> None:
         self.replica = replica
         self.precision = precision
+        self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._proved: dict[Any, float] = {}
 
@@ -151,7 +154,7 @@ class Jacobians:
         raise reason
 
     def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
-        J, value_error = full(call, rows, self.replica.dtype)
+        J, value_error = full(call, rows, self.replica.dtype, self.memory)
         J.diagonal(dim1=-2, dim2=-1).sub_(1)
         if not self.fallbacks:
             warnings.warn(
@@ -181,14 +184,14 @@ class Jacobians:
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = on_single_rows(restrict(selections, PATHS[path]), x)
-        operator = residual_operator(block, _chunk(16 * x.numel() + 2 * keys, x))
+        operator = residual_operator(block, _chunk(16 * x.numel() + 2 * keys, x, self.memory))
         return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
 
 
-def _chunk(scalars: int, x: Float[Tensor, "R d"]) -> int:
+def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
     """How many cotangents at once, where each keeps so many scalars alive."""
     d = x.shape[-1]
-    return cotangent_chunk(scalars, 16 * d * CHUNK.get(x.device.type, CHUNK_ELSEWHERE), d)
+    return cotangent_chunk(scalars, min(memory, 16 * d * CHUNK.get(x.device.type, CHUNK_ELSEWHERE)), d)
 
 
 def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
@@ -203,7 +206,9 @@ def _check_finite(J: Tensor, call: BlockCall) -> None:
         )
 
 
-def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[Tensor, "R d d"], float]:
+def full(
+    call: BlockCall, rows: Rows, recorded_in: torch.dtype, memory: int = 1 << 28
+) -> tuple[Float[Tensor, "R d d"], float]:
     """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
 
     One row of every sample at a time: samples do not mix in a block, tokens do.
@@ -215,7 +220,7 @@ def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[T
     for index, wave in rows.waves():
         with sdpa_kernel(SDPBackend.MATH):
             block = linearize(full_sequence(call, wave), x[index])
-            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x))
+            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
             y[index] = block.y
     value_error = relative_error(y - x, recorded - x, recorded, recorded_in)
     if not value_error <= TOLERANCE[recorded_in]:
