@@ -1,0 +1,136 @@
+"""What the callback costs a training run: `python -m benchmarks.callback`.
+
+A ViT trains on images of noise, in stretches of `every` steps, by turns with and without a CouplingCallback that
+measures once in each stretch, on a probe of 16 images. Reported: the median of the stretches' ratios, and the seconds
+of one measurement.
+"""
+
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.machine import environment
+
+
+@dataclass
+class Run:
+    """Time a training run with and without the callback.
+
+    Args:
+        width, depth, heads, patch_size: of the ViT, on images of 32 x 32 pixels.
+        batch: images a step.
+        every: optimizer steps between two measurements.
+        probe: images measured.
+        repeats: pairs of stretches.
+        device: cpu or cuda.
+        precision: Lightning's, of the training.
+        out: JSON file for the result.
+    """
+
+    width: int = 128
+    depth: int = 6
+    heads: int = 4
+    patch_size: int = 4
+    batch: int = 128
+    every: int = 100
+    probe: int = 16
+    repeats: int = 5
+    device: str = "cpu"
+    precision: str = "32-true"
+    out: Path | None = None
+
+
+def time_run(run: Run) -> dict:
+    """Seconds of each stretch and each measurement, and what follows from them."""
+    import lightning
+    import torch
+    from timm import create_model
+
+    from tracker import CouplingCallback
+
+    class Training(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = create_model(
+                "deit_tiny_patch16_224",
+                img_size=32,
+                patch_size=run.patch_size,
+                embed_dim=run.width,
+                depth=run.depth,
+                num_heads=run.heads,
+                num_classes=10,
+                drop_path_rate=0.1,
+            )
+
+        def training_step(self, batch, index):
+            images, labels = batch
+            return torch.nn.functional.cross_entropy(self.model(images), labels)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), 1e-4)
+
+    lightning.seed_everything(0, verbose=False)
+    images, labels = torch.randn(run.batch, 3, 32, 32), torch.randint(10, (run.batch,))
+    module = Training()
+    stretches: dict[str, list[float]] = {"without": [], "with": []}
+    measurements = []
+    for repeat in range(run.repeats + 1):
+        for kind, seconds in stretches.items():
+            watch = CouplingCallback(steps=[run.every // 2], ends=False, probe=torch.randn(run.probe, 3, 32, 32))
+            trainer = lightning.Trainer(
+                max_steps=run.every,
+                callbacks=[watch] if kind == "with" else [],
+                accelerator="gpu" if run.device == "cuda" else run.device,
+                devices=1,
+                precision=run.precision,  # type: ignore[arg-type]
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            started = time.perf_counter()
+            trainer.fit(module, torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None))
+            if run.device == "cuda":
+                torch.cuda.synchronize()
+            if repeat:  # the first pair warms up
+                seconds.append(time.perf_counter() - started)
+                measurements += [watch.clock.last] if kind == "with" else []
+    ratios = [a / b for a, b in zip(stretches["with"], stretches["without"], strict=True)]
+    return {
+        "run": {**asdict(run), "out": None},
+        "overhead": statistics.median(ratios) - 1,
+        "share": statistics.median(m / s for m, s in zip(measurements, stretches["with"], strict=True)),
+        "seconds_of_a_measurement": statistics.median(measurements),
+        "seconds_of_a_stretch": stretches,
+        "environment": environment(run.device),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m benchmarks.callback", description=Run.__doc__ and Run.__doc__.split("Args:")[0]
+    )
+    parser.add_class_arguments(Run, as_group=False)
+    run = Run(**parser.parse_args(arguments).as_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = time_run(run)
+    print(
+        f"one measurement {result['seconds_of_a_measurement']:.2f} s, every {run.every} steps: "
+        f"{result['share']:.1%} of the time, and {result['overhead']:+.1%} on the wall"
+    )
+    if run.out is not None:
+        run.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
