@@ -9,7 +9,6 @@ deterministic for a seed, a Python version and a number of threads. About 90 s o
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 import sysconfig
@@ -21,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.hub import without_progress_bars
+from checkpoints.files import cache_root
+from checkpoints.load import without_progress_bars
 
 if TYPE_CHECKING:
     from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -58,10 +58,9 @@ class Recipe:
 def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
     """Where the suite of this seed, recipe and Python lives; `TRACKER_CACHE` moves it."""
     recipe = recipe or Recipe()
-    root = os.environ.get("TRACKER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     identity = json.dumps([asdict(recipe), sys.version_info[:3]], sort_keys=True)
     name = f"nano-seed{seed}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    return Path(root) / "block-coupling-tracker" / name
+    return cache_root() / name
 
 
 def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
