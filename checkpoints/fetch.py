@@ -171,7 +171,7 @@ def _receive(
                     if have and response.status_code != 206:  # the range was ignored: from the start
                         handle.truncate(0)
                         sha, have = hashlib.sha256(), _counted(count, -have)
-                    for block in response.iter_bytes(BLOCK):
+                    for block in response.iter_bytes():  # as they arrive: nothing is lost with a connection
                         handle.write(block)
                         sha.update(block)
                         have += _counted(count, len(block))

@@ -113,13 +113,13 @@ class Handler(BaseHTTPRequestHandler):
             content = fault.content(content)
         if not body:
             return self.reply(content, False, headers)
-        start = 0
-        if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            start = int(asked[1])
+        asked = self.asked_from()
+        start = asked or 0
+        if asked is not None:
             if start >= len(content):
                 return self.reply(b"", True, {"Content-Range": f"bytes */{len(content)}"}, 416)
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self.start(206 if asked else 200, headers, len(content) - start)
+        self.start(200 if asked is None else 206, headers, len(content) - start)
         end = len(content) if fault.drop_after is None else min(len(content), start + fault.drop_after)
         for at in range(start, end, 1 << 16):
             part = content[at : min(end, at + (1 << 16))]
@@ -128,6 +128,11 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(fault.slow)
         if end < len(content):
             self.close_connection = True
+
+    def asked_from(self) -> int | None:
+        """The first byte of the range that is asked for."""
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(asked[1]) if asked else None
 
     def repo(self, organisation: str, name: str) -> Path:
         return self.root / f"models--{organisation}--{name}"
