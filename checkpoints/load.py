@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,34 +49,36 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     return model, tokenizer
 
 
-def load_lightning(file: Path, module: str) -> "nn.Module":
-    """The model of a Lightning checkpoint, made by the user's own class.
+def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
+    """What loads a Lightning checkpoint into the user's own class, with the hyperparameters that the checkpoint holds.
 
     Args:
-        module: where the class is, as pkg.mod:Class; the checkpoint holds its hyperparameters.
+        module: where the class is, as package.module:Class.
 
     Raises:
-        ValueError: if there is no such class.
-        CheckpointError: if the file is not a checkpoint of that class.
+        ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit it.
     """
     from pickle import UnpicklingError
 
     where, _, name = module.partition(":")
     try:
-        made_by = getattr(importlib.import_module(where), name)
-        load_from_checkpoint = made_by.load_from_checkpoint
+        load_from_checkpoint = getattr(importlib.import_module(where), name).load_from_checkpoint
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"--module {module}: no LightningModule there ({first_line(error)}); give it as package.module:Class, from a "
-            "directory that Python finds it in"
+            f"--module {module}: no LightningModule there ({first_line(error)}); give it as package.module:Class, in a place "
+            "from which Python can import it"
         ) from error
-    try:
-        return load_from_checkpoint(file, map_location="cpu").eval()
-    except (UnpicklingError, OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} can't be loaded as {module} ({type(error).__name__}: {first_line(error)}); hyperparameters are read "
-            "from the checkpoint: does the class call save_hyperparameters()?"
-        ) from error
+
+    def load_file(file: Path) -> "nn.Module":
+        try:
+            return load_from_checkpoint(file, map_location="cpu").eval()
+        except (UnpicklingError, OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} can't be loaded as {module} ({type(error).__name__}: {first_line(error)}); hyperparameters are read "
+                "from the checkpoint: does the class call save_hyperparameters()?"
+            ) from error
+
+    return load_file
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

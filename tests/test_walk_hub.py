@@ -178,8 +178,8 @@ class Toy(lightning.LightningModule):
         self.save_hyperparameters()
         self.model = nano.build(nano.Recipe(layers=2, width=width, vocabulary=320, context=64))
 
-    def forward(self, input_ids):
-        return self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
 def test_lightning_checkpoints_with_a_module_of_ones_own(walker, suite, tmp_path):

@@ -41,7 +41,7 @@ class Walk:
             make room. Default: no limit, nothing is removed.
         scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
         module: the class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
-        tokenizer: of Lightning checkpoints, a repository or directory.
+        tokenizer: of Lightning checkpoints, a repository or directory; the module's forward takes what it gives.
         inputs: a .pt file with what the model's forward takes, in place of prompts.
         prompts: builtin, or a file: text with one prompt a line, or JSONL with "prompt".
         k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
@@ -267,13 +267,11 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
         if walk.inputs is None:
             return load.load
         return lambda directory: (load.load(directory)[0], None)
-    module = walk.module
-    if ":" not in module:
-        raise ValueError(f"--module {module}; give it as package.module:Class")
     if walk.inputs is None and walk.tokenizer is None:
         raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
+    load_file = load.lightning_loader(walk.module)
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
-    return lambda file: (load.load_lightning(file, module), tokenizer)
+    return lambda file: (load_file(file), tokenizer)
 
 
 def _bytes(size: str) -> int:
