@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.files import cache_root
+from checkpoints.files import Lock, cache_root
 from checkpoints.load import without_progress_bars
 
 if TYPE_CHECKING:
@@ -73,13 +73,22 @@ def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
 def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
     """Train the suite and return its cache directory; prints a line per checkpoint.
 
-    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit.
+    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit. Of two calls at
+    once one trains and the other waits for it.
     """
+    recipe = recipe or Recipe()
+    directory = cache_dir(seed, recipe)
+    directory.mkdir(parents=True, exist_ok=True)
+    with Lock.wait(directory / ".training"):
+        if not is_trained(seed, recipe):
+            _train(seed, recipe, directory)
+    return directory
+
+
+def _train(seed: int, recipe: Recipe, directory: Path) -> None:
     import lightning
     import torch
 
-    recipe = recipe or Recipe()
-    directory = cache_dir(seed, recipe)
     started = time.perf_counter()
     training, held_out = _texts(recipe.characters)
     tokenizer = _tokenizer(training, recipe)
@@ -108,7 +117,6 @@ def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
             trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
         except SystemExit as stopped:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from stopped
-    return directory
 
 
 def build(recipe: Recipe) -> "GPTNeoXForCausalLM":

@@ -64,25 +64,17 @@ class Delivery:
             if plan.offline:
                 raise CheckpointError(f"{plan.offline}, and {repo} at {revision} is not in the cache {plan.disk.cache}")
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub")
+        if plan.offline:
+            return fetch(repo, revision, listing, cache_dir, offline=plan.offline)
         while (use := plan.disk.reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
         lacking = absent(repository(repo, cache_dir) / "snapshots" / listing.commit, listing)
-        size = sum(file.size for file in lacking)
-        count: Callable[[int], None] = lambda _: None  # noqa: E731
-        if size and not plan.offline:
-            count = self.shown.downloading(revision, size)
-        return fetch(
-            repo,
-            revision,
-            listing,
-            cache_dir,
-            offline=plan.offline,
-            say=self.shown.say,
-            count=count,
-            stop=self.stop,
-        )
+        if not lacking:
+            return fetch(repo, revision, listing, cache_dir)
+        count = self.shown.downloading(revision, sum(file.size for file in lacking))
+        return fetch(repo, revision, listing, cache_dir, say=self.shown.say, count=count, stop=self.stop)
 
 
 def deliveries(
