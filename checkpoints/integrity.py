@@ -51,8 +51,8 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], say: hub.Say = print) ->
         return Examination({}, {})
     try:
         commits, offline = hub.branches(suite.source, say)
-    except hub.Unreachable as error:
-        return Examination({}, {}, str(error))
+    except hub.Unreachable as error:  # what others have found wrong is known all the same
+        commits, offline = {}, str(error)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     there = {c.name: commits[c.name] for c in compared if c.name in commits}

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from checkpoints.hub import CheckpointError, File, Listing, missing_shards
-from checkpoints.integrity import files_digest, fingerprint, known_defect, repeats, suspects
+from checkpoints.hub import CheckpointError, File, Listing, Unreachable, missing_shards
+from checkpoints.integrity import examine, files_digest, fingerprint, known_defect, repeats, suspects
 from checkpoints.suites import Checkpoint, find_suite
 
 CONFIG = File("config.json", 500)
@@ -70,6 +70,16 @@ def test_known_defects():
     olmo = Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "stage1-step101000-tokens424B", stage="stage1")
     assert "allenai/OLMo/issues/915" in str(known_defect(olmo))
     assert known_defect(Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "x", stage="stage2")) is None
+
+
+def test_known_defects_are_known_without_a_network(monkeypatch):
+    def unreachable(*_):
+        raise Unreachable("no network")
+
+    monkeypatch.setattr("checkpoints.hub.branches", unreachable)
+    suite = find_suite("12b")
+    examination = examine(suite, suite.chosen("128,50000"))
+    assert examination.doubted.keys() == {50_000} and examination.offline == "no network"
 
 
 def test_one_format_is_fetched_and_its_index_with_it():
