@@ -137,7 +137,7 @@ def find_suite(
         recipe = nano.Recipe()
         checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
-    if model and Path(model).exists():
+    if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):
         return _directory(Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning)
     name = model.removeprefix("EleutherAI/").removeprefix("pythia-")
     size, _, form = name.partition("-")
