@@ -9,7 +9,6 @@ deterministic for a seed, a Python version and a number of threads. About 90 s o
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 import sysconfig
@@ -21,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.hub import without_progress_bars
+from checkpoints.files import Lock, cache_root
+from checkpoints.load import without_progress_bars
 
 if TYPE_CHECKING:
     from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -58,10 +58,9 @@ class Recipe:
 def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
     """Where the suite of this seed, recipe and Python lives; `TRACKER_CACHE` moves it."""
     recipe = recipe or Recipe()
-    root = os.environ.get("TRACKER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     identity = json.dumps([asdict(recipe), sys.version_info[:3]], sort_keys=True)
     name = f"nano-seed{seed}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
-    return Path(root) / "block-coupling-tracker" / name
+    return cache_root() / name
 
 
 def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
@@ -74,13 +73,22 @@ def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
 def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] = ()) -> Path:
     """Train the suite, with Lightning callbacks if any, and return its cache directory; prints a line per checkpoint.
 
-    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit.
+    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit. Of two calls at
+    once one trains and the other waits for it.
     """
+    recipe = recipe or Recipe()
+    directory = cache_dir(seed, recipe)
+    directory.mkdir(parents=True, exist_ok=True)
+    with Lock.wait(directory / ".training"):
+        if not is_trained(seed, recipe):
+            _train(seed, recipe, directory)
+    return directory
+
+
+def _train(seed: int, recipe: Recipe, directory: Path) -> None:
     import lightning
     import torch
 
-    recipe = recipe or Recipe()
-    directory = cache_dir(seed, recipe)
     started = time.perf_counter()
     training, held_out = _texts(recipe.characters)
     tokenizer = _tokenizer(training, recipe)
@@ -110,7 +118,6 @@ def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] 
             trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
         except SystemExit as stopped:  # Lightning's answer to Ctrl-C
             raise KeyboardInterrupt from stopped
-    return directory
 
 
 def build(recipe: Recipe) -> "GPTNeoXForCausalLM":

@@ -1,24 +1,32 @@
 """Benchmark scores that belong to a checkpoint: joined exactly on model and step, never interpolated.
 
 `data/pythia_evals.csv`: the Pythia suite's own results over training (EleutherAI/pythia, evals/pythia-v1, commit
-a19eecb, Apache-2.0). Of it the zero-shot accuracies are used. Checkpoints that bring a `scores.json` (nano) use that.
+a19eecb, Apache-2.0). Of it the zero-shot accuracies are used. Checkpoints that bring a `scores.json` (nano) use that. A
+user's own come as a table or as lm-evaluation-harness results.
 """
 
 import csv
 import json
+import math
+import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from checkpoints.hub import CheckpointError
+from checkpoints.suites import Suite, listed
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
 SPELLED = {"pythia-1b": "pythia-1b-bf16"}
 MEAN = "mean zero-shot accuracy"
 
+Scores = dict[int, dict[str, float]]  # by step and task
 
-def published(suite: str) -> dict[int, dict[str, float]]:
+
+def published(suite: str) -> Scores:
     """Zero-shot accuracy by step and task of a Pythia model, with the mean where all tasks are there; else nothing."""
-    scores: dict[int, dict[str, float]] = {}
+    scores: Scores = {}
     for model, step, task, accuracy in _table():
         if model == SPELLED.get(suite, suite):
             scores.setdefault(step, {})[task] = accuracy
@@ -38,6 +46,92 @@ def brought(directory: Path) -> dict[str, float]:
         return {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a table of scores ({error}); mend or remove it") from error
+
+
+def read(path: Path, suite: Suite) -> Scores:
+    """A user's scores of a suite: a .csv file, an lm-evaluation-harness .json file, or a directory of either.
+
+    A table has a column `step` and either `task` and `value` or one column for each task; a column `model`, where there is
+    one, picks the rows of this suite. A harness result names the repository and the revision it was made from.
+
+    Raises:
+        ValueError: if there is no such file, it is neither, or it holds nothing about this suite.
+    """
+    files = sorted(path.rglob("*.csv")) + sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    scores: Scores = {}
+    seen: set[str] = set()
+    for file in files:
+        try:
+            found = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"--scores {file} is neither a table with the columns step, task, value nor a result of "
+                f"lm-evaluation-harness ({type(error).__name__}: {error})"
+            ) from error
+        for step, of_step in found.items():
+            scores.setdefault(step, {}).update(of_step)
+    if not scores:
+        about = f"it is about {listed(sorted(seen))}" if seen else "no score is in it"
+        raise ValueError(f"--scores {path} holds nothing about {suite.name} ({suite.source}): {about}")
+    return scores
+
+
+def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
+    with open(file, newline="", encoding="utf-8-sig") as handle:
+        rows = list(csv.DictReader(handle))
+    scores: Scores = {}
+    for line, row in enumerate(rows, 2):
+        model = row.pop("model", None)
+        seen.add(model or file.name)
+        if model is not None and model not in (suite.name, suite.source):
+            continue
+        try:
+            step = int(row.pop("step"))
+            entries = {row["task"]: row["value"]} if {"task", "value"} <= row.keys() else row
+            of_step = {task: float(value) for task, value in entries.items() if value}
+        except ValueError as error:
+            raise ValueError(f"--scores, line {line} of {file}: {error}") from error
+        for task, value in of_step.items():
+            if scores.setdefault(step, {}).setdefault(task, value) != value:
+                raise ValueError(
+                    f"--scores, line {line} of {file}: {task} at step {step} is there twice, with different values; keep one "
+                    "setting and metric"
+                )
+    return scores
+
+
+def _from_json(file: Path, suite: Suite, seen: set[str]) -> Scores:
+    found = json.loads(file.read_text())
+    arguments = found.get("config", {}).get("model_args") or {}
+    if isinstance(arguments, str):
+        arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
+    model = arguments.get("pretrained") or found["model_name"]
+    revision = arguments.get("revision", "main")
+    seen.add(f"{model} at {revision}")
+    steps = [c.step for c in suite.checkpoints if (c.source, c.revision or "main") == (model, revision)]
+    if not steps:
+        return {}
+    parts = {task for group in found.get("group_subtasks", {}).values() for task in group}
+    of_step = {task: _metric(values) for task, values in found["results"].items() if task not in parts}
+    return {steps[0]: {task: value for task, value in of_step.items() if value is not None}}
+
+
+def _metric(values: dict[str, Any]) -> float | None:
+    """A task's accuracy; where it has none, its first metric."""
+    numbers = {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and "stderr" not in name and "," in name and math.isfinite(value)
+    }
+    accuracies = [value for name, value in numbers.items() if re.match(r"acc,", name)]
+    return next(iter([*accuracies, *numbers.values()]), None)
+
+
+def joined(scores: Scores, steps: Iterable[int], where: str) -> str:
+    """How many checkpoints have scores, in words."""
+    steps = list(steps)
+    count = sum(step in scores for step in steps)
+    return f"scores: {count} of {len(steps)} checkpoints have benchmark results ({where}); the others get none"
 
 
 @cache

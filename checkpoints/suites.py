@@ -1,12 +1,13 @@
 """Suites of training checkpoints: which steps are published, under which revision, and how many tokens each has seen.
 
-Pythia (Biderman et al. 2023): sizes 14m to 12b, `-deduped` forms of 70m to 12b, `-seed1` to `-seed9` of 14m to 410m;
-154 checkpoints each, at steps 0, 1, 2, 4 .. 512 and every 1000 to 143000, of 2,097,152 tokens a step. Any other
-repository is asked for its branches, any directory looked through: a name that ends in a step number is a checkpoint.
+A family of suites is described by how its repositories and their revisions are spelled. Pythia (Biderman et al. 2023):
+sizes 14m to 12b, `-deduped` forms of 70m to 12b, `-seed1` to `-seed9` of 14m to 410m; 154 checkpoints each, at steps 0, 1,
+2, 4 .. 512 and every 1000 to 143000, of 2,097,152 tokens a step. Every other repository is asked for its branches, every
+directory looked through; what is not spelled like a checkpoint is none.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,22 +20,38 @@ PYTHIA_SEEDED = PYTHIA_SIZES[:5]
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
-PYTHIA_DEFECTS = {  # seen on the hub; EleutherAI/pythia issues 205 and 206
-    "2.8b": "86 of its 154 branches on the hub serve final-era weights (0 to 512, every 1000 to 53000, and more): points "
-    "of those steps are false",
-    "12b": "its branches step50000 and step58000 serve a shard of the final weights: those two points are false",
-}
-STEP_NAME = re.compile(r"(?:step|checkpoint)[-_]?(\d+)")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the repositories of a family of suites, and the revisions of each, are spelled."""
+
+    repositories: str  # matches a whole repository id
+    revisions: str  # found in a revision's name: the groups step and, where they are, tokens (billions) and stage
+
+
+OLMO = Family(r"allenai/OLMo(E|-1B|-7B|-1\.7).*", r"^step(?P<step>\d+)-tokens(?P<tokens>\d+)B$")
+OLMO_2 = Family(
+    r"allenai/OLMo-2-.*", r"^(?P<stage>stage\d+(?:-ingredient\d+)?)-step(?P<step>\d+)-tokens(?P<tokens>\d+)B$"
+)
+ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
+FAMILIES = (OLMO_2, OLMO, ANY)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """One checkpoint: where its files are, and how far training had come."""
 
-    step: int
-    source: str  # a repository id, or a directory
-    revision: str | None  # None for a directory
-    tokens: int | None = None
+    step: int  # within its stage
+    source: str  # a repository id, a directory, or a Lightning checkpoint file
+    revision: str | None  # None for a directory or a file
+    tokens: int | None = None  # seen so far, as far as the name says it
+    stage: str = ""
+
+    @property
+    def name(self) -> str:
+        """How it is called where it is published."""
+        return self.revision or Path(self.source).name
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,11 @@ class Suite:
     def steps(self) -> tuple[int, ...]:
         """The published steps."""
         return tuple(checkpoint.step for checkpoint in self.checkpoints)
+
+    @property
+    def on_hub(self) -> bool:
+        """Whether its checkpoints are revisions of a repository that may be asked about."""
+        return self.cache_dir is None and self.checkpoints[0].revision is not None
 
     def chosen(self, steps: str | None, scored: Iterable[int] = ()) -> tuple[Checkpoint, ...]:
         """The checkpoints for a choice of steps: paper, all, log2, scores, or numbers such as "128,512".
@@ -71,9 +93,7 @@ class Suite:
         else:
             wanted = self._numbers(steps)
         if not wanted:
-            raise ValueError(
-                f"--steps {steps} leaves no checkpoint of {self.name}; published are {_listed(self.steps)}"
-            )
+            raise ValueError(f"--steps {steps} leaves no checkpoint of {self.name}; published are {listed(self.steps)}")
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.step in wanted)
 
     def _numbers(self, steps: str) -> set[int]:
@@ -86,36 +106,62 @@ class Suite:
         absent = sorted(wanted - set(self.steps))
         if absent:
             raise ValueError(
-                f"{self.name} has no checkpoint at step {_listed(absent)}; published are {_listed(self.steps)}"
+                f"{self.name} has no checkpoint at step {listed(absent)}; published are {listed(self.steps)}"
             )
         return wanted
 
 
-def find_suite(model: str, seed: int = 0) -> Suite:
+def find_suite(
+    model: str,
+    seed: int = 0,
+    revisions: str | None = None,
+    stage: str | None = None,
+    lightning: bool = False,
+    say: Callable[[str], None] = print,
+) -> Suite:
     """The suite that `model` names: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
 
+    Args:
+        seed: of nano.
+        revisions: a regular expression found in the names of checkpoints, with a group `step` and, where the names have
+            them, `tokens` (in billions) and `stage`; instead of the family's own.
+        stage: of a suite trained in several; None: the first.
+        lightning: look for Lightning's `.ckpt` files in a directory.
+
     Raises:
-        ValueError: for a name that is none of these, or a directory without checkpoints.
+        ValueError: for a name that is none of these, a directory without checkpoints, or a stage that is not there.
+        CheckpointError: for a repository that can't be asked.
     """
+    pattern = _pattern(revisions) if revisions else None
     if model == "nano":
         recipe = nano.Recipe()
         checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
-    if model and Path(model).is_dir():
-        return _directory(Path(model))
+    if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):
+        return _directory(Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning)
     name = model.removeprefix("EleutherAI/").removeprefix("pythia-")
     size, _, form = name.partition("-")
-    if size in PYTHIA_SIZES and "/" not in name:
+    if size in PYTHIA_SIZES and "/" not in name and not pattern:
         _check_pythia_form(model, size, form)
         repo = f"EleutherAI/pythia-{name}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(f"pythia-{name}", repo, checkpoints, default="paper", notice=PYTHIA_DEFECTS.get(name, ""))
+        return Suite(f"pythia-{name}", repo, checkpoints, default="paper")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return _repository(model)
+        return _repository(model, pattern, stage, say)
     raise ValueError(
         f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; -deduped or -seedN after it), "
-        "a repository id such as EleutherAI/pythia-70m, or a directory of checkpoints"
+        "a repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
     )
+
+
+def _pattern(revisions: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(revisions)
+    except re.error as error:
+        raise ValueError(f"--revisions {revisions!r} is not a regular expression ({error})") from error
+    if "step" not in pattern.groupindex:
+        raise ValueError(f"--revisions {revisions!r} has no group named step; write one, such as ckpt_(?P<step>\\d+)")
+    return pattern
 
 
 def _check_pythia_form(model: str, size: str, form: str) -> None:
@@ -128,42 +174,75 @@ def _check_pythia_form(model: str, size: str, form: str) -> None:
     )
 
 
-def _directory(path: Path) -> Suite:
-    path = path.resolve()
-    if (path / "config.json").is_file():
-        return Suite(path.name, str(path), (Checkpoint(_step(path.name) or 0, str(path), None),))
-    found = [(_step(child.name), child) for child in path.iterdir() if (child / "config.json").is_file()]
-    checkpoints = sorted((Checkpoint(s, str(child), None) for s, child in found if s is not None), key=lambda c: c.step)
+def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:
+    name = path.stem if path.is_file() else path.name
+    if (path / "config.json").is_file() or (lightning and path.is_file()):
+        parsed = _parse(path.name, str(path), None, pattern)
+        return Suite(name, str(path), (parsed or Checkpoint(0, str(path), None),))
+    if lightning:
+        children, sought = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
+    else:
+        children = (child for child in path.glob("*") if (child / "config.json").is_file())
+        sought = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+    found = [_parse(child.name, str(child), None, pattern) for child in children]
+    checkpoints = [checkpoint for checkpoint in found if checkpoint]
     if not checkpoints:
+        raise ValueError(f"no checkpoints in {path}: {sought}; --revisions takes another spelling")
+    return _suite(name, str(path), checkpoints, stage)
+
+
+def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, say: Callable[[str], None]) -> Suite:
+    names, _ = hub.branches(repo, say)
+    family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
+    found = [_parse(branch, repo, branch, pattern or re.compile(family.revisions)) for branch in names]
+    checkpoints = [checkpoint for checkpoint in found if checkpoint]
+    name = repo.rpartition("/")[2]
+    if checkpoints:
+        return _suite(name, repo, checkpoints, stage)
+    if pattern:
+        raise ValueError(f"no branch of {repo} is spelled {pattern.pattern!r}; it has {listed(sorted(names))}")
+    notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step 0"
+    return Suite(name, repo, (Checkpoint(0, repo, "main"),), notice=notice)
+
+
+def _parse(name: str, source: str, revision: str | None, pattern: re.Pattern[str]) -> Checkpoint | None:
+    match = pattern.search(name)
+    if match is None:
+        return None
+    groups = {group: value for group, value in match.groupdict().items() if value is not None}
+    try:
+        tokens = round(float(groups["tokens"]) * 1e9) if "tokens" in groups else None
+        return Checkpoint(int(groups["step"]), source, revision, tokens, groups.get("stage", ""))
+    except (KeyError, ValueError) as error:
         raise ValueError(
-            f"no checkpoints in {path}: neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
-        )
-    return Suite(path.name, str(path), _distinct(path.name, checkpoints))
+            f"{pattern.pattern!r} finds no numbers in {name!r}: its groups step and tokens must match digits"
+        ) from error
 
 
-def _repository(repo: str) -> Suite:
-    branches = [(_step(branch), branch) for branch in hub.branches(repo)]
-    checkpoints = sorted((Checkpoint(s, repo, b) for s, b in branches if s is not None), key=lambda c: c.step)
-    if not checkpoints:
-        notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step 0"
-        return Suite(repo.rpartition("/")[2], repo, (Checkpoint(0, repo, "main"),), notice=notice)
-    return Suite(repo.rpartition("/")[2], repo, _distinct(repo, checkpoints))
-
-
-def _distinct(name: str, checkpoints: list[Checkpoint]) -> tuple[Checkpoint, ...]:
-    """The checkpoints, if no two claim the same step."""
-    for a, b in pairwise(checkpoints):
+def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | None) -> Suite:
+    """The suite of one stage: steps are counted anew in each, so two stages make no curve."""
+    stages = sorted({checkpoint.stage for checkpoint in checkpoints}, key=_natural)
+    if stage is not None and stage not in stages:
+        there = f"it has {', '.join(stages)}" if stages != [""] else "its checkpoints name no stage"
+        raise ValueError(f"--stage {stage}: no such stage in {name}; {there}")
+    taken = stages[0] if stage is None else stage
+    notice = ""
+    if len(stages) > 1:
+        notice = f"{name} was trained in {len(stages)} stages: this is {taken}; --stage takes {', '.join(stages)}"
+        name = f"{name}-{taken}"
+    ascending = sorted((c for c in checkpoints if c.stage == taken), key=lambda c: (c.step, c.name))
+    for a, b in pairwise(ascending):
         if a.step == b.step:
             raise ValueError(
-                f"{name}: {a.revision or a.source} and {b.revision or b.source} are both step {a.step}; such a suite "
-                "(several stages) can't be walked yet: put the checkpoints to compare into a directory"
+                f"{name}: {a.name} and {b.name} are both step {a.step}; --revisions tells them apart, by a group (?P<stage>...) "
+                "or by matching only one"
             )
-    return tuple(checkpoints)
+    return Suite(name, source, tuple(ascending), notice=notice)
 
 
-def _step(name: str) -> int | None:
-    match = STEP_NAME.search(name)
-    return int(match[1]) if match else None
+def _natural(name: str) -> list[int | str]:
+    """Digits in a name count as a number."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _doubling(steps: tuple[int, ...]) -> list[int]:
@@ -174,6 +253,7 @@ def _doubling(steps: tuple[int, ...]) -> list[int]:
     return [steps[0], *chosen]
 
 
-def _listed(steps: Iterable[int]) -> str:
-    listed = [str(step) for step in steps]
-    return ", ".join(listed if len(listed) <= 16 else [*listed[:13], "…", *listed[-2:]])
+def listed(names: Iterable[int | str]) -> str:
+    """Names with commas between them, the middle of many left out."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown if len(shown) <= 16 else [*shown[:13], "…", *shown[-2:]])

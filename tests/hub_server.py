@@ -1,21 +1,63 @@
-"""A local server that speaks enough of the hub's protocol for the real huggingface_hub client.
+"""A local server that speaks enough of the hub's protocol for the real huggingface_hub client, and fails as it is told.
 
-It serves the repositories of a directory laid out like the hub's cache (models--ORG--NAME/refs, /snapshots).
+It serves the repositories of a directory laid out like the hub's cache (models--ORG--NAME/refs, /snapshots). Weight files
+are in LFS: their ETag is their SHA-256; other files have a git hash.
 """
 
 import hashlib
 import json
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+WEIGHTS = (".safetensors", ".bin")
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong with the requests that match, `times` times."""
+
+    path: str  # a regular expression, found in "GET /path"
+    times: int = 1
+    status: int | None = None  # answer with it
+    headers: dict[str, str] = field(default_factory=dict)
+    drop_after: int | None = None  # close the connection after so many bytes of the body
+    slow: float = 0.0  # seconds for each 64 kB
+    content: Callable[[bytes], bytes] | None = None  # what is served instead, under the hash of the genuine
+    then: Callable[[], None] | None = None  # done before answering
+
+
+@dataclass
+class Hub:
+    """The running server."""
+
+    endpoint: str = ""
+    requests: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    sent: int = 0  # bytes of file bodies
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For a process that is to use this server."""
+        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0"}
+
+    def fail(self, path: str, **how) -> None:
+        self.faults.append(Fault(path, **how))
+
+    def asked(self, path: str) -> list[str]:
+        return [request for request in self.requests if re.search(path, request)]
+
 
 class Handler(BaseHTTPRequestHandler):
     root: Path
-    requests: list[str]
+    hub: Hub
+    protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
         pass
@@ -27,24 +69,31 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool):
-        self.requests.append(f"{self.command} {self.path}")
+        request = f"{self.command} {unquote(self.path)}"
+        self.hub.requests.append(request)
+        fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.path, request)), None)
+        if fault:
+            fault.times -= 1
+            if fault.then:
+                fault.then()
+            if fault.status:
+                return self.reply(b"", True, fault.headers, fault.status)
         parts = unquote(self.path.split("?")[0]).strip("/").split("/")
         if parts[:2] == ["api", "models"] and len(parts) >= 5:
             repo, what = self.repo(parts[2], parts[3]), parts[4]
             if not repo.is_dir():
                 return self.error(404, "RepoNotFound")
             if what == "refs":
-                names = [file.name for file in (repo / "refs").iterdir() if not file.name.startswith(".")]
-                branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": "0" * 40} for n in names]
+                references = [file for file in (repo / "refs").iterdir() if not file.name.startswith(".")]
+                branches = [
+                    {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()} for f in references
+                ]
                 return self.reply(json.dumps({"branches": branches, "converts": [], "tags": []}).encode(), body)
             commit = self.commit(repo, parts[5])
             if commit is None:
                 return self.error(404, "RevisionNotFound")
-            files = sorted(path for path in (repo / "snapshots" / commit).iterdir())
-            if what == "tree":
-                tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _sha(f)[:40]} for f in files]
-                return self.reply(json.dumps(tree).encode(), body)
-            info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": [{"rfilename": f.name} for f in files]}
+            siblings = [sibling(file) for file in sorted((repo / "snapshots" / commit).iterdir())]
+            info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
             return self.reply(json.dumps(info).encode(), body)
         if len(parts) == 5 and parts[2] == "resolve":
             repo = self.repo(parts[0], parts[1])
@@ -54,9 +103,36 @@ class Handler(BaseHTTPRequestHandler):
             file = repo / "snapshots" / commit / parts[4]
             if not file.is_file():
                 return self.error(404, "EntryNotFound")
-            headers = {"ETag": f'"{_sha(file)}"', "X-Repo-Commit": commit}
-            return self.reply(file.read_bytes(), body, headers)
+            return self.file(file, commit, body, fault or Fault(""))
         return self.error(404, "RepoNotFound")
+
+    def file(self, file: Path, commit: str, body: bool, fault: Fault):
+        content = file.read_bytes()
+        headers = {"ETag": f'"{blob(file)}"', "X-Repo-Commit": commit}
+        if fault.content:
+            content = fault.content(content)
+        if not body:
+            return self.reply(content, False, headers)
+        asked = self.asked_from()
+        start = asked or 0
+        if asked is not None:
+            if start >= len(content):
+                return self.reply(b"", True, {"Content-Range": f"bytes */{len(content)}"}, 416)
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.start(200 if asked is None else 206, headers, len(content) - start)
+        end = len(content) if fault.drop_after is None else min(len(content), start + fault.drop_after)
+        for at in range(start, end, 1 << 16):
+            part = content[at : min(end, at + (1 << 16))]
+            self.wfile.write(part)
+            self.hub.sent += len(part)
+            time.sleep(fault.slow)
+        if end < len(content):
+            self.close_connection = True
+
+    def asked_from(self) -> int | None:
+        """The first byte of the range that is asked for."""
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(asked[1]) if asked else None
 
     def repo(self, organisation: str, name: str) -> Path:
         return self.root / f"models--{organisation}--{name}"
@@ -67,36 +143,50 @@ class Handler(BaseHTTPRequestHandler):
             return reference.read_text()
         return revision if (repo / "snapshots" / revision).is_dir() else None
 
-    def reply(self, content: bytes, body: bool, headers: dict[str, str] | None = None):
-        self.send_response(200)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+    def reply(self, content: bytes, body: bool, headers: dict[str, str] | None = None, status: int = 200):
+        self.start(status, headers or {}, len(content))
         if body:
             self.wfile.write(content)
 
-    def error(self, status: int, code: str):
+    def start(self, status: int, headers: dict[str, str], length: int):
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
+        for name, value in (headers | {"Content-Length": str(length)}).items():
+            self.send_header(name, value)
         self.end_headers()
 
+    def error(self, status: int, code: str):
+        self.reply(b"", True, {"X-Error-Code": code, "X-Error-Message": code}, status)
 
-def _sha(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+def sibling(file: Path) -> dict:
+    """A file as the hub describes it with its metadata."""
+    described = {"rfilename": file.name, "size": file.stat().st_size, "blobId": git_hash(file)}
+    if file.name.endswith(WEIGHTS):
+        described["lfs"] = {"sha256": blob(file), "size": file.stat().st_size, "pointerSize": 134}
+    return described
+
+
+def blob(file: Path) -> str:
+    """The name of a file's blob in the cache."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.name.endswith(WEIGHTS) else git_hash(file)
+
+
+def git_hash(file: Path) -> str:
+    content = file.read_bytes()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
 @contextmanager
-def serve(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve `root`; yields the endpoint and the list of requests it has had."""
-    requests: list[str] = []
-    handler = type("BoundHandler", (Handler,), {"root": root, "requests": requests})
+def serve(root: Path) -> Iterator[Hub]:
+    """Serve the repositories below `root`."""
+    hub = Hub()
+    handler = type("BoundHandler", (Handler,), {"root": root, "hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        yield hub
     finally:
         server.shutdown()
         server.server_close()

@@ -1,10 +1,15 @@
 """The store: whole units or none, never mixed, damage said."""
 
+import subprocess
+import sys
+import threading
+
 import numpy as np
 import pytest
 import xarray as xr
 
 import tracker
+from checkpoints.files import Lock
 from tracker.results import Store
 
 
@@ -66,3 +71,54 @@ def test_damaged_units_are_named(store, damage):
 def test_no_results(tmp_path):
     with pytest.raises(FileNotFoundError, match="give a walk's --out"):
         tracker.open_results(tmp_path)
+
+
+CLAIM = """
+import sys, time
+from tracker.results import Store
+claim = Store(sys.argv[1]).claim(3)
+print("has it", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_claim_is_one_walks_alone_and_ends_with_it_however_it_ends(store):
+    other = subprocess.Popen([sys.executable, "-c", CLAIM, store.path], stdout=subprocess.PIPE, text=True)
+    assert other.stdout and other.stdout.readline() == "has it\n"
+    assert store.claim(3) is None and store.claimant(3).endswith(f"process {other.pid}")
+    free = store.claim(4)
+    assert free is not None and store.claim(4) is None
+    with pytest.raises(ValueError, match="never mixed"):
+        store.settle({"k": [5], "dtype": "float32"})  # a walk is at work, though it has no results yet
+    free.release(remove=True)
+    other.kill()
+    other.wait()
+    taken = store.claim(3)
+    assert taken is not None
+    taken.release(remove=True)
+    assert not list(store.units.glob(".*"))
+
+
+def test_locks_exclude_each_other_while_their_files_come_and_go(tmp_path):
+    inside, overlaps = [], []
+
+    def work():
+        for _ in range(200):
+            with Lock.wait(tmp_path / "lock") as lock:
+                inside.append(1)
+                overlaps.append(len(inside))
+                inside.pop()
+                lock.file.unlink()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(overlaps) == {1}
+
+
+def test_identical_weights_are_flagged(store):
+    for step, fingerprint in ((0, "a"), (1, "a"), (2, "b"), (4, "a")):
+        store.write(step, unit(step).assign_coords(fingerprint=fingerprint))
+    assert list(tracker.open_results(store.path).repeats.values) == [-1, 0, -1, 0]

@@ -1,5 +1,7 @@
 """Names, steps and scores of the published suites."""
 
+import json
+
 import pytest
 
 from checkpoints import nano, scores
@@ -66,3 +68,106 @@ def test_nano_has_pythias_switches():
     assert config.use_parallel_residual and not config.tie_word_embeddings
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
     assert (config.num_hidden_layers, config.hidden_size) == (6, 128)
+
+
+def branches(monkeypatch, *names: str):
+    monkeypatch.setattr("checkpoints.hub.branches", lambda repo, say=print: (dict.fromkeys(names, "c"), ""))
+
+
+OLMO_2 = [
+    "main",
+    "stage1-step1000-tokens5B",
+    "stage1-step150-tokens1B",
+    "stage1-step928646-tokens3896B",
+    "stage2-ingredient1-step1000-tokens5B",
+    "stage2-ingredient2-step1000-tokens5B",
+    "stage2-ingredient10-step1000-tokens5B",
+]
+
+
+def test_olmo_names_tokens(monkeypatch):
+    branches(monkeypatch, "main", "step1000-tokens4B", "step557000-tokens2463B", "step0-tokens0B", "preview")
+    suite = find_suite("allenai/OLMo-7B-hf")
+    assert [(c.step, c.tokens) for c in suite.checkpoints] == [(0, 0), (1000, 4 * 10**9), (557_000, 2463 * 10**9)]
+
+
+def test_olmo_2_is_walked_one_stage_at_a_time(monkeypatch):
+    branches(monkeypatch, *OLMO_2)
+    suite = find_suite("allenai/OLMo-2-1124-7B")
+    assert suite.name == "OLMo-2-1124-7B-stage1" and suite.steps == (150, 1000, 928_646)
+    assert suite.checkpoints[0].tokens == 10**9 and "trained in 4 stages: this is stage1" in suite.notice
+    second = find_suite("allenai/OLMo-2-1124-7B", stage="stage2-ingredient2")
+    assert [c.revision for c in second.checkpoints] == ["stage2-ingredient2-step1000-tokens5B"]
+    with pytest.raises(
+        ValueError, match="no such stage.*stage1, stage2-ingredient1, stage2-ingredient2, stage2-ingredient10"
+    ):
+        find_suite("allenai/OLMo-2-1124-7B", stage="stage3")
+
+
+def test_any_repository_by_a_regular_expression(monkeypatch):
+    branches(monkeypatch, "main", "ckpt_100", "ckpt_20", "ema_20")
+    suite = find_suite("org/amber", revisions=r"^ckpt_(?P<step>\d+)$")
+    assert (
+        suite.steps == (20, 100) and suite.checkpoints[0].revision == "ckpt_20" and suite.checkpoints[0].tokens is None
+    )
+    with pytest.raises(ValueError, match="ckpt_20 and ema_20 are both step 20"):
+        find_suite("org/amber", revisions=r"(?P<step>\d+)")
+    staged = find_suite("org/amber", revisions=r"(?P<stage>ema|ckpt)_(?P<step>\d+)", stage="ema")
+    assert staged.steps == (20,)
+    wrong = {r"(\d+)": "no group named step", "(": "not a regular expression", r"x(?P<step>\d)": "is spelled"}
+    for pattern, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            find_suite("org/amber", revisions=pattern)
+
+
+TABLES = {
+    "long": "model,step,task,value\npythia-70m,0,piqa,0.5\npythia-70m,512,piqa,0.6\npythia-160m,512,piqa,0.9\n",
+    "wide": "step,piqa,sciq\n0,0.5,\n512,0.6,0.7\n",
+}
+
+
+@pytest.mark.parametrize("form", TABLES)
+def test_a_users_table_of_scores(tmp_path, form):
+    (tmp_path / "scores.csv").write_text(TABLES[form])
+    found = scores.read(tmp_path / "scores.csv", find_suite("70m"))
+    assert found[0] == {"piqa": 0.5} and found[512]["piqa"] == 0.6
+    assert found[512].keys() == ({"piqa"} if form == "long" else {"piqa", "sciq"})
+    assert "scores: 1 of 3 checkpoints" in scores.joined(found, [256, 512, 1000], "a file")
+
+
+def harness(revision: str, **results) -> str:
+    return json.dumps(
+        {
+            "results": {
+                task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.01} for task, value in results.items()
+            }
+            | {"wikitext": {"word_perplexity,none": 20.0}},
+            "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
+            "config": {"model_args": f"pretrained=EleutherAI/pythia-70m,revision={revision},dtype=float32"},
+        }
+    )
+
+
+def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
+    for step, value in ((512, 0.5), (1000, 0.6)):
+        (tmp_path / f"step{step}").mkdir()
+        (tmp_path / f"step{step}" / "results.json").write_text(harness(f"step{step}", mmlu=value, mmlu_anatomy=0.1))
+    found = scores.read(tmp_path, find_suite("70m"))
+    assert found == {512: {"mmlu": 0.5, "wikitext": 20.0}, 1000: {"mmlu": 0.6, "wikitext": 20.0}}
+    with pytest.raises(ValueError, match="nothing about pythia-160m.*EleutherAI/pythia-70m at step1000"):
+        scores.read(tmp_path, find_suite("160m"))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("task,value\npiqa,0.5\n", "neither a table with the columns step"),
+        ("step,task,value\nten,piqa,0.5\n", "line 2 of"),
+        ("step,task,value\n1,piqa,0.5\n1,piqa,0.6\n", "piqa at step 1 is there twice"),
+        ("", "no score is in it"),
+    ],
+)
+def test_tables_that_can_not_be_used(tmp_path, content, message):
+    (tmp_path / "scores.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        scores.read(tmp_path / "scores.csv", find_suite("70m"))

@@ -1,7 +1,6 @@
 """The walk as people run it: real processes, the real hub client, real W&B files, interrupted and killed."""
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -15,8 +14,8 @@ import pytest
 import xarray as xr
 
 import tracker
-from checkpoints import hub
-from tests.hub_server import serve
+from checkpoints.hub import CheckpointError
+from checkpoints.load import load
 from tracker import pythia
 from tracker.report import page_data
 from tracker.results import VOLATILE, Store
@@ -256,48 +255,6 @@ def test_help_is_quick():
     assert min(durations) < 1
 
 
-def test_through_the_real_client_from_a_server(walker, suite, tmp_path):
-    walker.cache = tmp_path / "empty"
-    with serve(suite) as (endpoint, requests):
-        online = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        status, _, err = walker.run("--steps", "0,8", **online)
-        assert status == 0, err
-        assert any("model.safetensors" in request for request in requests)
-        (tmp_path / "gone").mkdir()
-        status, _, err = walker.run("--model", "block-coupling/none", "--out", str(tmp_path / "gone"), **online)
-        assert status == 2 and "no repository block-coupling/none" in err
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("HF_HUB_CACHE", str(walker.cache))
-            code = (
-                "from checkpoints import hub\n"
-                "try: hub.fetch('block-coupling/nano', 'step3')\n"
-                "except hub.CheckpointError as error: print(error)"
-            )
-            said = subprocess.run(
-                [sys.executable, "-c", code], env={**os.environ, **online}, capture_output=True, text=True
-            )
-            assert "block-coupling/nano has no revision step3" in said.stdout, said.stderr
-    # The server is gone: what is cached is measured, what is not is told apart from what does not exist.
-    status, _, err = walker.run("--steps", "0,8", "--out", str(tmp_path / "again"), **online)
-    assert status == 0, err
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_CACHE", str(walker.cache))
-        said = subprocess.run(
-            [sys.executable, "-c", code.replace("step3", "step4")],
-            env={**os.environ, **online},
-            capture_output=True,
-            text=True,
-        )
-        assert "can't be reached" in said.stdout and "step4 is not in the cache" in said.stdout, said.stderr
-
-
-def test_offline_and_not_cached(suite):
-    with pytest.raises(
-        hub.CheckpointError, match="offline mode is on, and block-coupling/nano at step3 is not in the cache"
-    ):
-        hub.fetch("block-coupling/nano", "step3", suite, local_only=True)
-
-
 def rewrite(directory: Path, change):
     from safetensors.torch import load_file, save_file
 
@@ -323,8 +280,8 @@ DAMAGE = {
 def test_weights_that_are_not_the_models_are_refused(damaged, case):
     change, message = DAMAGE[case]
     rewrite(damaged[1], change)
-    with pytest.raises(hub.CheckpointError, match=message):
-        hub.load(damaged[1])
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged[1])
 
 
 def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
@@ -333,7 +290,7 @@ def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
     rewrite(
         damaged[1], lambda w: w.update({"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)})
     )
-    hub.load(damaged[1])
+    load(damaged[1])
 
 
 def test_a_directory_of_checkpoints(walker, suite, tmp_path):

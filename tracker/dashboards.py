@@ -60,7 +60,7 @@ class WandbLog:
         )
         self.mode = mode
         self.run.define_metric("checkpoint/step", hidden=True)
-        for group in ("coupling/*", "trajectory/*", "score/*", "checkpoint/tokens"):
+        for group in ("coupling/*", "trajectory/*", "score/*", "checkpoint/tokens", "checkpoint/suspect"):
             self.run.define_metric(group, step_metric="checkpoint/step")
 
     def log(self, unit: xr.Dataset) -> None:
@@ -69,6 +69,8 @@ class WandbLog:
         if step in self.logged:
             return
         row: dict[str, Any] = {"checkpoint/step": step, **scalars(unit)}
+        if "suspect" in unit.coords:
+            row["checkpoint/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords:
             row["checkpoint/tokens"] = int(unit["tokens_seen"])
         if "miscoupling" in unit:

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.results import open_results
-from tracker.statistics import curves
+from tracker.statistics import curves, suspect
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,6 +72,15 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
     growth.set_yscale("log")
     growth.yaxis.set_major_formatter("{x:g}")
     growth.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
+    doubted = suspect(points) != ""
+    if doubted.any():
+        for axes, values in (
+            (coupling, points["miscoupling"].sel(at)),
+            (lss, points["lss"].sel(statistic="median")),
+            (growth, points["expodistance_raw"].sel(statistic="median")),
+        ):
+            axes.plot(step[doubted], values[doubted], "x", color=ORANGE, ms=9, label="suspect checkpoint")
+        lss.legend(fontsize=7)
     for axes in (coupling, lss, growth):
         axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
         axes.set_xlim(-0.2, 1.3 * step[-1])

@@ -9,13 +9,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkpoints import nano
 from checkpoints.hub import CheckpointError
-from tracker.walk import Plan, Walk, make_plan, measure_checkpoint
+from checkpoints.integrity import explained, repeats
+from checkpoints.suites import listed
+from tracker.deliveries import deliveries
+from tracker.progress import progress
+from tracker.walk import Plan, Walk, changed, make_plan, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -71,7 +75,7 @@ def run(walk: Walk) -> int:
     from tracker.report import write_report
 
     try:
-        plan = make_plan(walk)
+        plan = make_plan(walk, lambda line: print(line, flush=True))
         mode = resolve_mode(walk.wandb)
     except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
@@ -84,38 +88,56 @@ def run(walk: Walk) -> int:
 
     for number in STOPS:
         signal.signal(number, stop)
-    units = {step: _readable(plan.store, step) for step in plan.store.steps()}
-    missing = [checkpoint for checkpoint in plan.checkpoints if units.get(checkpoint.step) is None]
+    units = {step: unit for step in plan.store.steps() if (unit := _readable(plan.store, step)) is not None}
+    missing = [checkpoint for checkpoint in plan.checkpoints if checkpoint.step not in units]
     print(
         f"{plan.suite.name}: {len(plan.checkpoints)} checkpoints, {len(plan.checkpoints) - len(missing)} already "
-        f"measured; {len(plan.prompts)} prompts; {plan.device}, {walk.dtype}; results in {plan.store.path}",
+        f"measured; {len(plan.inputs)} prompts; {plan.device}, {walk.dtype}; results in {plan.store.path}",
         flush=True,
     )
-    if plan.suite.notice:
-        print(f"note: {plan.suite.notice}", flush=True)
+    _say_what_is_doubted(plan)
     failed: dict[int, str] = {}
     try:
+        if other := changed(plan, units):
+            raise UsageError(
+                f"the weights of step {listed(other)} of {plan.suite.source} are not those that {plan.store.path} holds results "
+                "of: retrained, or published anew? Choose another --out, or delete the units of these steps"
+            )
+        if not plan.checkpoints:
+            raise UsageError("every checkpoint that was asked for is doubted; --allow_suspect measures and marks them")
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
-        with _wandb(plan, mode, walk) as log, _progress(len(missing)) as advance:
-            for unit in filter(None, units.values()):
-                log(unit)
-            for checkpoint in missing:
-                if stopped:
-                    raise KeyboardInterrupt
-                started = time.perf_counter()
-                try:
-                    unit = measure_checkpoint(plan, checkpoint)
-                # A revision that can't be fetched, loaded, or held in memory; the others may.
-                except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
-                    failed[checkpoint.step] = f"{type(error).__name__}: {error}"
-                    advance(f"step {checkpoint.step}: FAILED, {error}")
-                    continue
-                plan.store.write(checkpoint.step, unit)
-                log(unit)
-                advance(f"step {checkpoint.step}: {_headline(unit)}  ({time.perf_counter() - started:.1f} s)")
+        with _wandb(plan, mode, walk) as log, progress(len(missing)) as shown:
+            for step, unit in units.items():
+                units[step] = _rescored(plan, step, unit)
+                log(units[step])
+
+            def done_elsewhere(step: int) -> None:
+                units[step] = plan.store.read(step)
+                log(units[step])
+                shown.advance(f"step {step}: measured by another walk")
+
+            with closing(deliveries(plan, missing, shown, done_elsewhere)) as coming:
+                for delivery in coming:
+                    if stopped:
+                        raise KeyboardInterrupt
+                    checkpoint = delivery.checkpoint
+                    started = time.perf_counter()
+                    try:
+                        unit = measure_checkpoint(plan, checkpoint, delivery.directory())
+                    # A revision that can't be fetched, loaded, or held in memory; the others may.
+                    except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
+                        failed[checkpoint.step] = f"{type(error).__name__}: {error}"
+                        shown.advance(f"step {checkpoint.step}: FAILED, {error}")
+                        continue
+                    plan.store.write(checkpoint.step, unit)
+                    units[checkpoint.step] = unit
+                    log(unit)
+                    shown.advance(f"step {checkpoint.step}: {_headline(unit)}  ({time.perf_counter() - started:.1f} s)")
+        _say_what_repeats(units)
         if plan.store.steps():
-            print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
+            with plan.store.alone():
+                print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
     except UsageError as error:
         return _usage_error(error)
     except BrokenPipeError:
@@ -131,6 +153,40 @@ def run(walk: Walk) -> int:
     for step, reason in failed.items():
         print(f"failed: step {step}: {reason}", file=sys.stderr)
     return FAILED if failed else OK
+
+
+def _say_what_is_doubted(plan: Plan) -> None:
+    for notice in plan.notices:
+        print(f"note: {notice}", flush=True)
+    if plan.offline:
+        print(f"note: {plan.offline}; what the cache holds is measured", flush=True)
+    for what, doubted in (("left out", plan.excluded), ("measured, and marked as suspect", plan.suspect)):
+        if doubted:
+            print(f"{len(doubted)} of the revisions asked for are not what their names say; they are {what}:")
+            for step, reason in doubted.items():
+                print(f"  step {step:>7}  {reason}", flush=True)
+    if plan.excluded:
+        print("--allow_suspect measures them too", flush=True)
+
+
+def _say_what_repeats(units: "Mapping[int, xr.Dataset]") -> None:
+    fingerprints = {
+        step: str(unit.coords["fingerprint"].item()) for step, unit in units.items() if "fingerprint" in unit.coords
+    }
+    for step, earlier in repeats(fingerprints).items():
+        print(f"note: {explained(step, earlier)}", flush=True)
+
+
+def _rescored(plan: Plan, step: int, unit: "xr.Dataset") -> "xr.Dataset":
+    """A unit of an earlier walk, with the scores that this one was given."""
+    joined = with_scores(unit, plan.scores.get(step, {}))
+    if joined.identical(unit):
+        return unit
+    claim = plan.store.claim(step)
+    if claim is not None:
+        plan.store.write(step, joined)
+        claim.release(remove=True)
+    return joined
 
 
 def _readable(store: "Store", step: int) -> "xr.Dataset | None":
@@ -179,49 +235,6 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
         yield log.log
     finally:
         print(log.finish(), flush=True)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Count revisions done: a bar with rate and ETA on a terminal, plain lines elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console()
-    if not console.is_terminal:
-        started, done = time.perf_counter(), 0
-
-        def advance(line: str) -> None:
-            nonlocal done
-            done += 1
-            remaining = (time.perf_counter() - started) / done * (total - done)
-            print(f"[{done}/{total}] {line}  about {remaining:.0f} s left", flush=True)
-
-        yield advance
-        return
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
-
-        def advance_bar(line: str) -> None:
-            progress.console.print(line, markup=False, highlight=False)
-            progress.advance(task)
-
-        yield advance_bar
 
 
 if __name__ == "__main__":

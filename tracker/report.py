@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from checkpoints.integrity import explained
 from tracker.coupling import MEASURES
 from tracker.results import Store, open_results, write_whole
-from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles
+from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles, suspect
 
 PAGE = Path(__file__).parent / "page"
 CAPTIONS = {
@@ -48,9 +49,11 @@ def write_report(results: str | Path, out: str | Path) -> Path:
         f"{dataset.sizes['layer']} blocks, {len(steps)} checkpoints from step {steps[0]:,} to {steps[-1]:,}, "
         f"{dataset.sizes['prompt']} prompts."
     )
+    doubts = "".join(f"<li>{html.escape(line)}</li>" for line in _doubts(dataset))
     page = Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(f"Block coupling of {name} over training"),
         summary=html.escape(summary),
+        doubts=f"<ul class=doubts>{doubts}</ul>" if doubts else "",
         css=(PAGE / "page.css").read_text(encoding="utf-8"),
         script=(PAGE / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
@@ -74,6 +77,7 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
     matrices = {name: dataset[name].mean(("prompt", "token")) for name in measures}
     data: dict[str, Any] = {
         "steps": [int(step) for step in dataset["step"].values],
+        "suspect": [reason != "" for reason in suspect(dataset)],
         "layers": dataset.sizes["layer"],
         "ks": ks,
         "pairs": list(PAIRS),
@@ -109,6 +113,15 @@ def page_data(dataset: xr.Dataset) -> dict[str, Any]:
     if "score" in points:
         data["score"] = {str(task): _numbers(points["score"].sel(task=task)) for task in points["task"].values}
     return data
+
+
+def _doubts(dataset: xr.Dataset) -> list[str]:
+    """What a reader should know about the weights behind the points."""
+    steps = [int(step) for step in dataset["step"].values]
+    lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(dataset), strict=True) if why]
+    repeated = dataset["repeats"].values if "repeats" in dataset.coords else [-1] * len(steps)
+    same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
+    return lines + [f"{line[0].upper()}{line[1:]}." for line in same]
 
 
 def _curve(points: xr.Dataset, name: str) -> dict[str, list]:

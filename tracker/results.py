@@ -16,6 +16,9 @@ from typing import Any
 
 import xarray as xr
 
+from checkpoints.files import Lock, write_whole
+from checkpoints.integrity import repeats
+
 # Measured anew in every run, so they differ between two runs that agree in every number.
 VOLATILE = ("created", "seconds")
 
@@ -34,9 +37,13 @@ class Store:
             ValueError: if the store was written with other settings; names each that differs.
         """
         settings = json.loads(json.dumps(settings))
+        self.units.mkdir(parents=True, exist_ok=True)
+        with self.alone():
+            self._settle(settings)
+
+    def _settle(self, settings: Mapping[str, Any]) -> None:
         file = self.path / "settings.json"
-        if not self.steps():
-            self.units.mkdir(parents=True, exist_ok=True)
+        if not self.steps() and not self._claimed():
             write_whole(file, json.dumps(settings, indent=2).encode())
             return
         try:
@@ -63,6 +70,36 @@ class Store:
     def has(self, step: int) -> bool:
         """Whether the unit of a step has been measured."""
         return self.file(step).exists()
+
+    def claim(self, step: int) -> Lock | None:
+        """The sole right to measure a step, until it is released or this process ends; None where another has it."""
+        lock = Lock.take(self._claim(step))
+        if lock:
+            lock.sign()
+        return lock
+
+    def claimant(self, step: int) -> str:
+        """Who has the claim on a step: host and process."""
+        try:
+            return self._claim(step).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def alone(self) -> Lock:
+        """A lock for what concerns the whole store, such as its page; waits while another process has it."""
+        return Lock.wait(self.path / ".lock")
+
+    def _claim(self, step: int) -> Path:
+        return self.units / f".step{step:08d}.claim"
+
+    def _claimed(self) -> bool:
+        """Whether some process is measuring."""
+        for file in self.units.glob(".step*.claim"):
+            lock = Lock.take(file)
+            if lock is None:
+                return True
+            lock.release(remove=True)
+        return False
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit, whole or not at all."""
@@ -97,7 +134,8 @@ class Store:
 def open_results(path: str | Path) -> xr.Dataset:
     """All units of a walk or a run, joined along `step`, ascending.
 
-    Attributes that all units share are kept; those that differ become coordinates along `step`.
+    Attributes that all units share are kept; those that differ become coordinates along `step`. The coordinate `repeats`
+    names the earlier step whose weights a step has in every tensor, -1 where there is none.
 
     Raises:
         FileNotFoundError: if there are no units at `path`.
@@ -116,13 +154,19 @@ def open_results(path: str | Path) -> xr.Dataset:
     ):
         if len(values) > 1:
             raise ValueError(f"{store.path} holds units that differ in their {name} ({values}); they make no curve")
+    prints = {
+        step: str(u.coords["fingerprint"].item())
+        for step, u in zip(steps, units, strict=True)
+        if "fingerprint" in u.coords
+    }
+    repeated = repeats(prints)
     names = {name: None for unit in units for name in unit.attrs}
     for name in names:
         values = [unit.attrs.get(name, "") for unit in units]
         if any(value != values[0] for value in values):
             for unit in units:
                 unit.coords[name] = unit.attrs.pop(name, "")
-    return xr.concat(
+    joined = xr.concat(
         units,
         xr.IndexVariable("step", steps),
         data_vars="all",
@@ -131,22 +175,4 @@ def open_results(path: str | Path) -> xr.Dataset:
         join="outer",
         combine_attrs="drop_conflicts",
     )
-
-
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also when the disk is full or the process killed."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        with open(temporary, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, file)
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))

@@ -73,6 +73,12 @@ def _null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
     return null.where(measured.notnull()).transpose(*measured.dims)
 
 
+def suspect(results: xr.Dataset) -> np.ndarray:
+    """Why each step is doubted to be what its name says; "" where it is not, or where nobody has looked."""
+    reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
+    return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
+
+
 def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
     """Means over layer pairs: dimensions (layer, layer_other) become `pairs`."""
 

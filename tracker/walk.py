@@ -5,11 +5,14 @@ Nothing heavy is imported before it is needed: the command line reads this file 
 
 import hashlib
 import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from checkpoints import hub, scores
+from checkpoints import hub, integrity, scores
+from checkpoints.disk import Disk
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.prompts import load_prompts, prompts_digest
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Walk:
-    """Measure block coupling, LSS and expodistance at the training checkpoints of a language model.
+    """Measure block coupling, LSS and expodistance at the training checkpoints of a model.
 
     Exit status: 0 all measured; 1 some revision failed (listed at the end, the others kept); 2 bad usage.
 
@@ -30,14 +33,25 @@ class Walk:
             Hugging Face repository id, or a directory of checkpoints.
         steps: paper (Fig. 1b), all, log2, scores (those with benchmark results), or numbers such as 128,512. Default:
             paper for Pythia, all for others.
+        revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where
+            branches or directories are not spelled like step128 or checkpoint-128.
+        stage: of a suite trained in several, such as OLMo 2. Default: the first.
+        allow_suspect: measure revisions too that seem not to hold what their name says; their points are marked.
+        disk_budget: how much of the disk downloads may take, such as 60GB; measured revisions that this program fetched
+            make room. Default: no limit, nothing is removed.
+        scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
+        module: the class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
+        tokenizer: of Lightning checkpoints, a repository or directory; the module's forward takes what it gives.
+        inputs: a .pt file with what the model's forward takes, in place of prompts.
         prompts: builtin, or a file: text with one prompt a line, or JSONL with "prompt".
         k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
             the model's width.
-        tokens: whose Jacobians: last, all, or positions such as 0,-1.
+        tokens: whose Jacobians: last, cls, all, or positions such as 0,-1.
         final_norm: include the final norm in the last block, exclude it, or drop that block. Default: include where
             the model has one.
         max_tokens: cut longer prompts to this many tokens; without it a prompt beyond the context is refused.
-        out: directory of the results; an existing one is completed. Default: results/MODEL.
+        out: directory of the results; an existing one is completed, also by several walks at once. Default:
+            results/MODEL.
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
         dtype: precision of the measurement, whatever the weights are stored in.
         wandb: auto is online where a key is set up, else offline.
@@ -47,6 +61,14 @@ class Walk:
 
     model: str
     steps: int | str | None = None
+    revisions: str | None = None
+    stage: str | None = None
+    allow_suspect: bool = False
+    disk_budget: str | None = None
+    scores: Path | None = None
+    module: str | None = None
+    tokenizer: str | None = None
+    inputs: Path | None = None
     prompts: str = "builtin"
     k: int | str | None = None
     tokens: int | str = "last"
@@ -62,20 +84,46 @@ class Walk:
 
 @dataclass
 class Plan:
-    """A walk whose settings have been checked."""
+    """A walk whose settings have been checked, and what the hub says about its checkpoints."""
 
     suite: Suite
-    checkpoints: tuple[Checkpoint, ...]
-    prompts: list[str]
+    checkpoints: tuple[Checkpoint, ...]  # to be measured
+    excluded: dict[int, str]  # the chosen steps that are not, and why
+    suspect: dict[int, str]  # steps that are, though they are doubted, and why
+    listings: dict[str, hub.Listing]  # by revision
+    offline: str  # why the hub can't be asked, or ""
+    disk: Disk
+    load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, where inputs are prompts, a tokenizer
+    inputs: Any
     measure: dict[str, Any]  # keywords of `tracker.measure`
     device: str
     store: "Store"
     settings: str  # a hash of what the store is measured with
-    scores: dict[int, dict[str, float]]
+    scores: scores.Scores
+    notices: list[str]
+
+    def digest(self, checkpoint: Checkpoint) -> str:
+        """A hash of the weight files that would be measured now; "" where they can't be known without fetching."""
+        directory, listing = Path(checkpoint.source), None
+        if checkpoint.revision is not None:
+            listing = self.listings.get(checkpoint.revision)
+            if listing is not None and all(file.sha256 for file in listing.weights):
+                return integrity.files_digest(directory, listing)
+            try:
+                directory = self.cached(checkpoint)
+            except hub.CheckpointError:
+                return ""
+        return integrity.files_digest(directory, listing)
+
+    def cached(self, checkpoint: Checkpoint) -> Path:
+        """The directory of a revision that is in the cache."""
+        from checkpoints.fetch import cached
+
+        return cached(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
 
 
-def make_plan(walk: Walk) -> Plan:
-    """Check a walk's settings before anything is fetched or trained.
+def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
+    """Check a walk's settings, and what the hub says about its revisions, before anything is fetched or trained.
 
     Raises:
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
@@ -85,9 +133,10 @@ def make_plan(walk: Walk) -> Plan:
     from tracker.provenance import SCHEMA
     from tracker.results import Store
 
-    suite = find_suite(walk.model, walk.seed)
-    published = scores.published(suite.name)
-    prompts = load_prompts(walk.prompts)
+    suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
+    joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
+    prompts, inputs = _inputs(walk)
+    load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.zeros(1, device=device).item()
@@ -101,47 +150,135 @@ def make_plan(walk: Walk) -> Plan:
     }
     if keywords["k"] and keywords["k"][0] < 1:
         raise ValueError(f"--k {walk.k}; each K must be at least 1")
-    checkpoints = suite.chosen(None if walk.steps is None else str(walk.steps), published)
+    disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes(walk.disk_budget))
+    chosen = suite.chosen(None if walk.steps is None else str(walk.steps), joined)
+    examined = integrity.examine(suite, chosen, say)
+    excluded = {} if walk.allow_suspect else examined.doubted
+    kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
+
     store = Store(walk.out or Path("results") / suite.name)
-    identity = {
-        "schema": SCHEMA,
-        "model": suite.source,
-        "prompts": prompts_digest(prompts),
-        "dtype": walk.dtype,
-        **keywords,
-    }
-    if walk.model == "nano":
-        identity["suite"] = suite.cache_dir and suite.cache_dir.name
+    identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
+    # Named only where given, so that a store keeps its identity when an option is added here.
+    identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
+    identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
+    if suite.cache_dir is not None:
+        identity["suite"] = suite.cache_dir.name
     store.settle(identity)
     settings = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     keywords["dtype"] = getattr(torch, walk.dtype)
-    return Plan(suite, checkpoints, prompts, keywords, device, store, settings, published)
+    notices = [suite.notice] if suite.notice else []
+    if joined:
+        where = walk.scores or "the suite's own, zero-shot"
+        notices.append(scores.joined(joined, [checkpoint.step for checkpoint in kept], str(where)))
+    return Plan(
+        suite=suite,
+        checkpoints=kept,
+        excluded=excluded,
+        suspect=examined.doubted if walk.allow_suspect else {},
+        listings=examined.listings,
+        offline=examined.offline,
+        disk=disk,
+        load=load,
+        inputs=inputs,
+        measure=keywords,
+        device=device,
+        store=store,
+        settings=settings,
+        scores=joined,
+        notices=notices,
+    )
 
 
-def measure_checkpoint(plan: Plan, checkpoint: Checkpoint) -> "xr.Dataset":
-    """Fetch, load and measure one checkpoint; the unit says which it was."""
-    import xarray as xr
+def changed(plan: Plan, units: Mapping[int, "xr.Dataset"]) -> list[int]:
+    """The steps whose weights are not those that the store's units were measured from."""
+    measured = {
+        c: units[c.step].coords["files_sha256"].item()
+        for c in plan.checkpoints
+        if "files_sha256" in _coords(units, c.step)
+    }
+    return [c.step for c, digest in measured.items() if plan.digest(c) not in ("", digest)]
 
+
+def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
+    """Load and measure a fetched checkpoint; the unit says which it was."""
     from tracker.measurement import measure
 
-    directory = Path(checkpoint.source)
-    if checkpoint.revision is not None:
-        local_only = plan.suite.cache_dir is not None
-        directory = hub.fetch(checkpoint.source, checkpoint.revision, plan.suite.cache_dir, local_only)
-    model, tokenizer = hub.load(directory)
-    unit = measure(model, plan.prompts, tokenizer=tokenizer, device=plan.device, **plan.measure)
+    model, tokenizer = plan.load(directory)
+    fingerprint = integrity.fingerprint(model.state_dict().items())
+    unit = measure(model, plan.inputs, tokenizer=tokenizer, device=plan.device, **plan.measure)
+    listing = plan.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=checkpoint.revision or "",
         commit=directory.name if checkpoint.revision else "",
+        files_sha256=integrity.files_digest(directory, listing),
+        fingerprint=fingerprint,
+        suspect=plan.suspect.get(checkpoint.step, ""),
     )
+    if checkpoint.stage:
+        unit = unit.assign_coords(stage=checkpoint.stage)
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    scored = plan.scores.get(checkpoint.step, {}) | scores.brought(directory)
-    if scored:
-        unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
+    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
     return unit
+
+
+def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
+    """A unit with these scores beside those it has."""
+    import xarray as xr
+
+    if "score" in unit:
+        has = {str(task): float(value) for task, value in zip(unit["task"].values, unit["score"].values, strict=True)}
+        scored = has | dict(scored)
+        unit = unit.drop_dims("task")
+    if scored:
+        unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
+    return unit
+
+
+def _coords(units: Mapping[int, "xr.Dataset"], step: int) -> Any:
+    return units[step].coords if step in units else ()
+
+
+def _inputs(walk: Walk) -> tuple[str, Any]:
+    """What every checkpoint is measured on, and a hash of it."""
+    from tracker.provenance import digest
+
+    if walk.inputs is None:
+        prompts = load_prompts(walk.prompts)
+        return prompts_digest(prompts), prompts
+    import torch
+
+    try:
+        inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"--inputs {walk.inputs} can't be read ({hub.first_line(error)}); give a file that torch.save wrote, with a tensor "
+            "or a dictionary of tensors"
+        ) from error
+    return digest(inputs)[:16], inputs
+
+
+def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
+    from checkpoints import load
+
+    if walk.module is None:
+        if walk.inputs is None:
+            return load.load
+        return lambda directory: (load.load(directory)[0], None)
+    if walk.inputs is None and walk.tokenizer is None:
+        raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
+    load_file = load.lightning_loader(walk.module)
+    tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
+    return lambda file: (load_file(file), tokenizer)
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", size.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"--disk_budget {size!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
+    return round(float(match[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((match[2] or "B").upper()))
 
 
 def _numbers(option: str, text: int | str) -> list[int]:

@@ -58,19 +58,21 @@ const chosen = () => ({ measure: $("measure").value, k: $("k").value, pairs: $("
 
 function overTraining() {
   const { measure, k, pairs } = chosen();
-  const x = data.steps.map(at), text = data.steps.map((s) => "step " + s);
+  const x = data.steps.map(at), text = data.steps.map((s, i) => "step " + s + (data.suspect[i] ? " (suspect)" : ""));
+  const pick = (yes, no) => data.suspect.map((doubted) => (doubted ? yes : no));
+  const marker = { size: pick(11, 6), symbol: pick("x-open", "circle") };
   if (measure) {
     const c = data.curves[measure][k][pairs];
     draw("coupling", [
       ...band(x, c.q25, c.q75, BLUE),
-      line(x, c.value, measure, BLUE, { text }),
+      line(x, c.value, measure, BLUE, { text, marker }),
       { x, y: c.null, name: "null level", mode: "lines", line: { color: BLUE, dash: "dot", width: 2 }, text },
     ], { title: { text: `${measure}, K = ${k}, ${data.pair_names[pairs]}` }, xaxis: stepAxis, yaxis: { rangemode: "tozero" } });
     $("coupling-caption").textContent = data.captions[measure];
   }
   const spread = (id, names, title, more) => draw(id, names.flatMap(([name, label, colour]) => {
     const s = data.trajectory[name];
-    return s ? [...band(x, s.q25, s.q75, colour), line(x, s.median, label, colour, { text })] : [];
+    return s ? [...band(x, s.q25, s.q75, colour), line(x, s.median, label, colour, { text, marker })] : [];
   }), { title: { text: title }, xaxis: stepAxis, yaxis: more });
   spread("lss", [["lss", "median", GREEN]], "Line-shape score", {});
   spread("expodistance", [["expodistance_raw", "before the final norm", GREEN], ["expodistance", data.final_norm, ORANGE]],
@@ -78,7 +80,7 @@ function overTraining() {
   const tasks = Object.entries(data.score);
   $("score-figure").hidden = tasks.length === 0;
   if (tasks.length) {
-    draw("score", tasks.map(([task, y], i) => line(x, y, task, i ? undefined : ORANGE, { text, visible: i < 8 ? true : "legendonly" })),
+    draw("score", tasks.map(([task, y], i) => line(x, y, task, i ? undefined : ORANGE, { text, marker, visible: i < 8 ? true : "legendonly" })),
       { title: { text: tasks.length === 1 ? tasks[0][0] : "Scores" }, xaxis: stepAxis, showlegend: tasks.length > 1 });
   }
 }

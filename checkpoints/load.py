@@ -1,0 +1,125 @@
+"""A fetched checkpoint as a model and its tokenizer, or what is wrong with its weights, in one sentence."""
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoints.hub import CheckpointError, first_line
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Legacy pickles carry constant causal masks and rotary frequencies; they are rebuilt, not loaded.
+REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
+
+
+def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a fetched checkpoint, in the dtype it is stored in, and its tokenizer.
+
+    Raises:
+        CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged.
+    """
+    # Else transformers starts a thread that converts legacy weights over the network.
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        with without_progress_bars():
+            config = AutoConfig.from_pretrained(directory)
+            auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+            loaded: Any = auto.from_pretrained(
+                directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        model, info = loaded
+        if len(tokenizer) == 0:
+            raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files beside the weights")
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            f"{directory} can't be loaded ({type(error).__name__}: {first_line(error)}); if a file is missing or damaged, "
+            "fetch it again"
+        ) from error
+    _refuse_other_tensors(directory, info)
+    return model, tokenizer
+
+
+def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
+    """What loads a Lightning checkpoint into the user's own class, with the hyperparameters that the checkpoint holds.
+
+    Args:
+        module: where the class is, as package.module:Class.
+
+    Raises:
+        ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit it.
+    """
+    from pickle import UnpicklingError
+
+    where, _, name = module.partition(":")
+    try:
+        load_from_checkpoint = getattr(importlib.import_module(where), name).load_from_checkpoint
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--module {module}: no LightningModule there ({first_line(error)}); give it as package.module:Class, in a place "
+            "from which Python can import it"
+        ) from error
+
+    def load_file(file: Path) -> "nn.Module":
+        try:
+            return load_from_checkpoint(file, map_location="cpu").eval()
+        except (UnpicklingError, OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{file} can't be loaded as {module} ({type(error).__name__}: {first_line(error)}); hyperparameters are read "
+                "from the checkpoint: does the class call save_hyperparameters()?"
+            ) from error
+
+    return load_file
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """A tokenizer by its repository or directory.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--tokenizer {name}: no tokenizer there ({first_line(error)})") from error
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Transformers' bars per file say nothing beside a walk's own progress."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _refuse_other_tensors(directory: Path, info: dict[str, Any]) -> None:
+    faults = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(k for k in info["unexpected_keys"] if not k.endswith(REBUILT)),
+        "mis-shaped": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
+    }
+    described = [
+        f"{len(k)} {kind} ({', '.join(k[:3])}{', …' if len(k) > 3 else ''})" for kind, k in faults.items() if k
+    ]
+    if described:
+        raise CheckpointError(
+            f"the weights in {directory} are not this model's: {'; '.join(described)} tensors. transformers would fill "
+            "them in at random; nothing is measured from them"
+        )

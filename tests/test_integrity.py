@@ -1,0 +1,145 @@
+"""Whether revisions are what their names say: planted duplicates, mixed shards and missing files, found by their hashes."""
+
+import itertools
+
+import pytest
+import torch
+
+from checkpoints.hub import CheckpointError, File, Listing, Unreachable, missing_shards
+from checkpoints.integrity import examine, files_digest, fingerprint, known_defect, repeats, suspects
+from checkpoints.suites import Checkpoint, find_suite
+
+CONFIG = File("config.json", 500)
+SHARDS = [f"pytorch_model-0000{i}-of-00003.bin" for i in (1, 2, 3)]
+
+
+def listing(step: int, **hashes: str) -> Listing:
+    """Three shards that are the step's own, but where `hashes` says otherwise: shard1="..."."""
+    contents = {name: hashes.get(f"shard{i}", f"{step}/{i}") for i, name in enumerate(SHARDS, 1)}
+    return Listing(f"c{step}", (CONFIG, *(File(name, 10**9, sha) for name, sha in contents.items() if sha)))
+
+
+def doubted(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
+    checkpoints = [Checkpoint(step, "org/toy", f"step{step}") for step in sorted((*listings, *missing))]
+    return suspects(checkpoints, {f"step{step}": of_step for step, of_step in listings.items()})
+
+
+def test_a_suite_without_faults():
+    assert doubted({step: listing(step) for step in (0, 1, 2, 4)}) == {}
+
+
+def test_a_revision_that_serves_the_final_weights():
+    final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
+    assert doubted({1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}) == {
+        2: "its weights are those of step 4, 8, bit for bit",
+        4: "its weights are those of step 2, 8, bit for bit",
+    }
+
+
+def test_a_mixed_shard():
+    found = doubted({1: listing(1), 2: listing(2, shard1="8/1"), 8: listing(8)})
+    assert found == {2: "1 of its 3 shards are mixed in: those of step 8, bit for bit"}
+
+
+def test_of_two_that_agree_neither_is_known_to_be_right():
+    found = doubted(
+        {1: listing(1), 2: listing(2), 4: listing(4, **{f"shard{i}": f"2/{i}" for i in (1, 2, 3)}), 8: listing(8)}
+    )
+    assert found.keys() == {2, 4}
+
+
+def test_steps_0_and_1_agree_by_design_but_2_does_not():
+    first = {f"shard{i}": f"0/{i}" for i in (1, 2, 3)}
+    assert doubted({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}
+    assert doubted({0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}).keys() == {2}
+
+
+def test_missing_files_and_revisions():
+    found = doubted({1: listing(1, shard2=""), 2: Listing("c", (CONFIG,)), 4: Listing("c", listing(4).files[1:])}, (8,))
+    assert SHARDS[1] in found[1] and "no weight files" in found[2]
+    assert found[4] == "without config.json" and found[8] == "org/toy has no revision step8"
+
+
+def test_known_defects():
+    def defects(name: str) -> list[int]:
+        return [c.step for c in find_suite(name).checkpoints if known_defect(c)]
+
+    # 76 branches serve main's file, 10 that of step143000, which is one of them and rightly so.
+    assert len(defects("2.8b")) == 85 and defects("2.8b-deduped") == []
+    assert defects("12b") == [50000, 58000] and defects("410m-seed2") == [111000]
+    olmo = Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "stage1-step101000-tokens424B", stage="stage1")
+    assert "allenai/OLMo/issues/915" in str(known_defect(olmo))
+    assert known_defect(Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "x", stage="stage2")) is None
+
+
+def test_known_defects_are_known_without_a_network(monkeypatch):
+    def unreachable(*_):
+        raise Unreachable("no network")
+
+    monkeypatch.setattr("checkpoints.hub.branches", unreachable)
+    suite = find_suite("12b")
+    examination = examine(suite, suite.chosen("128,50000"))
+    assert examination.doubted.keys() == {50_000} and examination.offline == "no network"
+
+
+def test_one_format_is_fetched_and_its_index_with_it():
+    names = [
+        "config.json",
+        "model.safetensors.index.json",
+        "pytorch_model.bin.index.json",
+        "README.md",
+        "optimizer.bin",
+    ]
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "onnx/model.safetensors"]
+    both = Listing("c", tuple(File(name, 1) for name in [*names, *shards, *SHARDS]))
+    assert [f.name for f in both.needed] == ["config.json", "model.safetensors.index.json", *shards[:2]]
+    # The one that is whole, where the other is not.
+    broken = Listing("c", tuple(File(name, 1) for name in [*names, shards[0], *SHARDS]))
+    assert [f.name for f in broken.needed] == ["config.json", "pytorch_model.bin.index.json", *SHARDS]
+    assert missing_shards(broken.formats["safetensors"]) == [shards[1]]
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"a": torch.randn(3, 4).half().float(), "b": torch.randn(5).half().float(), "n": torch.tensor([1, 2])}
+
+
+def test_a_fingerprint_is_of_names_shapes_and_values_alone():
+    tensors = weights()
+    own = fingerprint(tensors.items())
+    assert all(fingerprint(some) == own for some in itertools.permutations(tensors.items()))
+    stored_in_half = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
+    assert fingerprint(stored_in_half.items()) == own
+    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own  # strides are no content
+    others = [
+        tensors | {"a": tensors["a"].view(4, 3)},
+        tensors | {"a": tensors["a"] + torch.eye(3, 4) * 1e-6},
+        tensors | {"a": -tensors["a"]},
+        {"c" if name == "a" else name: t for name, t in tensors.items()},
+        tensors | {"n": torch.tensor([1, 3])},
+    ]
+    assert len({own, *(fingerprint(other.items()) for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(value):
+    tensors = weights()
+    tensors["b"][2] = value
+    with pytest.raises(CheckpointError, match="NaN or infinite weights in b"):
+        fingerprint(tensors.items())
+
+
+def test_repeats_name_the_first():
+    assert repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
+
+
+def test_the_digest_of_files_is_the_same_from_the_hub_and_from_the_disk(tmp_path, monkeypatch):
+    import hashlib
+
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "cache"))
+    content = b"weights"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    (tmp_path / "config.json").write_text("{}")
+    published = Listing("c", (CONFIG, File("model.safetensors", 7, hashlib.sha256(content).hexdigest())))
+    assert files_digest(tmp_path) == files_digest(tmp_path, published)
+    (tmp_path / "model.safetensors").write_bytes(b"retrained")
+    assert files_digest(tmp_path) != files_digest(tmp_path, published)

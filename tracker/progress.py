@@ -1,0 +1,106 @@
+"""Long work shows itself: bars with rate and ETA on a terminal, plain lines elsewhere."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+PLAIN_INTERVAL = 30.0  # seconds between lines about a download
+
+
+class Progress(Protocol):
+    """What a walk tells of itself; any thread may."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+
+    def advance(self, line: str) -> None:
+        """One checkpoint is done; `line` says how it went."""
+
+    def downloading(self, name: str, size: int) -> Callable[[int], None]:
+        """A download of `size` bytes begins; the function returned takes bytes as they come."""
+        ...
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """Show the progress of `total` checkpoints."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        yield _Lines(total)
+        return
+    from rich import progress as bars
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TextColumn("{task.fields[amount]}"),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("ETA"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console) as shown:
+        yield _Bars(shown, total)
+
+
+class _Lines:
+    def __init__(self, total: int):
+        self.total, self.done, self.started = total, 0, time.perf_counter()
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+    def advance(self, line: str) -> None:
+        self.done += 1
+        remaining = (time.perf_counter() - self.started) / self.done * (self.total - self.done)
+        self.say(f"[{self.done}/{self.total}] {line}  about {remaining:.0f} s left")
+
+    def downloading(self, name: str, size: int) -> Callable[[int], None]:
+        started = said = time.perf_counter()
+        have = 0
+
+        def count(arrived: int) -> None:
+            nonlocal have, said
+            have += arrived
+            now = time.perf_counter()
+            if have >= size or now - said > PLAIN_INTERVAL:
+                said = now
+                self.say(f"{name}: {amount(have, size)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
+
+        return count
+
+
+class _Bars:
+    def __init__(self, shown, total: int):
+        self.shown, self.total = shown, total
+        self.task = shown.add_task("measuring", total=total, amount=f"0/{total}")
+        self.done = 0
+
+    def say(self, line: str) -> None:
+        self.shown.console.print(line, markup=False, highlight=False)
+
+    def advance(self, line: str) -> None:
+        self.done += 1
+        self.say(line)
+        self.shown.update(self.task, completed=self.done, amount=f"{self.done}/{self.total}")
+
+    def downloading(self, name: str, size: int) -> Callable[[int], None]:
+        task = self.shown.add_task(f"fetching {name}", total=size, amount=amount(0, size))
+        lock, have = threading.Lock(), 0
+
+        def count(arrived: int) -> None:
+            nonlocal have
+            with lock:
+                have += arrived
+            self.shown.update(task, completed=have, amount=amount(have, size), visible=have < size)
+
+        return count
+
+
+def amount(have: int, size: int) -> str:
+    """Bytes out of bytes, in the unit that suits."""
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    return f"{have / unit:.3g} of {size / unit:.3g} {name}"
