@@ -81,11 +81,11 @@ def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] 
     directory.mkdir(parents=True, exist_ok=True)
     with Lock.wait(directory / ".training"):
         if not is_trained(seed, recipe):
-            _train(seed, recipe, directory)
+            _train(seed, recipe, directory, callbacks)
     return directory
 
 
-def _train(seed: int, recipe: Recipe, directory: Path) -> None:
+def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any]) -> None:
     import lightning
     import torch
 
