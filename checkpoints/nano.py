@@ -90,7 +90,7 @@ def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
         f"({time.perf_counter() - started:.0f} s); writing to {directory}",
         flush=True,
     )
-    with _quiet():
+    with quiet():
         lightning.seed_everything(seed, verbose=False)
         module = _module(recipe, tokenizer, held_out_ids, directory)
         generator = torch.Generator().manual_seed(seed)
@@ -236,7 +236,7 @@ def _repository(directory: Path) -> Path:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without Lightning's notices about GPUs, workers and tips."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
