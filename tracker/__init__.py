@@ -12,14 +12,16 @@ __version__ = "0.1.0"
 
 # Public functions by the room they live in, imported when first asked for: `import tracker` itself pulls in nothing.
 _ROOMS = {
+    "CouplingCallback": "callback",
     "measure": "measurement",
     "find_blocks": "blocks",
     "open_results": "results",
 }
-__all__ = ["find_blocks", "measure", "open_results"]
+__all__ = ["CouplingCallback", "find_blocks", "measure", "open_results"]
 
 if TYPE_CHECKING:
     from tracker.blocks import find_blocks
+    from tracker.callback import CouplingCallback
     from tracker.measurement import measure
     from tracker.results import open_results
 

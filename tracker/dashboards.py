@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import xarray as xr
 
 from tracker.coupling import MEASURES
@@ -89,15 +88,10 @@ class WandbLog:
 
 def _pictures(unit: xr.Dataset) -> dict[str, Any]:
     import wandb
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    from tracker.figures import coupling_heatmap
+    from tracker.figures import coupling_heatmap, pixels
 
-    images = {}
-    for k in unit["k"].values:
-        canvas = FigureCanvasAgg(coupling_heatmap(unit, int(k)))
-        canvas.draw()
-        images[f"coupling/heatmap/k{k}"] = wandb.Image(np.asarray(canvas.buffer_rgba()))
+    images = {f"coupling/heatmap/k{k}": wandb.Image(pixels(coupling_heatmap(unit, int(k)))) for k in unit["k"].values}
     pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()
     columns = ["k", "layer", "layer_other", *MEASURES]
     return images | {"coupling/pairs": wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())}

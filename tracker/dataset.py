@@ -29,6 +29,7 @@ BY_POSITION = tuple(name for name, dims in DIMS.items() if dims == ("position",)
 class Sample:
     """What was measured of one prompt or image, by variable name, with the dimensions in `DIMS`."""
 
+    label: str  # a prompt's text, or nothing
     length: int
     tokens: list[int]
     ks: tuple[int, ...]
@@ -45,17 +46,18 @@ class Sample:
             self.values.setdefault(name, []).append(value)
 
 
-def assemble(labels: Sequence[str], samples: Sequence[Sample]) -> xr.Dataset:
+def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     """Stack the samples along `prompt`; positions and tokens that a shorter one lacks are NaN."""
     first = samples[0]
+    labels = np.asarray([sample.label for sample in samples], dtype=object)
     sizes = {"position": max(s.length for s in samples), "token": max(len(s.tokens) for s in samples)}
     variables = {
         name: (("prompt", *dims), np.stack([_padded(np.asarray(s.values[name]), dims, sizes) for s in samples]))
         for name, dims in DIMS.items()
         if name in first.values
     }
-    coords: dict[str, Any] = {"prompt_text": ("prompt", np.asarray(labels, dtype=object)), "k": list(first.ks)}
-    dataset = xr.Dataset(variables, coords if "miscoupling" in variables else {"prompt_text": coords["prompt_text"]})
+    coords: dict[str, Any] = {"prompt_text": ("prompt", labels)}
+    dataset = xr.Dataset(variables, coords | ({"k": list(first.ks)} if "miscoupling" in variables else {}))
     starts = {"layer": 1, "layer_other": 1, "rank": 1}
     counted = {dim: np.arange(size) + starts.get(str(dim), 0) for dim, size in dataset.sizes.items() if dim != "k"}
     dataset = dataset.assign_coords(counted)

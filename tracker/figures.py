@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xarray as xr
 
 from tracker.results import open_results
@@ -30,6 +31,15 @@ def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> 
     axes.set(xlabel="basis of block l'", ylabel="block l", title=f"{measure}, K = {k}")
     figure.colorbar(image, label="0 = perfectly coupled")
     return figure
+
+
+def pixels(figure: "Figure") -> np.ndarray:
+    """A figure as an image, (height, width, 4), for loggers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())
 
 
 def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":

@@ -81,35 +81,37 @@ def measure(
         FloatingPointError: if a block overflows or gives NaN; the message names it.
     """
     started = time.perf_counter()
+    settings = Settings(k, tokens, final_norm, svd, dtype, chosen_measures(measures), window)
     found = find_blocks(model, blocks)
-    if tokens is None:
-        tokens = "last" if found.class_token is None else "cls"
-    settings = _Settings(
-        k,
-        tokens,
-        final_norm,
-        svd,
-        dtype,
-        MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures),
-        window,
-    )
-    calls = batches(model, inputs, tokenizer, max_tokens)
-    if device is None:
-        devices = (parameter.device for parameter in model.parameters())
-        device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
-    try:
-        device = torch.device(device)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"device={str(device)!r} can't be used ({str(error).splitlines()[0]})") from error
+    device = _device(model, device)
+    samples = measure_samples(model, found, batches(model, inputs, tokenizer, max_tokens), settings, device)
+    return labelled(samples, model, found, settings, device, inputs, started)
 
+
+def measure_samples(
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: "Settings", device: torch.device
+) -> list[Sample]:
+    """What `measure` measures of each sample, before it is put together: a part of the inputs may be measured elsewhere."""
     with undisturbed(device):
-        jacobians = Jacobians(Replica(model, found, dtype, device))
-        samples = [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
-    dataset = assemble([label for batch in calls for label in batch.labels], samples)
+        jacobians = Jacobians(Replica(model, blocks, settings.dtype, device))
+        return [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
+
+
+def labelled(
+    samples: Sequence[Sample],
+    model: nn.Module,
+    blocks: Blocks,
+    settings: "Settings",
+    device: torch.device,
+    inputs: Any,
+    started: float,
+) -> xr.Dataset:
+    """One Dataset of all samples, with the provenance of a measurement that began at `started` (`time.perf_counter`)."""
+    tokens = settings.chosen_tokens(blocks)
+    dataset = assemble(samples)
     dataset.attrs |= describe(model, device) | {
-        "blocks_found_by": found.found_by,
-        "dtype": str(dtype).removeprefix("torch."),
+        "blocks_found_by": blocks.found_by,
+        "dtype": str(settings.dtype).removeprefix("torch."),
         "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
         "measures": ", ".join(settings.measures),
         "svd": "full",
@@ -120,17 +122,37 @@ def measure(
     return dataset
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What was asked for, checked; what depends on the model is resolved against a recording."""
+def chosen_measures(measures: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What a caller who names one, several or none means."""
+    return MEASURES if measures is None else (measures,) if isinstance(measures, str) else tuple(measures)
 
-    k: int | Sequence[int] | None
-    tokens: str | Sequence[int]
-    final_norm: FinalNorm
-    svd: str
-    dtype: torch.dtype
-    measures: tuple[str, ...]
-    window: int | None
+
+def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        devices = (parameter.device for parameter in model.parameters())
+        device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
+    try:
+        device = torch.device(device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device={str(device)!r} can't be used ({str(error).splitlines()[0]})") from error
+    return device
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of a measurement, checked; what depends on the model is resolved against a recording.
+
+    The fields are the arguments of `measure`.
+    """
+
+    k: int | Sequence[int] | None = None
+    tokens: str | Sequence[int] | None = None
+    final_norm: FinalNorm = "auto"
+    svd: str = "auto"
+    dtype: torch.dtype = torch.float32
+    measures: tuple[str, ...] = MEASURES
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):
@@ -143,6 +165,10 @@ class _Settings:
             raise UsageError(f"measures={self.measures!r}; choose from {', '.join(MEASURES)}")
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
             raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
+
+    def chosen_tokens(self, blocks: Blocks) -> str | Sequence[int]:
+        """The class token of models that classify from it, unless something else was asked for."""
+        return self.tokens if self.tokens is not None else "last" if blocks.class_token is None else "cls"
 
     def ks(self, d: int) -> tuple[int, ...]:
         """The numbers of singular vectors, ascending."""
@@ -167,7 +193,7 @@ class _Settings:
         return choice
 
 
-def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> list[Sample]:
+def _measure_batch(jacobians: Jacobians, batch: Batch, settings: Settings) -> list[Sample]:
     """Everything about the samples of one forward call."""
     replica = jacobians.replica
     recording = record(
@@ -190,7 +216,8 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
         )
     valid = torch.ones(B, n, dtype=torch.bool) if batch.valid is None else batch.valid.cpu()
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
-    chosen = [positions(settings.tokens, at, replica.description.class_token) for at in valid]
+    tokens = settings.chosen_tokens(replica.description)
+    chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
     window = settings.window or trajectory.default_width(len(recording.calls))
     if settings.window is not None and window > len(raw):
         raise UsageError(f"window={window} states, but a trajectory through this model has {len(raw)}")
@@ -198,15 +225,15 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: _Settings) -> l
 
     names = ", ".join(call.name for call in recording.calls)
     attributes = {"final_norm": convention, "final_norm_module": norm, "window": window, "blocks": names}
-    samples = [Sample(n, at, ks, attributes) for at in chosen]
+    samples = [Sample(label, n, at, ks, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     if "trajectory" in settings.measures:
         states = recording.states
         for b, sample in enumerate(samples):
             sample.values |= _trajectory(states[:, b], raw[:, b], valid[b], window)
     if "coupling" in settings.measures:
         owners = [b for b, at in enumerate(chosen) for _ in at]
-        tokens = [t for at in chosen for t in at]
-        rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(tokens, device=raw.device))
+        at = [t for at in chosen for t in at]
+        rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(at, device=raw.device))
         for b, values in zip(owners, _couplings(jacobians, recording, rows, ks), strict=True):
             samples[b].add_token(values)
     for sample in samples:

@@ -36,14 +36,19 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
 
 
 def digest(inputs: Any) -> str:
-    """A hash of what was measured on: prompts, a tensor, or a mapping of tensors."""
+    """A hash of what was measured on: prompts, or tensors in mappings, tuples and lists."""
     sha = hashlib.sha256()
-    if isinstance(inputs, (str, Tensor)):
-        inputs = [inputs]
-    for name, value in inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs):
-        sha.update(f"{name}\0".encode())
-        if isinstance(value, Tensor):
-            sha.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            sha.update(str(value).encode())
+    _update(sha, inputs)
     return sha.hexdigest()
+
+
+def _update(sha: Any, inputs: Any) -> None:
+    if isinstance(inputs, Tensor):
+        sha.update(f"{inputs.dtype}{tuple(inputs.shape)}".encode())
+        sha.update(inputs.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(inputs, (Mapping, list, tuple)):
+        for name, value in inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs):
+            sha.update(f"{name}\0".encode())
+            _update(sha, value)
+    else:
+        sha.update(f"{inputs}\0".encode())

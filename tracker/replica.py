@@ -36,6 +36,8 @@ class Replica:
         self.module = _copy_tree(model, {})
         for part in self.module.modules():
             method_door(part)
+            if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # what a LightningModule says of itself
+                part.__dict__.update(_dtype=dtype, _device=device)
         _settle_configs(self.module)
         self.blocks = [self.module.get_submodule(name) for name in blocks.names]
         self.description = blocks

@@ -2,6 +2,7 @@
 
     DIR/settings.json             what every unit of this store was measured with
     DIR/units/step00000128.nc     one labelled Dataset
+    DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees all of it or nothing.
 The store is the truth; W&B, the figures and the page are views of it.
@@ -9,7 +10,7 @@ The store is the truth; W&B, the figures and the page are views of it.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,13 @@ class Store:
                 return unit.load()
         except (OSError, KeyError, RuntimeError) as error:
             raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
+
+    def set_aside(self, steps: Iterable[int]) -> None:
+        """Move units that no longer belong to the curve to DIR/superseded: nothing measured is deleted."""
+        for step in steps:
+            superseded = self.path / "superseded"
+            superseded.mkdir(exist_ok=True)
+            os.replace(self.file(step), superseded / self.file(step).name)
 
     def steps(self) -> list[int]:
         """The steps measured so far, ascending."""
