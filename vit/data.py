@@ -135,11 +135,11 @@ def _digits() -> tuple[Split, Split, list[str]]:
     """8 x 8 pixels in 17 grey levels; every class gives a fifth of its images to the test split."""
     from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    images = torch.from_numpy(np.round(digits.images * 255 / 16).astype(np.uint8))
-    whole = Split(images[:, None].repeat(1, 3, 1, 1), torch.from_numpy(digits.target).long())
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+    images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
+    whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
     mixed = balanced(whole, len(whole))
-    return mixed[slice(360, None)], mixed[slice(360)], [str(name) for name in digits.target_names]
+    return mixed[slice(360, None)], mixed[slice(360)], [str(digit) for digit in range(10)]
 
 
 def _folder(path: Path, side: int) -> tuple[Split, Split, list[str]]:

@@ -42,7 +42,7 @@ class Grid:
         weight_decays: with commas between them. Default: the paper's.
         drop_paths: stochastic depth rates, with commas. The paper names 0, 0.05, 0.1 and 0.3.
         seeds: with commas.
-        grid_out: directory of the cells. Default: results/vit/DATA.
+        out: directory of the cells. Default: results/vit/DATA.
         engine: ray, or processes of this machine. Default: ray where it is installed.
         jobs: how many cells at once, with processes.
         address: of a Ray cluster, or auto for the one this machine belongs to; cells are then to be written where every
@@ -55,7 +55,7 @@ class Grid:
     weight_decays: float | str = WEIGHT_DECAYS
     drop_paths: float | str = DROP_PATHS
     seeds: int | str = "0"
-    grid_out: Path | None = None
+    out: Path | None = None
     engine: Literal["auto", "ray", "processes"] = "auto"
     jobs: int = 1
     address: str | None = None
@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = ArgumentParser(prog="python -m vit.grid", description=(Grid.__doc__ or "").split("Args:")[0])
     parser.add_class_arguments(Grid, as_group=False)
-    varied = {"weight_decay", "drop_path", "seed", "out"}
-    parser.add_class_arguments(Recipe, as_group=False, skip=varied)
+    parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out"})
     settings = parse(parser, arguments)
     grid = Grid(**{name: settings[name] for name in Grid.__dataclass_fields__})
     return run(grid, from_dict(settings))
@@ -84,8 +83,10 @@ def run(grid: Grid, recipe: Recipe) -> int:
         engine = _engine(grid)
         for cell in recipes:
             agree(cell.directory, cell)
+        from tracker.dashboards import resolve_mode
         from vit.data import load
 
+        resolve_mode(recipe.wandb)
         load(recipe)  # missing or damaged data is one message here, not one in every cell
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -127,7 +128,7 @@ def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
         _values("--drop_paths", grid.drop_paths, float),
         _values("--seeds", grid.seeds, int),
     ]
-    out = grid.grid_out or Path("results") / "vit" / recipe.data_name
+    out = grid.out or Path("results") / "vit" / recipe.data_name
     group = recipe.group or f"grid-{recipe.data_name}"
     points = [
         replace(recipe, weight_decay=decay, drop_path=rate, seed=seed, group=group)

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning
 import torch
-from timm.data import Mixup
+from timm.data.mixup import Mixup
 from timm.data.distributed_sampler import RepeatAugSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset

@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning
 import torch
-from timm.optim import create_optimizer_v2
-from timm.scheduler import create_scheduler_v2
+from timm.optim._optim_factory import create_optimizer_v2
+from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy

@@ -61,8 +61,8 @@ class Recipe:
         strategy: Lightning's, such as ddp.
         compile: pass the model through torch.compile.
         threads: of the CPU; equal threads, equal results. Default: torch's own choice.
-        measure_at: steps at which coupling is measured: log2 (0, 1, 2, 4, ... and the last), every:N, numbers such as
-            0,100,1000, or off.
+        measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
+            off; before the first step and after the last besides.
         probe_size: images of the test split that coupling is measured on, the same in every run.
         k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
             the width.
@@ -151,16 +151,17 @@ class Recipe:
         """Optimiser steps in an epoch: whole batches only."""
         return images // self.batch_size
 
-    def measured_steps(self, total: int) -> list[int]:
-        """The steps at which coupling is measured, of `total`; the last is always one of them."""
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """When coupling is measured, in the callback's keywords; None: never. Both ends are always measured."""
         given = str(self.measure_at)
         if given == "off":
-            return []
+            return None
         if given == "log2":
-            return sorted({0, *(2**i for i in range(total.bit_length()) if 2**i <= total), total})
+            return {"schedule": "log2"}
         if given.startswith("every:"):
-            return sorted({*range(0, total + 1, int(given.removeprefix("every:"))), total})
-        return sorted({*numbers("--measure_at", given), total})
+            return {"every_n_steps": int(given.removeprefix("every:"))}
+        return {"steps": numbers("--measure_at", given)}
 
 
 def numbers(option: str, text: int | str) -> list[int]:

@@ -5,6 +5,7 @@ is that of the data. Nothing heavy is imported before the arguments have been re
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -13,10 +14,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
-from vit.recipe import RECIPES, Recipe, check, from_dict, recipe_file
+from vit.recipe import RECIPES, Recipe, check, from_dict, numbers, recipe_file
 
 if TYPE_CHECKING:
     import lightning
+    from lightning.pytorch.loggers import Logger
 
     from vit.data import Data
     from vit.module import Classifier
@@ -96,11 +98,11 @@ def train(recipe: Recipe, show: bool = False) -> Row:
         done = read(directory, "result")
         if done is not None:
             return done
+        (directory / "failed.json").unlink(missing_ok=True)
         from vit.data import load
 
         result = _train(recipe, load(recipe), show)
         write(directory, "result", result)
-        (directory / "failed.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
         return result
@@ -122,8 +124,10 @@ def _train(recipe: Recipe, data: "Data", show: bool) -> Row:
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
         module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
-        trainer = _trainer(recipe, data, steps_per_epoch, progress_bar=terminal)
+        trainer = _trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
+        if not checkpoint.exists():  # whatever was measured belongs to a training that left nothing to go on from
+            shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
         reason = ""
         try:
             trainer.fit(
@@ -139,15 +143,15 @@ def _train(recipe: Recipe, data: "Data", show: bool) -> Row:
     return {**_result(recipe, module, data, reason), "seconds": time.perf_counter() - started}
 
 
-def _trainer(recipe: Recipe, data: "Data", steps_per_epoch: int, progress_bar: bool) -> "lightning.Trainer":
+def _trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
     import torch
     from lightning import Trainer
     from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, RichProgressBar
 
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     callbacks = [
-        *_coupling(recipe, data, recipe.epochs * steps_per_epoch),
         *([] if recipe.ema is None else [EMAWeightAveraging(decay=recipe.ema)]),
+        *_coupling(recipe, data),
         *([RichProgressBar()] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
     ]
@@ -169,14 +173,25 @@ def _trainer(recipe: Recipe, data: "Data", steps_per_epoch: int, progress_bar: b
     )
 
 
-def _coupling(recipe: Recipe, data: "Data", total: int) -> list["lightning.Callback"]:
-    steps = recipe.measured_steps(total)
-    if not steps:
+def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
+    """Of the weights that are tested."""
+    if recipe.schedule is None:
         return []
-    return []
+    from tracker import CouplingCallback
+
+    return [
+        CouplingCallback(
+            **recipe.schedule,
+            probe=data.probe(recipe.probe_size),
+            k=recipe.ks,
+            tokens=recipe.tokens if recipe.tokens in ("cls", "last", "all") else numbers("--tokens", recipe.tokens),
+            weights="raw" if recipe.ema is None else "averaged",
+            save_dir=str(recipe.directory / "coupling"),
+        )
+    ]
 
 
-def _wandb(recipe: Recipe) -> "lightning.pytorch.loggers.Logger | bool":
+def _wandb(recipe: Recipe) -> "Logger | bool":
     """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
     from tracker.dashboards import resolve_mode
 
@@ -185,6 +200,7 @@ def _wandb(recipe: Recipe) -> "lightning.pytorch.loggers.Logger | bool":
         return False
     import wandb
     from lightning.pytorch.loggers import WandbLogger
+    from wandb.errors import CommError
 
     known = read(recipe.directory, "wandb-run") if mode == "online" else None
     tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
@@ -209,7 +225,7 @@ def _wandb(recipe: Recipe) -> "lightning.pytorch.loggers.Logger | bool":
 
     try:
         return begin(mode)
-    except wandb.errors.CommError as error:
+    except CommError as error:
         print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
         return begin("offline")
 

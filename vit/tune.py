@@ -23,8 +23,8 @@ def run_cells(
     ended: Callable[[Recipe], None],
 ) -> None:
     """Train the cells on Ray, each with so many CPUs and GPUs; what has failed for good is recorded in failed.json."""
-    import ray
-    from ray import tune
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import tune  # pyright: ignore[reportMissingImports]
 
     by_name = {recipe.cell: recipe for recipe in recipes}
 
