@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning
 import torch
-from timm.data.mixup import Mixup
 from timm.data.distributed_sampler import RepeatAugSampler
+from timm.data.mixup import Mixup
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import to_pil_image
