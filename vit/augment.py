@@ -22,6 +22,8 @@ from vit.recipe import Recipe
 
 Images = UInt8[Tensor, "b 3 h w"]
 PerImage = Float[Tensor, " b"]
+# Of 10: at the full 10 timm's posterize keeps 0 bits, which Pillow 13 refuses with an exception.
+HIGHEST_LEVEL = 9.999
 ERASED_AREA, ERASED_ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 
 
@@ -38,12 +40,12 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
 
 def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "3"]) -> v2.Compose:
     """The same for one PIL image at a time, with erasing and normalising: timm's and torchvision's own."""
-    fill = {"img_mean": tuple(round(255 * m) for m in mean.tolist())}
+    settings = {"img_mean": tuple(round(255 * m) for m in mean.tolist()), "magnitude_max": HIGHEST_LEVEL}
     return v2.Compose(
         [
             v2.RandomCrop(recipe.image_size, padding=recipe.crop_padding or None),
             v2.RandomHorizontalFlip(recipe.flip),
-            *([] if recipe.rand_augment == "off" else [rand_augment_transform(recipe.rand_augment, fill)]),
+            *([] if recipe.rand_augment == "off" else [rand_augment_transform(recipe.rand_augment, settings)]),
             v2.PILToTensor(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(mean.tolist(), std.tolist()),
@@ -122,7 +124,7 @@ def rand_augment(images: Images, policy: RandAugment, fill: Float[Tensor, "3"]) 
     for _ in range(policy.layers):
         choice = torch.randint(len(policy.names), (B,))
         choice[torch.rand(B) >= policy.probability] = -1
-        level = (policy.magnitude + policy.spread * torch.randn(B)).clamp(0, 10) / 10
+        level = (policy.magnitude + policy.spread * torch.randn(B)).clamp(0, HIGHEST_LEVEL) / 10
         signed = torch.where(torch.rand(B) < 0.5, -level, level)
         images = apply(images, policy.names, choice, level, signed, fill)
     return images

@@ -41,8 +41,8 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
         else:
             title += f"\nno line: fewer than {FEWEST} cells, or no spread"
         panel.set_title(title, fontsize=8)
-        panel.set_xlabel(coupling_label(at), fontsize=8)
-    axes[0].set_ylabel("test accuracy")
+    figure.supxlabel(coupling_label(at), fontsize=9)
+    figure.supylabel("test accuracy", fontsize=9)
     bar = figure.colorbar(points, ax=list(axes), ticks=np.linspace(0, 1, len(decays)), label="weight decay")
     bar.ax.set_yticklabels([f"{decay:g}" for decay in decays])
     return figure
@@ -61,8 +61,8 @@ def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence
         panel.plot(rates, y_mean, color=BLUE, label="coupling")
         panel.plot(rates, null_mean, color=GREY, ls=":", label="null level")
         panel.set_title(f"weight decay {decay:g}", fontsize=9)
-        panel.set_xlabel("stochastic depth", fontsize=8)
-    axes[0].set_ylabel(coupling_label(at), fontsize=8)
+    figure.supxlabel("stochastic depth", fontsize=9)
+    figure.supylabel(coupling_label(at), fontsize=9)
     axes[0].legend(fontsize=7)
     return figure
 
@@ -82,7 +82,8 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
     axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
     axes.set_xlim(-0.2, 1.3 * step[-1])
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set(xlabel="training step", ylabel=coupling_label(at))
+    axes.set_xlabel("training step")
+    axes.set_ylabel(coupling_label(at), fontsize=9)
     axes.legend(fontsize=7)
     axes.grid(alpha=0.3)
     return figure
@@ -111,7 +112,7 @@ def what_follows_accuracy(table: pd.DataFrame) -> Figure:
 def _panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
     columns = min(count, 4)
     rows = -(-count // columns)
-    figure = Figure(figsize=(0.8 + 2.9 * columns, 2.9 * rows), layout="constrained")
+    figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
     for unused in axes[count:]:
         unused.remove()
@@ -124,4 +125,4 @@ def _panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
 
 def coupling_label(at: dict[str, Any]) -> str:
     """What an axis of coupling shows, in words."""
-    return f"coupling: −{at['measure']}, K = {at['k']}, {PAIR_WORDS[at['pairs']]}"
+    return f"−{at['measure']}, K = {at['k']}, {PAIR_WORDS[at['pairs']]}"
