@@ -11,9 +11,9 @@ from scipy import stats
 
 from tracker.coupling import MEASURES
 from tracker.statistics import PAIRS
-from vit.analysis import cell_table, correlations, holm, main, regress
+from vit.analysis import main, write_analysis
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
-from vit.page import write_analysis
+from vit.statistics import cell_table, correlations, holm, regress
 
 AT = {"measure": "offdiag_normalized", "k": 10, "pairs": "mean_offdiag"}
 

@@ -1,181 +1,95 @@
-"""Does accuracy follow coupling? Numbers, figures and page of a grid: `python -m vit.analysis results/vit/cifar10`.
+"""Tables, figures and a self-contained page of a grid: `python -m vit.analysis results/vit/cifar10`.
 
-Coupling = -mis-coupling, after the last step, the mean over probe images. For cells of one stochastic depth rate
-
-    r = corr(coupling, accuracy),  R^2 = r^2,  p from t = r sqrt(df / (1 - r^2)),  df = n - 2        (paper, Fig. 6a)
-
-and for all cells at a fixed rate the same after each rate's means are subtracted, df = n - 1 - the number of rates: what
-coupling says beyond the rate. Intervals are 95 % bootstrap percentiles over cells. Many mis-couplings, K and averages are
-tried, so p is also corrected by Holm's method, which holds whatever their dependence.
+Nothing heavy is imported before the arguments have been read.
 """
 
+import base64
+import html
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from string import Template
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
     import pandas as pd
     import xarray as xr
 
-FEWEST = 4  # cells that a line is fitted to: two make R^2 = 1, three nearly so
-RESAMPLES = 2000
+TEMPLATE = Path(__file__).parent / "page.html"
+SHOWN_DECAY = 0.04  # the weight decay of the paper's Fig. 6b
+CAPTIONS = {
+    "fig6a": "Test accuracy against coupling, a panel for each stochastic depth rate, a point for each weight decay and "
+    "seed, its colour the weight decay (paper, Fig. 6a). Grey: one standard error of an accuracy found on so many images.",
+    "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
+    "fig10": "The same for every weight decay (paper, Fig. 10).",
+    "training": "Coupling over training, a line for each stochastic depth rate: the mean over weight decays and seeds; the "
+    "band spans them. Dotted: what an unrelated basis would give.",
+    "which": "Which mis-coupling, K and layer pairs follow accuracy most: r at fixed stochastic depth (each rate's means "
+    "subtracted). A star: p below 0.05 after Holm's correction for all that were tried.",
+}
 
 
-def read_grid(directory: Path) -> "xr.Dataset":
-    """All finished cells of a grid.
+def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
+    """Write cells.csv, correlations.csv, the figures and report.html; returns the page.
 
-    Returns:
-        `accuracy` (cell), in [0, 1], and `loss`; `miscoupling` and its `null` (cell, step, measure, k, pairs); along
-        `cell` the coordinates weight_decay, drop_path and seed. Attribute `unfinished`: the cells left out, and why.
-
-    Raises:
-        FileNotFoundError: if no cell with coupling is finished.
-        ValueError: if cells were trained by different recipes.
+    Args:
+        at: measure, k and pairs that the figures show.
     """
-    import xarray as xr
+    from tracker.results import write_whole
+    from vit import figures
+    from vit.statistics import cell_table
 
-    from tracker.coupling import MEASURES
-    from tracker.results import open_results
-    from tracker.statistics import curves
-    from vit.cells import read
-
-    finished, unfinished, recipes, images = [], [], {}, 0
-    for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
-        result = read(cell, "result")
-        if result is None or result["status"] != "finished" or not (cell / "coupling" / "units").is_dir():
-            why = "no result yet" if result is None else result["reason"] or "coupling was not measured"
-            unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
-            continue
-        points = curves(open_results(cell / "coupling"))
-        measure = xr.IndexVariable("measure", [name for name in MEASURES if name in points])
-        recipe, images = result["recipe"], result["images"]["test"]
-        varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
-        recipes[cell.name] = recipe
-        finished.append(
-            xr.Dataset(
-                {
-                    "miscoupling": xr.concat([points[name] for name in measure.values], measure),
-                    "null": xr.concat([points[f"{name}_null"] for name in measure.values], measure),
-                    "accuracy": result["accuracy"],
-                    "loss": result["loss"],
-                },
-                coords=varied,
-            )
-        )
-    if not finished:
-        raise FileNotFoundError(
-            f"{directory} holds no finished cell with coupling measured; give a grid's --out directory"
-        )
-    first, *others = recipes.items()
-    for name, recipe in others:
-        differing = {key for key in recipe if recipe[key] != first[1].get(key)}
-        if differing:
-            raise ValueError(
-                f"{directory} mixes recipes: {name} and {first[0]} differ in {', '.join(sorted(differing))}; analyse cells "
-                "of one recipe"
-            )
-    grid = xr.concat(finished, "cell", coords="all", join="exact")
-    return grid.assign_attrs(unfinished=unfinished, images=images, data=first[1]["data"])
+    decays = sorted(set(grid["weight_decay"].values))
+    nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
+    drawn = {
+        "fig6a": figures.accuracy_against_coupling(grid, table, at),
+        "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
+        "fig10": figures.coupling_against_rate(grid, at, decays),
+        "training": figures.coupling_over_training(grid, at),
+        "which": figures.what_follows_accuracy(table),
+    }
+    cells = cell_table(grid)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "cells.csv", cells.to_csv(index=False).encode())
+    write_whole(out / "correlations.csv", table.to_csv(index=False).encode())
+    pictures = {}
+    for key, figure in drawn.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=150, format="png")
+        pictures[key] = buffer.getvalue()
+        write_whole(out / f"{key}.png", pictures[key])
+    shown = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
+    columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", f"{at['measure']}/k{at['k']}/{at['pairs']}"]
+    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(f"Coupling and accuracy: {name}"),
+        summary=html.escape(_summary(grid, table, at)),
+        figures="".join(_figure(key, picture) for key, picture in pictures.items()),
+        correlations=shown.to_html(index=False, border=0, float_format=lambda value: f"{value:.3g}"),
+        cells=cells[columns].to_html(index=False, border=0, float_format=lambda value: f"{value:.4g}"),
+        unfinished="".join(f"<li>{html.escape(line)}</li>" for line in grid.attrs["unfinished"]) or "<li>none</li>",
+    )
+    write_whole(out / "report.html", page.encode())
+    return out / "report.html"
 
 
-def regress(coupling: "np.ndarray", accuracy: "np.ndarray", groups: "np.ndarray | None" = None) -> dict[str, float]:
-    """Linear regression of accuracy on coupling, at fixed group where groups are given.
+def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> str:
+    from vit.figures import coupling_label
 
-    Returns:
-        n, r, r2, slope, p, and r2_low, r2_high: the bootstrap interval. NaN but for n where fewer than four cells, or no
-        spread, let nothing be said.
-    """
-    import numpy as np
-    from scipy import stats
-
-    x, y = np.asarray(coupling, float), np.asarray(accuracy, float)
-    labels = np.zeros(len(x)) if groups is None else np.asarray(groups)
-    kinds = np.unique(labels)
-    for kind in kinds:
-        x, y = (np.where(labels == kind, v - v[labels == kind].mean(), v) for v in (x, y))
-    df = len(x) - len(kinds) - 1
-    r2 = float(_r2(x, y))
-    out = dict.fromkeys(("r", "r2", "slope", "p", "r2_low", "r2_high"), float("nan")) | {"n": len(x)}
-    if len(x) < FEWEST or df < 1 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return out
-    slope = float(x @ y / (x @ x))
-    r = float(np.copysign(np.sqrt(r2), slope))
-    p = 2 * stats.t.sf(np.sqrt(r2 * df / max(1 - r2, 1e-300)), df)
-    interval = stats.bootstrap(
-        (x, y),
-        _r2,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return out | {"r": r, "r2": r2, "slope": slope, "p": float(p), "r2_low": interval.low, "r2_high": interval.high}
+    decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
+    accuracy = grid["accuracy"]
+    return (
+        f"{grid.sizes['cell']} vision transformers on {grid.attrs['data']}: {decays} weight decays, {rates} stochastic depth "
+        f"rates, {seeds} seeds. Accuracy on {grid.attrs['images']:,} test images from {float(accuracy.min()):.4f} to "
+        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; {len(table)} correlations were tried."
+    )
 
 
-def _r2(x: "np.ndarray", y: "np.ndarray", axis: int = -1) -> "np.ndarray":
-    """Squared correlation; 0 where one of the two does not vary, as in a resample of one cell alone."""
-    import numpy as np
-
-    x, y = (v - v.mean(axis, keepdims=True) for v in (x, y))
-    spread = (x * x).sum(axis) * (y * y).sum(axis)
-    return (x * y).sum(axis) ** 2 / np.where(spread > 0, spread, 1)
-
-
-def holm(p: "np.ndarray") -> "np.ndarray":
-    """Holm's step-down correction; NaN (not tried) stays NaN and does not count.
-
-    >>> import numpy as np
-    >>> holm(np.array([0.01, 0.04, 0.03, np.nan])).round(3).tolist()
-    [0.03, 0.06, 0.06, nan]
-    """
-    import numpy as np
-
-    out = np.full_like(p, np.nan)
-    tried = np.flatnonzero(np.isfinite(p))
-    order = tried[np.argsort(p[tried])]
-    out[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
-    return out
-
-
-def correlations(grid: "xr.Dataset") -> "pd.DataFrame":
-    """One regression for each stochastic depth rate and for all cells at fixed rate, measure, K and choice of layer pairs.
-
-    `p_holm` is corrected for all rows of the table.
-    """
-    import pandas as pd
-
-    last = -grid["miscoupling"].isel(step=-1)
-    rates = grid["drop_path"].values
-    rows = []
-    for measure in last["measure"].values:
-        for k in last["k"].values:
-            for pairs in last["pairs"].values:
-                coupling = last.sel(measure=measure, k=k, pairs=pairs).values
-                label = {"measure": str(measure), "k": int(k), "pairs": str(pairs)}
-                for rate in sorted(set(rates)):
-                    there = rates == rate
-                    fit = regress(coupling[there], grid["accuracy"].values[there])
-                    rows.append({"drop_path": f"{rate:g}", **label, **fit})
-                if len(set(rates)) > 1:
-                    fit = regress(coupling, grid["accuracy"].values, rates)
-                    rows.append({"drop_path": "fixed", **label, **fit})
-    table = pd.DataFrame(rows)
-    return table.assign(p_holm=holm(table["p"].to_numpy()))
-
-
-def cell_table(grid: "xr.Dataset") -> "pd.DataFrame":
-    """One row per cell: its settings, accuracy, loss, and every mis-coupling after the last step."""
-    import pandas as pd
-
-    last = grid["miscoupling"].isel(step=-1).stack(what=("measure", "k", "pairs"))
-    settings = ["weight_decay", "drop_path", "seed"]
-    table = pd.DataFrame({name: grid[name].values for name in (*settings, "accuracy", "loss")})
-    for i, (measure, k, pairs) in enumerate(last["what"].values):
-        table[f"{measure}/k{k}/{pairs}"] = last.isel(what=i).values
-    return table.sort_values(settings, ignore_index=True)
+def _figure(key: str, picture: bytes) -> str:
+    caption, data = html.escape(CAPTIONS[key]), base64.b64encode(picture).decode()
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--pairs", type=str, default="mean_offdiag", help="mean (the paper's), mean_offdiag or mean_adjacent"
     )
     parsed = parser.parse_args(arguments)
+    from vit.statistics import correlations, read_grid
+
     try:
         grid = read_grid(parsed.grid)
         at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
@@ -201,8 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     f"--{name} {value} was not measured; there are {', '.join(map(str, grid[name].values))}"
                 )
-        from vit.page import write_analysis
-
         print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from tracker.figures import BLUE, GREY, ORANGE
-from vit.analysis import FEWEST
+from vit.statistics import FEWEST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

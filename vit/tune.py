@@ -5,6 +5,7 @@ file system that all machines share. A trial that dies is tried again and goes o
 be restored besides: cells are keyed by their settings, and what is done is not begun.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def run_cells(
         def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
             ended(by_name[trial.config["cell"]])
 
-    ray.init(address=address, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_trial, recipes=by_name), {"cpu": cpus, "gpu": gpus}),
