@@ -41,6 +41,8 @@ class Batches(lightning.LightningDataModule):
             batch_size=recipe.batch_size // world,
             sampler=Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world),
             num_workers=recipe.workers if in_workers else 0,
+            # Every iterator draws a seed: of the global state it would be one draw more in an epoch that is resumed.
+            generator=torch.Generator().manual_seed(recipe.seed),
             persistent_workers=in_workers,
             collate_fn=None if in_workers else _as_is,
             pin_memory=torch.cuda.is_available(),
