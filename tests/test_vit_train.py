@@ -226,8 +226,10 @@ def test_every_recipe_is_valid_and_says_what_was_measured():
 
 
 def write_config(directory: Path, **more) -> str:
-    """TINY as a YAML file."""
-    settings = {**TINY.identity, "threads": 1, "accelerator": "cpu", "wandb": "off", **more}
+    """TINY as a YAML file, but for what a grid varies."""
+    varied = ("weight_decay", "drop_path", "seed")
+    settings = {name: value for name, value in TINY.identity.items() if name not in varied}
+    settings |= { "threads": 1, "accelerator": "cpu", "wandb": "off", **more}
     file = directory / "tiny.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML
     return str(file)
@@ -250,7 +252,7 @@ class TestCommandLine:
                 process = start("--help", room=room)
                 out, _ = process.communicate()
                 spent.append(os.times().children_user + os.times().children_system - began)
-                assert process.returncode == 0 and "Exit\nstatus" in out or room == "vit.analysis"
+                assert process.returncode == 0 and ("Exit status: 0" in " ".join(out.split()) or room == "vit.analysis")
             assert min(spent) < 1, room
 
     def test_the_recipe_is_that_of_the_data_and_options_override_it(self, capsys):

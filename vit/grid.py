@@ -123,6 +123,8 @@ def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
     """
     if grid.jobs < 1 or grid.retries < 0:
         raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; at least 1 job and 0 retries")
+    if recipe.devices * recipe.num_nodes > 1:
+        raise ValueError("--devices and --num_nodes; a cell of a grid has one device, and several cells run at once")
     axes = [
         _values("--weight_decays", grid.weight_decays, float),
         _values("--drop_paths", grid.drop_paths, float),

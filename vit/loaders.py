@@ -78,6 +78,7 @@ class Order(RepeatAugSampler):
 
     def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
+        self.num_selected_samples = images // world  # whole batches are then as many on every device
         self.seed = seed
         self.set_epoch(0)
 

@@ -71,9 +71,12 @@ def run(recipe: Recipe) -> int:
         if is_done(recipe.directory):
             print(f"{recipe.directory} is done already; choose another --out to train anew")
         result = train(recipe, show=True)
-    except (ValueError, BusyError, OSError) as error:
+    except (ValueError, BusyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
+    except OSError as error:
+        print(f"error: {error}; finished epochs are kept", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print(f"\n{RESUME}", file=sys.stderr)
         return INTERRUPTED
@@ -94,21 +97,25 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     """
     check(recipe)
     directory = recipe.directory
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from vit.data import load
+
+    if rank_zero_only.rank:  # one of several processes that train one model: the first has the directory
+        return _train(recipe, load(recipe), show=False, first=False)
     with claim(directory, recipe):
         done = read(directory, "result")
         if done is not None:
             return done
         (directory / "failed.json").unlink(missing_ok=True)
-        from vit.data import load
-
-        result = _train(recipe, load(recipe), show)
+        result = _train(recipe, load(recipe), show, first=True)
         write(directory, "result", result)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
         return result
 
 
-def _train(recipe: Recipe, data: "Data", show: bool) -> Row:
+def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
     import lightning
     import torch
 
@@ -126,7 +133,9 @@ def _train(recipe: Recipe, data: "Data", show: bool) -> Row:
         module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
         trainer = _trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
-        if not checkpoint.exists():  # whatever was measured belongs to a training that left nothing to go on from
+        if (
+            first and not checkpoint.exists()
+        ):  # whatever was measured belongs to a training that left nothing to go on from
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
         reason = ""
         try:
@@ -200,6 +209,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
         return False
     import wandb
     from lightning.pytorch.loggers import WandbLogger
+    from lightning.pytorch.utilities import rank_zero_only
     from wandb.errors import CommError
 
     known = read(recipe.directory, "wandb-run") if mode == "online" else None
@@ -220,7 +230,9 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
             mode=mode,
             resume="allow" if known else None,
         )
-        write(recipe.directory, "wandb-run", logger.experiment.id)
+        run = logger.experiment.id  # begins the run
+        if rank_zero_only.rank == 0:
+            write(recipe.directory, "wandb-run", run)
         return logger
 
     try:
