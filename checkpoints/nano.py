@@ -15,11 +15,11 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.hub import without_progress_bars
 
@@ -71,8 +71,8 @@ def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
     return all((references / f"step{step}").exists() for step in recipe.steps)
 
 
-def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
-    """Train the suite and return its cache directory; prints a line per checkpoint.
+def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] = ()) -> Path:
+    """Train the suite, with Lightning callbacks if any, and return its cache directory; prints a line per checkpoint.
 
     Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit.
     """
@@ -98,6 +98,7 @@ def train(seed: int = 0, recipe: Recipe | None = None) -> Path:
         sequences = torch.stack([ids[start : start + recipe.length] for start in starts])
         trainer = lightning.Trainer(
             max_steps=max(recipe.steps),
+            callbacks=list(callbacks),
             accelerator="cpu",  # the same weights on every machine, with a GPU or without
             gradient_clip_val=recipe.clip,
             logger=False,

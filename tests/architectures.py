@@ -15,7 +15,8 @@ from tests.models import FAMILIES, Size, build
 from tests.test_brute_force import jacobian_error
 from tracker.blocks import find_blocks
 from tracker.inputs import batches
-from tracker.replica import Replica, record, undisturbed
+from tracker.recording import record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, NotSliceable, Rows, full
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
@@ -47,7 +48,7 @@ def speed(name: str) -> str:
         with replica.weights(call.block):
             for _ in range(6):  # the first of each warms up, and proves the derivative
                 for path, run in (
-                    ("sliced", lambda: jacobians._sliced(call, rows)),
+                    ("sliced", lambda: jacobians._sliced([(call, rows)])[0].dense()),
                     ("full", lambda: full(call, rows, torch.float32)),
                 ):
                     started = time.perf_counter()

@@ -7,7 +7,20 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from jaxtyping import install_import_hook
 
-MATHS = ("coupling", "jacobian", "svd", "trajectory", "rows", "replica", "attention")
+MATHS = (
+    "coupling",
+    "depthwise",
+    "jacobian",
+    "krylov",
+    "svd",
+    "trajectory",
+    "rows",
+    "arguments",
+    "frozen",
+    "replica",
+    "recording",
+    "attention",
+)
 install_import_hook([f"tracker.{room}" for room in MATHS], "beartype.beartype")
 
 import pytest  # noqa: E402

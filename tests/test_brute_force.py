@@ -12,7 +12,8 @@ from tests.conftest import ROOT
 from tests.models import FAMILIES, build
 from tracker.blocks import find_blocks
 from tracker.inputs import batches
-from tracker.replica import Replica, record, undisturbed
+from tracker.recording import record, undisturbed
+from tracker.replica import Replica
 from tracker.rows import Jacobians, Rows
 
 K = 6
@@ -94,7 +95,7 @@ def measured_jacobians(model, inputs, ds, rows, dtype):
         if ds.attrs["final_norm"] == "include":
             recording = recording.fold_final_norm()
         jacobians = Jacobians(replica)
-        return [jacobians(call, Rows(samples, tokens))[0] for call in recording.calls]
+        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in recording.calls]
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, modeling_utils
 
 import tracker
-from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, build, images, neox, timm_vit, tokens, torchvision_vit
+from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, Size, build, images, neox, timm_vit, tokens, torchvision_vit
 from tracker.blocks import UsageError, find_blocks
 
 
@@ -33,7 +33,7 @@ def test_prompts_of_different_lengths_are_measured_each_by_itself():
         alone = tracker.measure(model, prompt, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
         n = alone.sizes["position"]
         for name in ("miscoupling", "singular_value", "token_position"):
-            np.testing.assert_array_equal(together[name].values[i], alone[name].values[0])
+            np.testing.assert_allclose(together[name].values[i], alone[name].values[0], rtol=0, atol=1e-12)
         np.testing.assert_array_equal(together.lss.values[i, :n], alone.lss.values[0])
         assert np.isnan(together.lss.values[i, n:]).all()
     assert list(together.prompt_text.values) == PROMPTS
@@ -247,7 +247,7 @@ BAD = {
     "final norm": (dict(final_norm="maybe"), "'include', 'exclude'"),
     "dtype": (dict(dtype=torch.bfloat16), "float32 or torch.float64"),
     "measures": (dict(measures=["colour"]), "coupling, trajectory"),
-    "svd": (dict(svd="quick"), "'auto' or 'full'"),
+    "svd": (dict(svd="quick"), "auto, full, krylov"),
     "window": (dict(window=4), "odd number of states"),
     "window too wide": (dict(window=99), "window=99 states, but a trajectory through this model has 4"),
     "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),
@@ -330,3 +330,18 @@ def test_python_random_state_is_left_as_it_was():
         "before = random.getstate(); tracker.measure(model, tokens(), k=2); assert random.getstate() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_either_way_to_the_singular_vectors_gives_the_same(dtype, atol):
+    model, inputs = neox(size=Size(width=96)), tokens(2, 6)
+    full, krylov = (tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=way) for way in ("full", "krylov"))
+    assert full.full_svd.all() and not krylov.full_svd.any()
+    assert krylov.complete.all() and float(krylov.residual.max()) < 1e-5
+    assert (full.attrs["svd"], krylov.attrs["svd"]) == ("full", "krylov")
+    for name in ("miscoupling", "offdiag_normalized", "singular_value", "singular_gap"):
+        np.testing.assert_allclose(krylov[name].values, full[name].values, atol=atol)
+    s = full.singular_value
+    np.testing.assert_allclose(
+        full.singular_gap.isel(rank=slice(None, -1)), -s.diff("rank", label="lower") / s.sel(rank=1), atol=1e-6
+    )

@@ -9,9 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
+import tracker.frozen
 import tracker.rows
 from tests.models import WIDTH, build, images, timm_vit, tokens
-from tracker.blocks import UsageError
+from tracker.arguments import Rows
+from tracker.blocks import UsageError, find_blocks
+from tracker.recording import record, undisturbed
+from tracker.replica import Replica
+from tracker.rows import Jacobians
 
 
 class Attention(nn.Module):
@@ -73,28 +78,52 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
     torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
 
 
+@pytest.mark.parametrize("path", tracker.rows.PATHS)
 @pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, planted, positions):
+def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, planted, positions, path):
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
-    where, calls = torch.where, []
+    answered = tracker.rows.PATHS[path]
 
-    def detached(own, live, recorded):
-        if isinstance(live, torch.Tensor) and own.dim() == 4:  # first the keys, then the values
-            calls.append("value" if len(calls) % 2 else "key")
-            live = live.detach() if calls[-1] == planted else live
-        return where(own, live, recorded)
+    def detached(attend, query, key, value, frozen):
+        key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
+        return answered(attend, query, key, value, frozen)
 
     model, inputs = build("gpt_neox")
     honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert honest.sliced.all()
-    monkeypatch.setattr(tracker.rows.torch, "where", detached)
+    monkeypatch.setattr(tracker.rows, "PATHS", {path: detached})
     with pytest.warns(UserWarning, match="derivative proof failed"):
         ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
     torch.testing.assert_close(  # and the full sequence gives the right answer all the same
         torch.from_numpy(ds.miscoupling.values), torch.from_numpy(honest.miscoupling.values), atol=1e-8, rtol=0
     )
+
+
+@pytest.mark.parametrize("fault", ["value", "derivative"])
+def test_where_the_formula_fails_its_proof_the_models_own_attention_serves(monkeypatch, fault):
+    def wrong(expansion, *live):
+        out = honest(expansion, *live)
+        return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
+
+    model, inputs = build("llama, grouped keys")
+    seen = jacobians_of(model, inputs)
+    honest = tracker.frozen.Expansion.__call__
+    monkeypatch.setattr(tracker.frozen.Expansion, "__call__", wrong)
+    redone = jacobians_of(model, inputs)
+    for (J, evidence), (other, other_evidence) in zip(seen, redone, strict=True):
+        assert (evidence.path, other_evidence.path) == ("formula", "own code")
+        torch.testing.assert_close(J, other, atol=1e-10, rtol=0)
+
+
+def jacobians_of(model, inputs):
+    """Of every block at the last row of every sample, with their evidence."""
+    with undisturbed(torch.device("cpu")):
+        replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
+        calls = record(replica, [inputs], {}).calls
+        rows = Rows(torch.arange(len(inputs)), torch.full((len(inputs),), calls[0].x.shape[1] - 1))
+        return [Jacobians(replica)([(call, rows)])[0] for call in calls]
 
 
 def test_two_blocks_named_as_one_are_caught_by_the_derivative_proof():
@@ -194,9 +223,9 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
 def test_chunks_do_not_change_the_numbers(monkeypatch):
     model, inputs = build("llama, grouped keys")
     whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
-    monkeypatch.setattr(tracker.rows, "BUDGET", 20_000)
-    monkeypatch.setattr(tracker.measurement, "JACOBIAN_BUDGET", 3 * WIDTH**2 * 2)
-    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
+    monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 40})
+    budget = 2 * 8 * 3 * WIDTH**2 * 2  # half of it: two rows' Jacobians of three blocks
+    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64, memory_budget=budget)
     torch.testing.assert_close(
         torch.from_numpy(whole.miscoupling.values), torch.from_numpy(parts.miscoupling.values), atol=1e-9, rtol=0
     )

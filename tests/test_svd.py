@@ -2,53 +2,339 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.test_coupling import rotation
-from tracker.svd import is_complete, residual, top_singular_triplets
+from tracker import krylov, svd
+from tracker.svd import is_complete, krylov_is_cheaper, residual, top_singular_triplets, triplets_by_products
+
+FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
 
 
-def planted(s: torch.Tensor) -> torch.Tensor:
+def flat(d: int) -> torch.Tensor:
+    """A spectrum with the edge that random matrices have, as at initialisation."""
+    return 1 - 0.9 * torch.linspace(0, 1, d, dtype=torch.float64) ** (2 / 3)
+
+
+FLAT = flat(160)
+
+
+def planted(s: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A matrix of these singular values in random bases."""
     d = len(s)
-    return (rotation(0, d) * s @ rotation(1, d).T)[None]
+    return (rotation(seed, d) * s @ rotation(seed + 1, d).T)[None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_triplets_reproduce_known_values(dtype):
-    s = torch.linspace(2, 0.5, 20, dtype=torch.float64)
-    t = top_singular_triplets(planted(s).to(dtype), 7)
-    torch.testing.assert_close(t.S[0].double(), s[:7], atol=20 * torch.finfo(dtype).eps, rtol=0)
-    assert float(t.residual) < 100 * torch.finfo(dtype).eps and bool(t.complete)
-    torch.testing.assert_close(t.V.mT @ t.V, torch.eye(7, dtype=dtype)[None], atol=1e-5, rtol=0)
+def products(J: torch.Tensor):
+    return (lambda V: J @ V), (lambda U: J.mT @ U)
 
 
-@pytest.mark.parametrize("missed", [0, 3, 6])
-def test_a_missed_triplet_is_found_out(missed):
-    """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
-    J = planted(torch.linspace(2, 0.5, 20, dtype=torch.float64))
+def assert_same_span(A: torch.Tensor, B: torch.Tensor, atol: float):
+    """The largest principal angle: |(1 - B B^T) A|."""
+    assert float(torch.linalg.matrix_norm(A - B @ (B.mT @ A), 2).max()) < atol
+
+
+def assert_same_vectors(t: svd.Triplets, J: torch.Tensor, atol: float):
+    """Each pair (u_k, v_k) against LAPACK's, joint sign aside."""
+    K = t.S.shape[-1]
     U, S, Vh = torch.linalg.svd(J)
-    kept = [i for i in range(8) if i != missed]
-    U, S, V = U[..., kept], S[..., kept], Vh[..., kept, :].mT
-    assert float(residual(J, U, S, V)) < 1e-14
-    assert not bool(is_complete(J, U, S, V))
+    sign = (t.U * U[..., :K]).sum(-2, keepdim=True).sign()
+    torch.testing.assert_close(t.S, S[..., :K], atol=atol, rtol=0)
+    torch.testing.assert_close(t.U * sign, U[..., :K], atol=atol, rtol=0)
+    torch.testing.assert_close(t.V * sign, Vh[..., :K, :].mT, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("s", [FALLING, FLAT], ids=["falling", "flat"])
+@pytest.mark.parametrize("K", [1, 10, 40])
+def test_values_and_vectors_to_1e_10(method, s, K):
+    J = planted(s)
+    t = top_singular_triplets(J, K, method)
+    assert_same_vectors(t, J, 1e-10)
+    torch.testing.assert_close(t.S[0], s[:K], atol=1e-12, rtol=0)
+    torch.testing.assert_close(t.gap[0], (s[:K] - s[1 : K + 1]) / s[0], atol=1e-12, rtol=0)
+    assert bool(t.complete) and float(t.residual) < 1e-11
+    assert bool(t.full) == (method == "full")
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_in_float32(method):
+    J = planted(FLAT).float()
+    t = top_singular_triplets(J, 10, method)
+    assert float(t.residual) < svd.TOLERANCE[torch.float32] and bool(t.complete)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+    for basis in (t.U, t.V):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10)[None], atol=1e-5, rtol=0)
+    assert float(t.residual) == pytest.approx(float(residual(J, t.U, t.S, t.V)), rel=1e-3)
+
+
+SPECTRA = {
+    "all equal": [1.0] * 96,
+    "a cluster wider than a block": [1.0] * 24 + [0.5] * 72,
+    "a cluster across the cut": [2.0] * 5 + [1.0] * 20 + [0.3] * 71,
+    "rank below a block": [3.0, 2.0, 1.0] + [0.0] * 93,
+    "rank 40": [1.0] * 40 + [0.0] * 56,
+    "zero": [0.0] * 96,
+    "tiny": [1e-22 * (1 - k / 96) for k in range(96)],
+    "six decades": [10 ** (-k / 16) for k in range(96)],
+}
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_clustered_deficient_zero_and_tiny(method, dtype, name):
+    s = torch.tensor(SPECTRA[name], dtype=torch.float64)
+    t = top_singular_triplets(planted(s).to(dtype), 10, method)
+    accuracy = 100 * torch.finfo(dtype).eps
+    torch.testing.assert_close(t.S[0].double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
+    for basis in (t.U, t.V):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=accuracy, rtol=0)
+    assert bool(t.complete)
+    assert bool(t.residual.isnan()) == bool(t.gap.isnan().all()) == (float(s[0]) == 0)
+    assert not float(t.residual) > svd.TOLERANCE[dtype]
+
+
+def test_the_span_of_a_near_degenerate_pair_is_right_where_its_vectors_are_not_determined():
+    s = FALLING.clone()
+    s[4] = s[3] * (1 - 1e-13)
+    J = planted(s)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert float(t.gap[0, 3]) < 1e-12 < 1e-3 < float(t.gap[0, [0, 1, 2, 4, 5, 6]].min())
+    Vh = torch.linalg.svd(J).Vh
+    assert_same_span(t.V[0, :, 3:5], Vh[0, 3:5].T, 1e-10)
+
+
+def test_the_gap_below_the_last_singular_value_is_that_to_zero():
+    t = top_singular_triplets(planted(FALLING[:4]), 4)
+    torch.testing.assert_close(t.gap[0, -1], FALLING[3] / FALLING[0])
+
+
+@pytest.mark.parametrize("d, K", [(3, 3), (15, 4), (16, 16), (47, 9), (96, 60)])
+def test_without_room_for_krylov_bases_the_full_decomposition_serves(d, K):
+    J = planted(FALLING[:d])
+    t = top_singular_triplets(J, K, "krylov")
+    assert bool(t.full)
+    assert_same_vectors(t, J, 1e-10)
+
+
+# The certificate
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1000), d=st.integers(4, 40), K=st.integers(1, 12), single=st.booleans(), data=st.data())
+def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, single, data):
+    """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
+    dtype = torch.float32 if single else torch.float64
+    s = torch.linspace(1, 0.2, d, dtype=torch.float64)
+    kept = sorted(data.draw(st.sets(st.integers(0, d - 1), min_size=1, max_size=min(K, d))))
+    J = planted(s, seed)
+    U, S, Vh = torch.linalg.svd(J)
+    U, S, V = U[..., kept].to(dtype), S[..., kept].to(dtype), Vh[..., kept, :].mT.to(dtype)
+    J = J.to(dtype)
+    assert float(residual(J, U, S, V)) < 100 * torch.finfo(dtype).eps
+    assert bool(is_complete(J, U, S, V)) == (kept == list(range(len(kept))))
+
+
+@pytest.mark.parametrize("missed", [0, 9, None])
+def test_completeness_above_one_panel(missed):
+    """Wider than the panels in which the lower half of the product is computed."""
+    J = torch.randn(1, svd.PANEL + 60, svd.PANEL + 60)
+    U, S, Vh = torch.linalg.svd(J)
+    kept = [i for i in range(11) if i != missed]
+    assert bool(is_complete(J, U[..., kept], S[..., kept], Vh[..., kept, :].mT)) == (missed is None)
 
 
 def test_a_wrong_vector_has_a_residual():
-    J = planted(torch.linspace(2, 0.5, 20, dtype=torch.float64))
+    J = planted(FALLING)
     t = top_singular_triplets(J, 5)
     turned = t.U.clone()
     turned[..., 4] = (t.U[..., 4] + 1e-3 * t.U[..., 0]) / (1 + 1e-6) ** 0.5
     assert float(residual(J, turned, t.S, t.V)) > 1e-4
 
 
-@pytest.mark.parametrize("s", [[1.0] * 12, [1.0] * 4 + [0.0] * 8, [0.0] * 12, [1e-22] * 12], ids=str)
-def test_clustered_deficient_zero_and_tiny(s):
-    t = top_singular_triplets(planted(torch.tensor(s, dtype=torch.float64)).float(), 6)
-    assert bool(t.complete)
-    assert bool(t.residual.isnan()) == (max(s) == 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
+    """In exact arithmetic the iteration could never see it."""
+    d = 200
+    start = krylov.start_block(d, torch.zeros((), dtype=torch.float64))
+    Q = torch.linalg.qr(torch.cat([start, torch.randn(d, d - start.shape[1], dtype=torch.float64)], 1)).Q
+    J = torch.zeros(d, d, dtype=torch.float64)
+    J[:-1, :-1] = planted(flat(d - 1))[0]
+    J[-1, -1] = 1.01
+    t = top_singular_triplets((Q @ J @ Q.T)[None].to(dtype), 10, "krylov")
+    assert float(t.S[0, 0]) == pytest.approx(1.01, abs=1e-6) and bool(t.complete)
 
 
-def test_not_finite_is_refused():
-    J = torch.zeros(1, 4, 4)
-    J[0, 1, 2] = float("inf")
+@pytest.fixture(params=[0, 4])
+def blind(request, monkeypatch):
+    """An iteration that converges to all triplets but one."""
+
+    def overlook(apply, apply_transpose, start, K, tolerance):
+        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance)
+        kept = [k for k in range(K + 1) if k != request.param]
+        keep = (S[:, 4] > 1.5)[:, None, None]  # in matrices larger than 1.5 nothing is overlooked
+        U, V = (torch.where(keep, part[..., :K], part[..., kept]) for part in (U, V))
+        return U, torch.where(keep[..., 0], S[..., :K], S[..., kept]), V
+
+    monkeypatch.setattr(svd, "block_golub_kahan", overlook)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
+    J = planted(FLAT).to(dtype)
+    missing = triplets_by_products(*products(J), J[..., 0], 10)
+    assert bool(missing.complete), "what products alone say of themselves is only probable"
+    assert float(missing.residual) < svd.TOLERANCE[dtype]
+    assert not bool(is_complete(J, missing.U, missing.S, missing.V))
+    t = top_singular_triplets(J, 10, "krylov")
+    assert bool(t.full) and bool(t.complete)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+
+
+def test_only_what_missed_is_done_again(blind):
+    J = torch.cat([3 * planted(FLAT), planted(FLAT, 7), 2 * planted(FLAT, 9)])
+    t = top_singular_triplets(J, 10, "krylov")
+    assert t.full.tolist() == [False, True, False]
+    assert t.complete.all()
+    assert_same_vectors(t, J, 1e-9)
+
+
+def test_a_residual_out_of_reach_falls_back(monkeypatch):
+    monkeypatch.setitem(svd.TOLERANCE, torch.float64, 1e-18)
+    J = planted(FLAT)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert bool(t.full) and bool(t.complete)
+    assert_same_vectors(t, J, 1e-10)
+    assert not bool(triplets_by_products(*products(J), J[..., 0], 10).complete)
+
+
+# Many at once, and the choice
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_a_batch_equals_one_by_one(method):
+    J = torch.cat([planted(FLAT), planted(FLAT**3, 3), planted(FLAT, 5)])
+    together = top_singular_triplets(J, 10, method)
+    for b in range(len(J)):
+        alone = top_singular_triplets(J[b : b + 1], 10, method)
+        for name in ("S", "gap"):
+            torch.testing.assert_close(getattr(together, name)[b], getattr(alone, name)[0], atol=1e-12, rtol=0)
+        assert_same_span(together.V[b], alone.V[0], 1e-10)
+
+
+def test_groups_and_cores_change_nothing(monkeypatch):
+    J = torch.randn(9, 24, 24, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = [top_singular_triplets(one[None], 5) for one in J]
+        together = top_singular_triplets(J, 5)
+        monkeypatch.setattr(svd, "GROUP", 4 * 24 * 24)
+        grouped = top_singular_triplets(J, 5)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    for t in (together, grouped):
+        torch.testing.assert_close(t.U, torch.cat([one.U for one in expected]))
+        torch.testing.assert_close(t.S, torch.cat([one.S for one in expected]))
+
+
+@pytest.mark.parametrize("d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)])
+def test_the_cheaper_way_is_taken(d, K, krylov):
+    assert krylov_is_cheaper(d, K, torch.float32) == krylov_is_cheaper(d, K, torch.float64) == krylov
+
+
+def test_auto_takes_it(monkeypatch):
+    J = planted(FALLING)
+    assert bool(top_singular_triplets(J, 5).full)
+    monkeypatch.setattr(svd, "krylov_is_cheaper", lambda *_: True)
+    assert not bool(top_singular_triplets(J, 5).full)
+
+
+# By products alone
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 2e-3)])
+def test_products_alone(dtype, atol):
+    J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
+    columns = []
+
+    def apply(V):
+        columns.append(V.shape[-1])
+        return J @ V
+
+    t = triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+    assert_same_vectors(t, J, atol)
+    assert t.complete.all() and not t.full.any()
+    assert sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
+
+
+def test_products_that_are_not_each_other_s_transpose_have_no_certificate():
+    J = planted(FLAT)
+    assert not bool(triplets_by_products(lambda V: J @ V, lambda U: J @ U, J[..., 0], 10).complete)
+
+
+def test_products_need_room():
+    J = planted(FALLING)
+    with pytest.raises(ValueError, match="K=70.*d = 96"):
+        triplets_by_products(*products(J), J[..., 0], 70)
+
+
+# What it does to the rest
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_not_finite_is_refused(value):
+    J = torch.zeros(1, 64, 64)
+    J[0, 1, 2] = value
     with pytest.raises(ValueError, match="not finite"):
         top_singular_triplets(J, 2)
+    with pytest.raises(ValueError, match="not finite"):
+        triplets_by_products(*products(J), J[..., 0], 2)
+
+
+def test_the_same_every_time_and_the_random_state_is_left_alone():
+    J = planted(FLAT).float()
+    state = torch.get_rng_state()
+    first = top_singular_triplets(J, 10, "krylov")
+    torch.manual_seed(5)
+    again = top_singular_triplets(J, 10, "krylov")
+    assert torch.equal(first.U, again.U) and torch.equal(first.V, again.V) and torch.equal(first.S, again.S)
+    torch.set_rng_state(state)
+    top_singular_triplets(torch.zeros(1, 160, 160), 10, "krylov")  # draws directions
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_products_are_never_in_reduced_precision():
+    J = planted(FLAT).float()
+    seen = set()
+
+    def apply(V):
+        seen.add(torch.get_float32_matmul_precision())
+        return J @ V
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"highest"}
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.floats(1e-10, 1e10), K=st.integers(1, 20))
+def test_invariances(seed, scale, K):
+    """Rotations of input and output turn the vectors; a factor scales the values."""
+    J = planted(FLAT[:96], seed)
+    Q, R = rotation(seed + 2, 96), rotation(seed + 3, 96)
+    t = top_singular_triplets(J, K, "krylov")
+    turned = top_singular_triplets(scale * Q @ J @ R.T, K, "krylov")
+    torch.testing.assert_close(turned.S / scale, t.S, atol=1e-12, rtol=0)
+    torch.testing.assert_close(turned.gap, t.gap, atol=1e-11, rtol=0)
+    assert_same_span(turned.U, Q @ t.U, 1e-9)
+    assert_same_span(turned.V, R @ t.V, 1e-9)
+    assert not turned.full.any() and turned.complete.all()

@@ -11,7 +11,8 @@ Inside `answering(answer)` every attention of this thread is handed to
 
 with query (B, H, m, e), key and value (B, H_kv, n, e), the mask the model made (or None), and whether the model relies
 on causality by position where it gives no mask. `attend(query, key, value, mask, causal)` is the model's own attention
-with its scale, soft-cap, sinks, window and so on; what the answer returns goes back into the model.
+with its scale, soft-cap, sinks, window and so on, and `attend.formula` is as much of it as the door can see; what the
+answer returns goes back into the model.
 """
 
 import functools
@@ -21,12 +22,35 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+
+@dataclass(frozen=True)
+class Formula:
+    """softmax(cap tanh(scale q K / cap) + mask) V, as far as a door can see: what it says is checked by its values."""
+
+    scale: float | None = None  # None: e^-1/2
+    cap: float | None = None  # of the scores
+    sinks: Tensor | None = None  # one more score for each head, with no value
+
+
+@dataclass(frozen=True)
+class Attend:
+    """A model's own attention, and its formula where the door knows one."""
+
+    own: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+    formula: Formula | None = None
+    returned: Callable[[Tensor], Any] = lambda output: output  # gives (B, H, m, e) the form that the model expects
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+        """What the model would have computed."""
+        return self.own(query, key, value, mask, causal)
+
+
 Answer = Callable[[Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 
 # The doors are process-wide while open; the answer belongs to the thread that measures, so that a model running in
@@ -88,7 +112,7 @@ def _torch_door(original: Callable) -> Callable:
         def attend(query, key, value, mask, causal):
             return original(query, key, value, mask, is_causal=causal, **given["settings"])
 
-        return _handed_over(answer, attend, *given["tensors"])
+        return _handed_over(answer, Attend(attend, Formula(given["settings"]["scale"])), *given["tensors"])
 
     return scaled_dot_product_attention
 
@@ -119,7 +143,9 @@ def _huggingface_door(look_up: Callable) -> Callable:
                 changed = settings if now == causal else {**settings, "is_causal": now}
                 return function(module, query, key, value, mask, **changed)
 
-            return _handed_over(answer, attend, query, key, value, attention_mask, causal)
+            formula = Formula(settings.get("scaling"), settings.get("softcap"), settings.get("s_aux"))
+            door = Attend(attend, formula, lambda output: (output.transpose(1, 2), None))
+            return _handed_over(answer, door, query, key, value, attention_mask, causal)
 
         return attention_interface
 
@@ -139,7 +165,7 @@ def method_door(module: nn.Module) -> None:
         answer = _answer.get()
         if answer is None:
             return attend(query, key, value, attention_mask, False)
-        return _handed_over(answer, attend, query, key, value, attention_mask, False)
+        return _handed_over(answer, Attend(attend), query, key, value, attention_mask, False)
 
     module.__dict__["_attn"] = _attn
 

@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -31,13 +32,15 @@ from tracker import schedule as schedules
 from tracker.blocks import UsageError
 from tracker.dataset import Sample
 from tracker.figures import coupling_heatmap, pixels
-from tracker.measurement import FinalNorm, Settings, chosen_measures, labelled, measure_samples
+from tracker.measurement import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures, labelled, measure_samples
 from tracker.provenance import SCHEMA, digest
 from tracker.results import Store
+from tracker.rows import Precision
 from tracker.statistics import scalars
 from tracker.subject import Forward, Subject, find_subject
 
 HEADLINE = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
+MEMORY_TRIES = 3  # with the whole memory budget, half of it and a quarter
 WORTH_SAYING = 30.0  # seconds spent on measuring before their share of the run's time is remarked on
 REMEDY = "measure less often, on fewer samples or tokens, or set thin=True"
 
@@ -50,8 +53,8 @@ class CouplingCallback(Callback):
     them), and with `save_dir` to a store that `tracker.open_results` and `python -m tracker.report` read while it trains.
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each measures them all.
 
-    A measurement that runs out of memory or meets values that are not finite is skipped with a warning, and so is a
-    unit that can't be written: training goes on.
+    Out of memory, it tries again with half the memory budget and with a quarter. A measurement that still runs out, or
+    meets values that are not finite, is skipped with a warning, and so is a unit that can't be written: training goes on.
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and on. Without any schedule: 0, 1, 2, 4, 8 and on.
@@ -65,7 +68,7 @@ class CouplingCallback(Callback):
         max_samples: how many samples of a batch that was found so are measured; a given probe is measured whole.
         forward: how a batch is run, forward(module, batch), for modules whose own forward does not take it.
         blocks: as in `tracker.measure`, with names as they are in the LightningModule.
-        k, tokens, final_norm, measures, dtype, window: as in `tracker.measure`.
+        k, tokens, final_norm, measures, dtype, precision, memory_budget, window: as in `tracker.measure`.
         weights: "raw", or "averaged": those of the run's WeightAveraging callback, listed before this one.
         save_dir: directory of the store. One run to a directory: a new run is refused, a resumed one goes on.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
@@ -97,6 +100,8 @@ class CouplingCallback(Callback):
         final_norm: FinalNorm = "auto",
         measures: Sequence[str] | None = None,
         dtype: torch.dtype = torch.float32,
+        precision: Precision = "float32",
+        memory_budget: int = MEMORY_BUDGET,
         window: int | None = None,
         weights: Literal["raw", "averaged"] = "raw",
         save_dir: str | None = None,
@@ -132,7 +137,9 @@ class CouplingCallback(Callback):
         self.max_samples = schedules.positive("max_samples", max_samples)
         self.forward = forward
         self.blocks = blocks
-        self.settings = Settings(k, tokens, final_norm, dtype=dtype, measures=chosen_measures(measures), window=window)
+        self.settings = Settings(
+            k, tokens, final_norm, "auto", dtype, precision, memory_budget, chosen_measures(measures), window
+        )
         self.weights = weights
         self.store = Store(save_dir) if save_dir is not None else None
         self.heatmaps = heatmaps
@@ -145,6 +152,7 @@ class CouplingCallback(Callback):
         self.probe: Any = None
         self.served = -1  # the step up to which the schedule has been answered
         self.measured = -1  # the last step measured
+        self.began = False  # whether this fit has come to its first batch
         self.subject: Subject | None = None
         self.clock = schedules.Clock()
 
@@ -194,6 +202,7 @@ class CouplingCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See that the store is this run's."""
+        self.began = False
         self.clock = schedules.Clock()
         if trainer.global_step < self.served:  # this callback has seen another run
             self.served = self.measured = -1
@@ -205,8 +214,10 @@ class CouplingCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure before the first step, and where a resumed run had come to but not measured."""
-        if self.served < trainer.global_step:
+        if not self.began:
+            self.began = True
             self._settle_probe(trainer, pl_module, batch)
+        if self.served < trainer.global_step:
             self._serve(trainer, pl_module, now=self.ends and self.served < 0)
 
     def on_train_batch_end(
@@ -252,7 +263,7 @@ class CouplingCallback(Callback):
 
     def _identity(self) -> dict[str, Any]:
         """What every unit of the store has in common."""
-        asked = {name: value for name, value in vars(self.settings).items() if name not in ("svd", "dtype")}
+        asked = {name: value for name, value in vars(self.settings).items() if name not in ("dtype", "memory_budget")}
         return {"schema": SCHEMA, **asked, "dtype": str(self.settings.dtype), "weights": self.weights}
 
     def _settle_probe(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
@@ -334,10 +345,14 @@ class CouplingCallback(Callback):
             if rank >= probes.size(self.probe):
                 return [], None
             calls = probes.calls(model, probes.select(self.probe, mine), self.tokenizer)
-            return measure_samples(model, self.subject.blocks, calls, self.settings, device), None
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            return [], error
+            for halved in range(MEMORY_TRIES):
+                settings = replace(self.settings, memory_budget=self.settings.memory_budget >> halved)
+                try:
+                    return measure_samples(model, self.subject.blocks, calls, settings, device), None
+                except torch.OutOfMemoryError as error:
+                    torch.cuda.empty_cache()
+                    fault = error
+            return [], fault
         except (UsageError, FloatingPointError) as error:
             return [], error
 

@@ -28,10 +28,18 @@ def coupling_matrices(
     J: Float[Tensor, "L d d"], U: Float[Tensor, "M d K"], V: Float[Tensor, "M d K"]
 ) -> Float[Tensor, "L M K K"]:
     """A[l, m] = U[m]^T J[l] V[m]: every Jacobian in every basis."""
-    M, d, K = V.shape
-    columns = V.transpose(0, 1).reshape(d, M * K)
-    rows = [torch.einsum("mdi,dmj->mij", U, (J_l @ columns).view(d, M, K)) for J_l in J]
-    return torch.stack(rows)
+    columns = side_by_side(V)
+    return torch.stack([in_bases(U, J_l @ columns) for J_l in J])
+
+
+def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
+    """All bases as the columns of one matrix, so that a Jacobian meets them in one product."""
+    return V.transpose(-3, -2).flatten(-2)
+
+
+def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Float[Tensor, "*B M K K"]:
+    """A[m] = U[m]^T (J V[m]) of one Jacobian, from its product with all bases."""
+    return torch.einsum("...mdi,...dmj->...mij", U, JV.unflatten(-1, (U.shape[-3], U.shape[-1])))
 
 
 def miscouplings(A: Float[Tensor, "L L K K"], s: Float[Tensor, "L K"], d: int) -> dict[str, Float[Tensor, "L L"]]:

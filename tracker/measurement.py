@@ -1,13 +1,12 @@
 """One model, one set of inputs, one labelled result: the place where the measurements are composed.
 
-For each forward call: record it once (`replica`); from the states the trajectory measures; then, for a group of token
-rows at a time, the Jacobian of every block (`rows`), its top-K singular triplets (`svd`), and every layer pair's
-coupling (`coupling`); at last one labelled Dataset (`dataset`). Memory: the Jacobians of one group, L x R x d x d,
-within a declared budget.
+For each forward call: record it once (`recording`); from the states the trajectory measures; then, for the token rows of
+one call or several, their couplings (`depthwise`); at last one labelled Dataset (`dataset`). Memory: the recordings of
+the calls whose rows are measured together, and what their couplings take, each a part of a declared budget.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,18 +15,19 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker import coupling, trajectory
+from tracker import trajectory
 from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
+from tracker.depthwise import METHODS, Method, depthwise_couplings, is_matrix_free, rows_at_once
 from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
-from tracker.replica import Recording, Replica, record, undisturbed
-from tracker.rows import Jacobians, Rows
-from tracker.svd import top_singular_triplets
+from tracker.recording import Recording, record, undisturbed
+from tracker.replica import Replica
+from tracker.rows import PRECISIONS, Jacobians, Precision, Rows
 
 RELEASE_K = (10, 30, 50)
 MEASURES = ("coupling", "trajectory")
-JACOBIAN_BUDGET = 1 << 29  # scalars of all Jacobians held at once: 2 GB in float32
+MEMORY_BUDGET = 4 << 30  # bytes
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
 
@@ -40,8 +40,10 @@ def measure(
     k: int | Sequence[int] | None = None,
     tokens: str | Sequence[int] | None = None,
     final_norm: FinalNorm = "auto",
-    svd: Literal["auto", "full"] = "auto",
+    svd: Method = "auto",
     dtype: torch.dtype = torch.float32,
+    precision: Precision = "float32",
+    memory_budget: int = MEMORY_BUDGET,
     device: torch.device | str | None = None,
     measures: Sequence[str] | None = None,
     blocks: str | Sequence[str | nn.Module] | Blocks | None = None,
@@ -63,7 +65,14 @@ def measure(
             their class token, "last" elsewhere.
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
             leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
+        svd: how singular vectors are found: "full" decomposition; "krylov", which without a perfect certificate is
+            done again in full; "matrix-free", from products with Jacobians that are never formed, where nothing proves
+            that no vector was missed; "auto": what is expected to cost least.
         dtype: float32 or float64.
+        precision: of the products that Jacobians in float32 are made of; "tf32" (on GPUs that have it) and "bfloat16"
+            are faster and err by what docs/measurements.md says. Everything else stays in `dtype`.
+        memory_budget: bytes to work with above the weights, half of them for Jacobians. Less means smaller chunks, and
+            a result that is equal to rounding.
         device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of "coupling" and "trajectory"; None: both.
         blocks: what `find_blocks` takes or gives, to name the blocks or correct an assumption.
@@ -81,7 +90,8 @@ def measure(
         FloatingPointError: if a block overflows or gives NaN; the message names it.
     """
     started = time.perf_counter()
-    settings = Settings(k, tokens, final_norm, svd, dtype, chosen_measures(measures), window)
+    measures = chosen_measures(measures)
+    settings = Settings(k, tokens, final_norm, svd, dtype, precision, memory_budget, measures, window)
     found = find_blocks(model, blocks)
     device = _device(model, device)
     samples = measure_samples(model, found, batches(model, inputs, tokenizer, max_tokens), settings, device)
@@ -93,8 +103,9 @@ def measure_samples(
 ) -> list[Sample]:
     """What `measure` measures of each sample, before it is put together: a part of the inputs may be measured elsewhere."""
     with undisturbed(device):
-        jacobians = Jacobians(Replica(model, blocks, settings.dtype, device))
-        return [sample for batch in calls for sample in _measure_batch(jacobians, batch, settings)]
+        replica = Replica(model, blocks, settings.dtype, device)
+        jacobians = Jacobians(replica, settings.precision, settings.memory(4))
+        return _measure_batches(jacobians, calls, settings)
 
 
 def labelled(
@@ -114,8 +125,8 @@ def labelled(
         "dtype": str(settings.dtype).removeprefix("torch."),
         "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
         "measures": ", ".join(settings.measures),
-        "svd": "full",
-        "completeness": "exact",
+        "svd": settings.svd,
+        "precision": settings.precision,
         "inputs_sha256": digest(inputs),
         "seconds": time.perf_counter() - started,
     }
@@ -149,8 +160,10 @@ class Settings:
     k: int | Sequence[int] | None = None
     tokens: str | Sequence[int] | None = None
     final_norm: FinalNorm = "auto"
-    svd: str = "auto"
+    svd: Method = "auto"
     dtype: torch.dtype = torch.float32
+    precision: Precision = "float32"
+    memory_budget: int = MEMORY_BUDGET
     measures: tuple[str, ...] = MEASURES
     window: int | None = None
 
@@ -159,12 +172,22 @@ class Settings:
             raise UsageError(f"dtype={self.dtype!r}; measurements are made in torch.float32 or torch.float64")
         if self.final_norm not in ("auto", "include", "exclude", "drop"):
             raise UsageError(f"final_norm={self.final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
-        if self.svd not in ("auto", "full"):
-            raise UsageError(f"svd={self.svd!r}; choose 'auto' or 'full'")
+        if self.svd not in METHODS:
+            raise UsageError(f"svd={self.svd!r}; choose from {', '.join(METHODS)}")
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision={self.precision!r}; choose from {', '.join(PRECISIONS)}")
+        if self.precision != "float32" and self.dtype != torch.float32:
+            raise UsageError(f"precision={self.precision!r} is a way to find Jacobians in float32; leave dtype out")
+        if not isinstance(self.memory_budget, int) or self.memory_budget < 1:
+            raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
         if not self.measures or set(self.measures) - set(MEASURES):
             raise UsageError(f"measures={self.measures!r}; choose from {', '.join(MEASURES)}")
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
             raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
+
+    def memory(self, part: int) -> int:
+        """One `part`-th of the memory budget, in scalars."""
+        return self.memory_budget // self.dtype.itemsize // part
 
     def chosen_tokens(self, blocks: Blocks) -> str | Sequence[int]:
         """The class token of models that classify from it, unless something else was asked for."""
@@ -193,9 +216,31 @@ class Settings:
         return choice
 
 
-def _measure_batch(jacobians: Jacobians, batch: Batch, settings: Settings) -> list[Sample]:
-    """Everything about the samples of one forward call."""
-    replica = jacobians.replica
+def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Settings) -> list[Sample]:
+    """Everything about the samples of the forward calls; several recordings share a pass over the blocks' weights."""
+    samples: list[Sample] = []
+    held: list[tuple[Recording, Rows]] = []
+    waiting: list[Sample] = []  # for the couplings of the held rows, in their order
+    for i, batch in enumerate(calls):
+        recording, rows, of_batch = _record(jacobians.replica, batch, settings)
+        samples += of_batch
+        if "coupling" in settings.measures:
+            held.append((recording, rows))
+            waiting += [of_batch[b] for b in rows.sample.tolist()]
+            full = sum(recording.scalars() for recording, _ in held) >= settings.memory(4)
+            enough = rows_at_once(recording, of_batch[0].ks, settings.svd, settings.memory(2))
+            if full or len(waiting) >= enough or i == len(calls) - 1:
+                couplings = depthwise_couplings(jacobians, held, of_batch[0].ks, settings.svd, settings.memory(2))
+                for sample, values in zip(waiting, couplings, strict=True):
+                    sample.add_token(values)
+                held, waiting = [], []
+    for sample in samples:
+        sample.fallbacks |= jacobians.fallbacks
+    return samples
+
+
+def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recording, Rows, list[Sample]]:
+    """One forward call, the rows asked for in it, and its samples with all but their couplings."""
     recording = record(
         replica,
         [_convert(replica, argument) for argument in batch.arguments],
@@ -223,61 +268,22 @@ def _measure_batch(jacobians: Jacobians, batch: Batch, settings: Settings) -> li
         raise UsageError(f"window={window} states, but a trajectory through this model has {len(raw)}")
     ks = settings.ks(d)
 
-    names = ", ".join(call.name for call in recording.calls)
-    attributes = {"final_norm": convention, "final_norm_module": norm, "window": window, "blocks": names}
+    attributes = {
+        "final_norm": convention,
+        "final_norm_module": norm,
+        "window": window,
+        "blocks": ", ".join(call.name for call in recording.calls),
+    }
+    if "coupling" in settings.measures:
+        matrix_free = is_matrix_free(recording, ks, settings.svd)
+        attributes["completeness"] = "probabilistic" if matrix_free else "exact"
     samples = [Sample(label, n, at, ks, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     if "trajectory" in settings.measures:
         states = recording.states
         for b, sample in enumerate(samples):
             sample.values |= _trajectory(states[:, b], raw[:, b], valid[b], window)
-    if "coupling" in settings.measures:
-        owners = [b for b, at in enumerate(chosen) for _ in at]
-        at = [t for at in chosen for t in at]
-        rows = Rows(torch.tensor(owners, device=raw.device), torch.tensor(at, device=raw.device))
-        for b, values in zip(owners, _couplings(jacobians, recording, rows, ks), strict=True):
-            samples[b].add_token(values)
-    for sample in samples:
-        sample.fallbacks |= jacobians.fallbacks
-    return samples
-
-
-def _couplings(
-    jacobians: Jacobians, recording: Recording, rows: Rows, ks: Sequence[int]
-) -> Iterator[dict[str, np.ndarray]]:
-    """The coupling measures of every row; a group of rows at a time, so that their Jacobians fit the budget."""
-    L, d = len(recording.calls), recording.calls[0].x.shape[-1]
-    group = max(1, JACOBIAN_BUDGET // (L * d * d))
-    for start in range(0, len(rows.sample), group):
-        some = Rows(rows.sample[start : start + group], rows.token[start : start + group])
-        J, triplets, evidence = [], [], []
-        for call in recording.calls:
-            J_l, evidence_l = jacobians(call, some)
-            J.append(J_l)
-            triplets.append(top_singular_triplets(J_l, max(ks)))
-            evidence.append(evidence_l)
-        for r in range(len(some.sample)):
-            U, S, V = (torch.stack([getattr(t, part)[r] for t in triplets]) for part in "USV")
-            values = _pairs(torch.stack([J_l[r] for J_l in J]), U, S, V, ks)
-            values["residual"] = torch.stack([t.residual[r] for t in triplets])
-            values["complete"] = torch.stack([t.complete[r] for t in triplets])
-            values["sliced"] = torch.tensor([e.sliced for e in evidence])
-            values["value_error"] = torch.tensor([e.value_error for e in evidence])
-            values["derivative_error"] = torch.tensor([e.derivative_error for e in evidence])
-            yield {name: value.cpu().numpy() for name, value in values.items()}
-
-
-def _pairs(J: Tensor, U: Tensor, S: Tensor, V: Tensor, ks: Sequence[int]) -> dict[str, Tensor]:
-    """All couplings of one row: J (L, d, d), U and V (L, d, K), S (L, K); values over (k, layer, layer_other)."""
-    A = coupling.coupling_matrices(J, U, V)
-    frobenius = torch.linalg.matrix_norm(J)
-    by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[:, :k], J.shape[-1])
-        | {f"{name}_null": v for name, v in coupling.null_levels(S[:, :k], frobenius, J.shape[-1]).items()}
-        for k in ks
-    ]
-    values = {name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]}
-    values["singular_value"] = S
-    return values
+    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=raw.device)
+    return recording, Rows(*rows.unbind(1)), samples
 
 
 def _trajectory(states: Tensor, raw: Tensor, valid: list[int], window: int) -> dict[str, np.ndarray]:

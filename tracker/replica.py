@@ -1,4 +1,4 @@
-"""Stateless replicas, and one forward pass recorded as replayable block calls.
+"""Stateless replicas of a model.
 
 The caller's model is only ever read. Its module tree is copied without tensors, hooks or compiled wrappers, put in eval
 mode, and lent the caller's weights in the measuring dtype for as long as a pass lasts. So bf16 and fp16 weights are
@@ -8,23 +8,17 @@ Memory: the weights outside the blocks, and one block's, in the measuring dtype 
 already the measuring ones the weights are shared, not copied.
 """
 
-import inspect
-import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from tracker.attention import Attend, answering, method_door
+from tracker.attention import method_door
 from tracker.blocks import Blocks, UsageError, unwrap
 from tracker.weights import plain_class, plain_tensor
 
@@ -149,210 +143,3 @@ def _settle_configs(replica: nn.Module) -> None:
             if getattr(settled, "_experts_implementation", None) not in (None, "eager"):
                 settled._experts_implementation = "eager"
         part.__dict__["config"] = own[id(config)]
-
-
-@dataclass
-class AttentionCall:
-    """What one attention of a block was given in the recorded pass; shapes as in `tracker.attention`."""
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    causal: bool
-
-
-@dataclass
-class BlockCall:
-    """One block at work in the recorded pass: its arguments, input, output and attentions. Layer l is 1-based."""
-
-    layer: int
-    name: str
-    block: nn.Module
-    arguments: inspect.BoundArguments
-    state: str  # the argument that carries the hidden state
-    batch_first: bool
-    x: Float[Tensor, "B n d"]
-    y: Float[Tensor, "B n d"] = field(init=False)
-    final_norm: nn.Module | None = None
-    attention: list[AttentionCall] = field(default_factory=list)
-
-    def to(self, dtype: torch.dtype) -> "BlockCall":
-        """The same call with its recorded tensors in another dtype."""
-
-        def convert(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-        arguments = {name: tree_map(convert, value) for name, value in self.arguments.arguments.items()}
-        bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
-        attention = [AttentionCall(convert(a.key), convert(a.value), convert(a.mask), a.causal) for a in self.attention]
-        other = replace(self, arguments=bound, x=convert(self.x), attention=attention)
-        other.y = convert(self.y)
-        return other
-
-    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
-        """Run the block, final norm included where it is folded in, on a hidden state (B, n, d)."""
-        bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
-        bound.arguments.update(arguments or {})
-        bound.arguments[self.state] = x if self.batch_first else x.transpose(0, 1)
-        out = hidden_state(self.block(*bound.args, **bound.kwargs))
-        out = out if self.final_norm is None else self.final_norm(out)
-        return out if self.batch_first else out.transpose(0, 1)
-
-
-@dataclass
-class Recording:
-    """One forward pass: the calls of its blocks, and the final norm that took the last block's output, if any."""
-
-    calls: list[BlockCall]
-    final_norm: tuple[str, nn.Module] | None
-    normed: Float[Tensor, "B n d"] | None  # the final norm's output
-
-    @property
-    def states(self) -> Float[Tensor, "depth B n d"]:
-        """x^0 .. x^L as the calls have them."""
-        return torch.stack([self.calls[0].x, *(call.y for call in self.calls)])
-
-    def without_last_block(self) -> "Recording":
-        """The same pass up to the last block's input."""
-        return Recording(self.calls[:-1], None, None)
-
-    def fold_final_norm(self) -> "Recording":
-        """The same pass with the final norm counted as part of the last block (paper eq. 7)."""
-        if self.final_norm is None or self.normed is None:
-            return self
-        last = replace(self.calls[-1], final_norm=self.final_norm[1])
-        last.y = self.normed
-        return replace(self, calls=[*self.calls[:-1], last])
-
-
-def hidden_state(output: Any) -> Any:
-    """A block's output is the hidden state, or a tuple that begins with it."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Global state that a pass needs or could change: gradients, inference mode, autocast, RNG, fused paths, compilation."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    devices = [device] if device.type == "cuda" else []
-    with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        yield
-
-
-def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Recording:
-    """Run the model once and keep every block's call. Call inside `undisturbed`.
-
-    Raises:
-        UsageError: if a block was not reached, is not residual (input and output differ in shape), or the next block got
-            something other than its output.
-        FloatingPointError: if a block gave a value that is not finite.
-    """
-    recorder = _Recorder(replica)
-    with ExitStack() as stack:
-        stack.enter_context(replica.weights(replica.module, but=replica.blocks))
-        for handle in recorder.hooks():
-            stack.callback(handle.remove)
-        stack.enter_context(answering(recorder.attend))
-        replica.module(*arguments, **keywords)
-    return recorder.finished()
-
-
-class _Recorder:
-    def __init__(self, replica: Replica):
-        self.replica = replica
-        self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
-        self.calls: list[BlockCall] = []
-        self.running: BlockCall | None = None
-        self.lent = ExitStack()
-        self.normed: tuple[str, nn.Module, Tensor] | None = None
-
-    def hooks(self) -> Iterator[Any]:
-        for block in self.replica.blocks:
-            yield block.register_forward_pre_hook(self.enter, with_kwargs=True)
-            yield block.register_forward_hook(self.leave)
-        for name in self.replica.description.final_norms:
-            norm = self.replica.module.get_submodule(name)
-            yield norm.register_forward_hook(partial(self.norm, name))
-
-    def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.lent.enter_context(self.replica.weights(block))
-        bound = inspect.signature(block.forward).bind(*args, **kwargs)
-        state = next(iter(bound.arguments))
-        x = bound.arguments[state]
-        name = self.names[id(block)]
-        if not (isinstance(x, Tensor) and x.dim() == 3):
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise UsageError(
-                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
-            )
-        batch_first = self.replica.description.batch_first
-        # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
-        x = (x if batch_first else x.transpose(0, 1)).clone()
-        if not self.calls:
-            self.check_finite(x, f"the model, before its first block ({name}),")
-        self.running = BlockCall(len(self.calls) + 1, name, block, bound, state, batch_first, x)
-
-    def attend(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
-    ) -> Any:
-        if self.running is not None:
-            self.running.attention.append(AttentionCall(key, value, mask, causal))
-        return attend(query, key, value, mask, causal)
-
-    def leave(self, block: nn.Module, args: tuple, output: Any) -> None:
-        call, self.running = self.running, None
-        self.lent.close()
-        assert call is not None
-        y = hidden_state(output)
-        y = y if call.batch_first else y.transpose(0, 1)
-        if y.shape != call.x.shape:
-            raise UsageError(
-                f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
-            )
-        self.check_finite(y, f"block {call.layer} ({call.name})")
-        if self.calls and not torch.equal(self.calls[-1].y, call.x):
-            raise UsageError(
-                f"the model changes the hidden state between {self.calls[-1].name} and {call.name}; "
-                "name consecutive blocks, so that each takes the output of the one before"
-            )
-        call.y = y.clone()
-        self.calls.append(call)
-        self.normed = None  # a norm met so far took an earlier block's output
-
-    def norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Keep the first norm that is handed the last block's output itself."""
-        if self.calls and self.normed is None and args and isinstance(args[0], Tensor):
-            last = self.calls[-1]
-            taken = args[0] if last.batch_first else args[0].transpose(0, 1)
-            if taken.shape == last.y.shape and torch.equal(taken, last.y):
-                self.normed = (name, module, output if last.batch_first else output.transpose(0, 1))
-
-    def finished(self) -> Recording:
-        reached = {call.name for call in self.calls}
-        missed = [name for name in self.replica.description.names if name not in reached]
-        if missed:
-            raise UsageError(f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}")
-        if self.normed is None:
-            return Recording(self.calls, None, None)
-        name, module, normed = self.normed
-        self.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
-        return Recording(self.calls, (name, module), normed)
-
-    def check_finite(self, values: Tensor, where: str) -> None:
-        if not torch.isfinite(values).all():
-            raise FloatingPointError(
-                f"{where} gives values that are not finite (overflow or NaN in {self.replica.dtype}); check the weights, "
-                "or measure in float64"
-            )

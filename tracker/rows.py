@@ -1,174 +1,214 @@
-"""A block restricted to the token rows in question, the rest of the sequence frozen; it proves itself.
+"""Jacobians of recorded blocks at token rows: by the fastest path that proves itself.
 
-J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
-the row's query meets the *recorded* keys and values of the other rows and its own live ones. So R rows, of any samples
-and positions, run as a batch of R sequences of length one, and all their Jacobians come from d cotangents.
-
-Two proofs, or the full-sequence Jacobian serves instead and the evidence says why:
-- value, at every use: the sliced output equals the recorded output of that row;
-- derivative, once per block and way of calling it: J^T u for a random u equals the full-sequence vector-Jacobian
-  product, at the first and the last row asked for of every sample (at position 0 a causal row attends to itself alone
-  and proves little: the last position stands in for it). The value alone would let a detached key pass, or two
-  attentions named as one block.
-Errors are relative to the residual function f = block - 1, not to the block's output. Below a floor, |f| < 1e-2 |x| in
-float32, rounding of the sum x + f hides it: a Jacobian that small is found again in float64.
+Three paths, tried in this order for every block (`frozen`, `restriction`):
+- formula: single rows, attention by its formula, expanded to first order once per row;
+- own code: single rows, attention by the model's own code on frozen keys;
+- full sequence: d vector-Jacobian products of the whole sequence, which must give back the recorded output.
+The value is proved at every use, the derivative once per block and way of calling it (`proof`). The evidence says which
+path served, and why the full sequence.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
-from tracker.attention import Attend, answering
+from tracker.arguments import NotSliceable, Rows
 from tracker.blocks import UsageError
-from tracker.jacobian import RowFunction, cotangent_chunk, dense_jacobian, linearize
-from tracker.replica import BlockCall, Replica
+from tracker.frozen import by_formula, by_own_code
+from tracker.jacobian import (
+    LinearOperator,
+    converting_operator,
+    cotangent_chunk,
+    dense_jacobian,
+    linearize,
+    matrix_operator,
+    residual_operator,
+    stacked_operator,
+    tf32_operator,
+)
+from tracker.proof import FLOOR, TOLERANCE, derivative_error, kind_of, relative_error
+from tracker.recording import BlockCall
+from tracker.replica import Replica
+from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
-PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
-MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
-BUDGET = 1 << 27  # scalars alive in one chunk of cotangents: 0.5 GB in float32
-
-
-class NotSliceable(Exception):
-    """Why a block can't be restricted to rows; the full sequence serves instead."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """R token rows, each a sample (index into the batch) and a position."""
-
-    sample: Int[Tensor, " R"]
-    token: Int[Tensor, " R"]
-
-    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
-        """These rows of a hidden state."""
-        return X[self.sample, self.token]
-
-    def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
-        """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
-        order = torch.zeros_like(self.sample)
-        for r in range(len(self.sample)):
-            order[r] = (self.sample[:r] == self.sample[r]).sum()
-        for wave in order.unique():
-            index = torch.nonzero(order == wave).squeeze(-1)
-            yield index, Rows(self.sample[index], self.token[index])
+# Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate,
+# if the memory allows. Each takes about 16 d scalars: 32 MiB in all on a CPU at d = 1024.
+CHUNK = {"cpu": 512}
+CHUNK_ELSEWHERE = 4096
+Precision = Literal["float32", "tf32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+PROBES = 8  # random products that stand for a Jacobian whose entries are not found
 
 
 @dataclass(frozen=True)
 class Evidence:
     """How a block's Jacobians were found, and the proofs' errors."""
 
-    sliced: bool
+    path: Literal["formula", "own code", "full sequence"]  # what answered the rows' queries
     value_error: float
     derivative_error: float  # NaN where the full sequence served: it is its own reference
     reason: str = ""  # why the full sequence served
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the rows alone served."""
+        return self.path != "full sequence"
+
+
+PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 
 class Jacobians:
     """Jacobians of a replica's recorded blocks; remembers which have proved their derivative, and which layers could
     not be sliced.
+
+    `precision` is that of the sliced paths' matrix products, where the dtype is float32: "float32", "tf32" (CUDA
+    devices) or "bfloat16". Proofs, norms, the residual stream and attention within a row stay in float32.
+    `memory` is how many scalars the products that run at once may keep alive.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, precision: Precision = "float32", memory: int = 1 << 28) -> None:
         self.replica = replica
+        self.precision = precision
+        self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._proved: dict[Any, float] = {}
 
-    def __call__(self, call: BlockCall, rows: Rows) -> tuple[Float[Tensor, "R d d"], Evidence]:
-        """J_tt of the residual function f = block - 1 at every row, in the recorded dtype.
+    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
+        """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
+
+        The calls are of one block, in one recording or several; their rows pass through its weights together.
 
         Raises:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
             FloatingPointError: if a Jacobian overflows.
         """
-        dtype = call.x.dtype
-        J, evidence = self._in(dtype, call, rows)
-        size = torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5  # root mean square singular value
-        if dtype != torch.float64 and bool((size < FLOOR[dtype]).any()):
-            J, evidence = self._in(torch.float64, call.to(torch.float64), rows)
-        if not torch.isfinite(J).all():
-            raise FloatingPointError(
-                f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {dtype})"
-            )
-        return J.to(dtype), evidence
+        dtype = selections[0][0].x.dtype
+        results = []
+        for operator, some, evidence in self._operators(dtype, selections):
+            J = operator.dense().split([len(rows.sample) for _, rows in some])
+            results += zip(J, evidence, strict=True)
+        for i, (J, _) in enumerate(results):
+            if _hidden_by_rounding(J, dtype):
+                ((operator, _, (evidence,)),) = self._operators(torch.float64, selections[i : i + 1])
+                results[i] = operator.dense().to(dtype), evidence
+            _check_finite(results[i][0], selections[i][0])
+        return results
 
-    def _in(self, dtype: torch.dtype, call: BlockCall, rows: Rows) -> tuple[Tensor, Evidence]:
+    def operator(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        """The same Jacobians, through their products with (R, d, m) blocks alone: R counts all selected rows, those of
+        each call after one another.
+
+        Where the full sequence serves, its Jacobian is found entry by entry all the same.
+
+        Raises:
+            UsageError: as above.
+            FloatingPointError: as above, so far as a few random products show it.
+        """
+        call, dtype = selections[0][0], selections[0][0].x.dtype
+        for inside in (dtype, torch.float64):
+            operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
+            sizes = [sum(len(rows.sample) for _, rows in part) for part in parts]
+            operator = stacked_operator(operators, sizes)
+            R, d = sum(sizes), call.x.shape[-1]
+            generator = torch.Generator().manual_seed(0)
+            probes = torch.randn(R, d, PROBES, generator=generator, dtype=torch.float64).to(call.x.device, inside)
+            products = operator.apply_transpose(probes) * (d / PROBES) ** 0.5  # as large as J itself, on average
+            _check_finite(products, call)
+            if inside == torch.float64 or not _hidden_by_rounding(products, dtype):
+                break
+        operator = operator if inside == dtype else converting_operator(operator, inside, dtype)
+        return operator, [of_one for some in evidence for of_one in some]
+
+    def _operators(
+        self, dtype: torch.dtype, selections: Sequence[Selection]
+    ) -> list[tuple[LinearOperator, Sequence[Selection], list[Evidence]]]:
+        """For all selections together where some path proves itself on them all, else for each by itself."""
+        selections = [(call.to(dtype), rows) for call, rows in selections]
+        call = selections[0][0]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
             try:
-                J, value_error, derivative_error = self._sliced(call, rows)
-                evidence = Evidence(True, value_error, derivative_error)
+                operator, evidence = self._sliced(selections)
+                return [(operator, selections, evidence)]
             except NotSliceable as why:
-                J, value_error = full(call, rows, self.replica.dtype)
-                evidence = Evidence(False, value_error, float("nan"), str(why))
-                if not self.fallbacks:
-                    warnings.warn(
-                        f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {why}",
-                        stacklevel=3,
-                    )
-                self.fallbacks[call.layer] = str(why)
-        J.diagonal(dim1=-2, dim2=-1).sub_(1)  # the residual function's, exactly: the identity is not differenced
-        return J, evidence
+                reason = str(why)
+            if len(selections) == 1:
+                operator, evidence = self._full(*selections[0], reason)
+                return [(operator, selections, [evidence])]
+        return [part for selection in selections for part in self._operators(dtype, [selection])]
 
-    def _sliced(self, call: BlockCall, rows: Rows) -> tuple[Tensor, float, float]:
-        x, recorded = rows.of(call.x), rows.of(call.y)
-        y, pullback = _on_single_rows(restrict(call, rows), x)
-        value_error = _relative_error(y - x, recorded - x, recorded, self.replica.dtype)
-        if not value_error <= TOLERANCE[self.replica.dtype]:
-            raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
-        kind = _kind(call)
-        if kind not in self._proved:
-            self._proved[kind] = derivative_error(call, rows)
-        if not self._proved[kind] <= TOLERANCE[x.dtype]:
-            raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
-        keys = sum(a.key[0].numel() + a.value[0].numel() for a in call.attention)
-        chunk = cotangent_chunk(len(x) * (16 * x.shape[-1] + 2 * keys), BUDGET, x.shape[-1])
-        with sdpa_kernel(SDPBackend.MATH):
-            return dense_jacobian(pullback, y, chunk), value_error, self._proved[kind]
+    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        """By the first path that proves itself."""
+        reason = NotSliceable()
+        for path in PATHS:
+            try:
+                return self._by_path(path, selections)
+            except NotSliceable as why:
+                reason = why
+        raise reason
 
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
+        J, value_error = full(call, rows, self.replica.dtype, self.memory)
+        J.diagonal(dim1=-2, dim2=-1).sub_(1)
+        if not self.fallbacks:
+            warnings.warn(
+                f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {reason}", stacklevel=5
+            )
+        self.fallbacks[call.layer] = reason
+        return matrix_operator(J), Evidence("full sequence", value_error, float("nan"), reason)
 
-def restrict(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows alone: (R, d) -> (R, d).
-
-    Raises:
-        NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
-            the plain self-attention that was recorded.
-    """
-    arguments = {name: _of_rows(name, value, call, rows) for name, value in call.arguments.arguments.items()}
-    del arguments[call.state]
-
-    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        recorded = iter(call.attention)
-
-        def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
-            past = next(recorded, None)
-            own_tokens = past is not None and key.dim() == 4 and key.shape[-2] == 1
-            if past is None or not own_tokens or past.key.shape[-2] != call.x.shape[1]:
-                raise NotSliceable("attention over something other than the block's own tokens")
-            n = past.key.shape[-2]
-            own = (torch.arange(n, device=x.device) == rows.token[:, None])[:, None, :, None]  # (R, 1, n, 1)
-            K = torch.where(own, key, past.key[_samples(past.key, rows)])
-            V = torch.where(own, value, past.value[_samples(past.value, rows)])
-            return attend(query, K, V, _mask_of_rows(past.mask, past.causal, n, rows), False)
-
-        with answering(answer):
-            y = call(x[:, None], arguments)[:, 0]
-        if next(recorded, None) is not None:
-            raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
-        return y
-
-    return f
+    def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        sizes = [len(rows.sample) for _, rows in selections]
+        x = torch.cat([rows.of(call.x) for call, rows in selections])
+        block = on_single_rows(restrict(selections, PATHS[path]), x)
+        evidence, keys = [], 0
+        for (call, rows), x_, y_ in zip(selections, x.split(sizes), block.y.split(sizes), strict=True):
+            recorded = rows.of(call.y)
+            value_error = relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
+            if not value_error <= TOLERANCE[self.replica.dtype]:
+                raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
+            kind = (path, *kind_of(call))
+            if kind not in self._proved:
+                self._proved[kind] = derivative_error(call, rows, PATHS[path])
+            if not self._proved[kind] <= TOLERANCE[x.dtype]:
+                raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
+            evidence.append(Evidence(path, value_error, self._proved[kind]))
+            if path == "own code":
+                keys += sum(len(x_) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
+        if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
+            with torch.autocast(x.device.type, torch.bfloat16):
+                block = on_single_rows(restrict(selections, PATHS[path]), x)
+        operator = residual_operator(block, _chunk(16 * x.numel() + 2 * keys, x, self.memory))
+        return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
 
 
-def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[Tensor, "R d d"], float]:
+def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
+    """How many cotangents at once, where each keeps so many scalars alive."""
+    d = x.shape[-1]
+    return cotangent_chunk(scalars, min(memory, 16 * d * CHUNK.get(x.device.type, CHUNK_ELSEWHERE)), d)
+
+
+def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
+    """Whether some row's root mean square singular value is below the floor of this dtype."""
+    return dtype != torch.float64 and bool((torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any())
+
+
+def _check_finite(J: Tensor, call: BlockCall) -> None:
+    if not torch.isfinite(J).all():
+        raise FloatingPointError(
+            f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+        )
+
+
+def full(
+    call: BlockCall, rows: Rows, recorded_in: torch.dtype, memory: int = 1 << 28
+) -> tuple[Float[Tensor, "R d d"], float]:
     """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
 
     One row of every sample at a time: samples do not mix in a block, tokens do.
@@ -179,130 +219,13 @@ def full(call: BlockCall, rows: Rows, recorded_in: torch.dtype) -> tuple[Float[T
     y = torch.empty_like(x)
     for index, wave in rows.waves():
         with sdpa_kernel(SDPBackend.MATH):
-            y[index], pullback = linearize(full_sequence(call, wave), x[index])
-            J[index] = dense_jacobian(pullback, y[index], cotangent_chunk(16 * B * n * d, BUDGET, d))
-    value_error = _relative_error(y - x, recorded - x, recorded, recorded_in)
+            block = linearize(full_sequence(call, wave), x[index])
+            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
+            y[index] = block.y
+    value_error = relative_error(y - x, recorded - x, recorded, recorded_in)
     if not value_error <= TOLERANCE[recorded_in]:
         raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
             "it is random or keeps state between calls, so it has no Jacobian to measure"
         )
     return J, value_error
-
-
-def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows within their full sequences; no two rows of one sample."""
-
-    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        X = call.x.index_put((rows.sample, rows.token), x)
-        return rows.of(call(X))
-
-    return f
-
-
-def derivative_error(call: BlockCall, rows: Rows) -> float:
-    """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
-    of every sample; the last position of the sequence instead, where only position 0 is asked for.
-    """
-    n, device = call.x.shape[1], call.x.device
-    samples = rows.sample.unique()
-    asked = [rows.token[rows.sample == sample] for sample in samples]
-    last = [int(t.max()) or n - 1 for t in asked]
-    first = [min(int(t.min()), l) or l for t, l in zip(asked, last, strict=True)]
-    return max(
-        _derivative_error_at(call, Rows(samples, torch.tensor(at, device=device)))
-        for at in {*map(tuple, (first, last))}
-    )
-
-
-def _derivative_error_at(call: BlockCall, rows: Rows) -> float:
-    x = rows.of(call.x)
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    _, sliced = _on_single_rows(restrict(call, rows), x)
-    with sdpa_kernel(SDPBackend.MATH):
-        _, whole = linearize(full_sequence(call, rows), x)
-        expected = whole(u[None])[0]
-        return _relative_error(sliced(u[None])[0] - u, expected - u, u, x.dtype)
-
-
-def _on_single_rows(f: RowFunction, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    try:
-        # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH):
-            return linearize(f, x)
-    except torch.OutOfMemoryError:
-        raise
-    # What code not written for a sequence of length one says of it.
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        AssertionError,
-    ) as error:
-        raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
-
-
-def _relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.dtype) -> float:
-    """Largest over the rows of |f - reference| / max(|reference|, floor |scale|); 0 where they agree exactly.
-
-    The floor is that of the precision the reference is known in, whatever precision it is compared in.
-    """
-    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
-    size = torch.maximum(norm(reference), FLOOR[known_in] * norm(scale))
-    difference = norm(f - reference)
-    return float(torch.where(difference == 0, 0.0, difference / size).max())
-
-
-def _kind(call: BlockCall) -> Any:
-    """What a derivative proof holds for: one block, and how it and its attention are called."""
-    given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
-    attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.layer, call.x.dtype, given, attention
-
-
-def _of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
-    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
-    if isinstance(value, dict):  # what the signature collects as **kwargs
-        return {key: _of_rows(key, entry, call, rows) for key, entry in value.items()}
-    if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-        return value
-    n = call.x.shape[1]
-    if name in PER_TOKEN:
-        if isinstance(value, (tuple, list)):
-            return type(value)(_per_token(name, entry, n, rows) for entry in value)
-        return _per_token(name, value, n, rows)
-    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
-        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
-        if value.dim() == 4:
-            return value[_samples(value, rows)][..., :1, :1]
-        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
-            return value[_samples(value, rows)][:, :1]
-        if value.dim() == 2:
-            return value[:1, :1]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
-
-
-def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
-    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
-        return value[rows.token[:1]]  # has no batch axis: the same for all rows
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-        return value[_samples(value, rows), rows.token][:, None]
-    raise NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
-
-
-def _samples(tensor: Tensor, rows: Rows) -> Tensor:
-    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
-    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
-
-
-def _mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
-    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
-    if mask is not None and not isinstance(mask, Tensor):
-        raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
-    if mask is None:
-        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
-    mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
-    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
-    return mask[_samples(mask, rows), :, token][:, :, None, :n]

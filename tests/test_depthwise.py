@@ -1,0 +1,58 @@
+"""Jacobians that are never formed against dense ones, through the whole measurement."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests.models import Size, build, tokens
+from tracker import depthwise, svd
+
+EXACT = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized", "singular_value", "lss")
+
+
+def both(name, dtype, prompts=None, **options):
+    """The same measured with dense Jacobians and without."""
+    model, given = build(name, Size(width=192))
+    inputs = {"inputs": given if prompts is None else prompts, "k": (3, 6), "dtype": dtype, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tracker.measure(model, **inputs, svd="full"), tracker.measure(model, **inputs, svd="matrix-free")
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "timm vit", "bloom"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-3)])
+def test_matrix_free_equals_dense(name, dtype, tolerance):
+    dense, free = both(name, dtype)
+    assert dense.attrs["completeness"] == "exact" and free.attrs["completeness"] == "probabilistic"
+    assert dense.full_svd.all() and not free.full_svd.any() and free.complete.all()
+    assert float(free.residual.max()) <= svd.TOLERANCE[dtype]
+    for variable in EXACT:
+        np.testing.assert_allclose(free[variable], dense[variable], atol=tolerance, err_msg=variable)
+    for variable in (f"{measure}_null" for measure in EXACT[:4]):
+        np.testing.assert_allclose(free[variable], dense[variable], rtol=2e-2, err_msg=variable)
+
+
+def test_what_does_not_converge_is_decomposed_in_full(monkeypatch):
+    monkeypatch.setitem(svd.TOLERANCE, torch.float64, 0.0)
+    dense, free = both("gpt_neox", torch.float64)
+    assert free.full_svd.all()
+    np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-9)
+
+
+def test_rows_of_several_samples_a_few_at_a_time():
+    dense, free = both("gpt_neox", torch.float64, tokens(5), tokens=[0, -1], memory_budget=1 << 22)
+    np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-7)
+
+
+def test_chosen_by_counted_columns(monkeypatch):
+    assert 0.2 < depthwise.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
+    assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024
+    model, given = build("gpt_neox", Size(width=192))
+    assert tracker.measure(model, given, k=3).attrs["completeness"] == "exact"
+    monkeypatch.setattr(depthwise, "NARROW", 0.1)
+    assert tracker.measure(model, given, k=3).attrs["completeness"] == "probabilistic"
+    assert tracker.measure(model, given, k=3, svd="krylov").attrs["completeness"] == "exact"
+    assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # no room

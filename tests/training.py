@@ -1,0 +1,191 @@
+"""Small training runs for the callback's tests; `python -m tests.training --out DIR` is one as a process of its own."""
+
+import argparse
+import random
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import lightning
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import tracker
+
+
+class Noisy(Dataset):
+    """Sequences that are disturbed anew each time they are read, from all three random states."""
+
+    def __init__(self, n: int = 64, length: int = 6, width: int = 8, noise: float = 1.0):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(n, length, width, generator=generator)
+        self.y = torch.randint(3, (n,), generator=generator)
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        noise = torch.randn(self.x.shape[1:]) * self.noise * np.random.rand() * random.random()
+        return self.x[i] + noise, self.y[i]
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, with dropout and stochastic depth."""
+
+    def __init__(self, width: int, drop: float):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=drop, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(drop), nn.Linear(2 * width, width))
+        self.drop = drop
+
+    def keep(self, x):
+        return x * (torch.rand(len(x), 1, 1, device=x.device) > self.drop) if self.training else x
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.keep(self.attention(y, y, y, need_weights=False)[0])
+        return x + self.keep(self.mlp(self.norm2(x)))
+
+
+class Classifier(lightning.LightningModule):
+    """A transformer on sequences; its author has never heard of block coupling."""
+
+    def __init__(self, width: int = 16, depth: int = 3, drop: float = 0.1, checkpointing: bool = False):
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.stages = nn.ModuleList(Block(width, drop) for _ in range(depth))
+        self.head = nn.Linear(width, 3)
+        self.checkpointing = checkpointing
+        self.losses: list[float] = []
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.stages:
+            if self.checkpointing and self.training:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(x.mean(1))
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.losses.append(float(loss.detach()))
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+class TwoOptimizers(Classifier):
+    """Manual optimisation: two optimizer steps a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.SGD(self.stages.parameters(), 1e-2),
+            torch.optim.SGD([*self.embed.parameters(), *self.head.parameters()], 1e-2),
+        ]
+
+
+class Sharded(Classifier):
+    """Its blocks' weights are sharded over the ranks (FSDP2)."""
+
+    def configure_model(self):
+        from torch.distributed.fsdp import fully_shard
+
+        for block in self.stages:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def trainer(callbacks=(), max_steps: int = 8, **options) -> lightning.Trainer:
+    """A quiet one on the CPU."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return lightning.Trainer(
+        callbacks=list(callbacks), max_steps=max_steps, **{"accelerator": "cpu", **quiet, **options}
+    )
+
+
+def fit(trainer, make=Classifier, workers: int = 0, validate: bool = True, data=None, batch: int = 8, **options):
+    """Make a module and train it, both from a fixed seed; returns it."""
+    lightning.seed_everything(0, workers=True, verbose=False)
+    module = make()
+    data = data or Noisy()
+    training = DataLoader(data, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    trainer.fit(module, training, DataLoader(data, 8) if validate else None, **options)
+    return module
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--terminate_at", type=int, help="send SIGTERM to this process while it measures this step")
+    parser.add_argument("--resume", type=Path)
+    given = parser.parse_args()
+
+    def forward(module, batch):
+        if module.__dict__.get("_trainer") and module.trainer.global_step == given.terminate_at:
+            signal.raise_signal(signal.SIGTERM)
+        return module(batch)
+
+    probe = torch.randn(given.samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    watch = tracker.CouplingCallback(
+        every_n_steps=2,
+        probe=probe,
+        forward=forward,
+        blocks="stages",
+        k=(2, 4),
+        dtype=torch.float64,
+        save_dir=given.out / "store",
+    )
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(given.out, every_n_train_steps=1, save_top_k=-1)
+    strategy, module = given.strategy, partial(Classifier, drop=0.0)
+    if strategy == "fsdp2":
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        strategy = ModelParallelStrategy(
+            data_parallel_size=given.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+        module = partial(Sharded, drop=0.0)
+    fit(
+        trainer([watch, keep], devices=given.devices, strategy=strategy, enable_checkpointing=True),
+        module,
+        # A batch is all there is and chance has no part: Lightning does not carry the random state into a resumed run.
+        data=Noisy(noise=0.0),
+        batch=64,
+        ckpt_path=given.resume,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

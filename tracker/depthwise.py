@@ -1,0 +1,159 @@
+"""Depth-wise coupling of token rows: J^l_tt of every block l, its top singular triplets, and A for every pair (l, l').
+
+Two ways. *Dense*: every Jacobian is formed from d products of the block, decomposed (`svd`) and multiplied. *Matrix-free*:
+the triplets come from some products with J and J^T (`krylov`), the pairs from L K more, and no Jacobian is ever formed;
+the blocks are gone through twice, as all bases have to be known before the first pair. It takes
+
+    2 n + L K + 2 K + 64 columns        n: those of the Krylov iteration
+
+in place of d. |J|_F, which the null levels need, is then an estimate: the K triplets exactly, the rest from 64 random
+products, as in Hutch++ (Meyer et al. 2021).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker import coupling
+from tracker.jacobian import LinearOperator
+from tracker.krylov import basis_size, expected_columns, has_room
+from tracker.recording import Recording
+from tracker.restriction import Selection
+from tracker.rows import Evidence, Jacobians, Rows
+from tracker.svd import Triplets, top_singular_triplets, triplets_by_products
+
+Method = Literal["auto", "full", "krylov", "matrix-free"]
+METHODS: tuple[Method, ...] = get_args(Method)
+NORM_PROBES = 64  # random products that stand for what the triplets leave of |J|_F
+NARROW = 1.5  # time of a column among the few of a Krylov step, beside one among the many of a dense Jacobian
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the pairs need of one block, at R rows."""
+
+    triplets: Triplets
+    product: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J V
+    frobenius: Float[Tensor, " R"]
+    evidence: list[Evidence]  # one for each row
+
+
+def is_matrix_free(recording: Recording, ks: Sequence[int], method: Method) -> bool:
+    """Whether products are expected to serve sooner than dense Jacobians, or were asked for and can."""
+    x, K = recording.calls[0].x, max(ks)
+    d = x.shape[-1]
+    few = matrix_free_columns(d, len(recording.calls), K, x.dtype)
+    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and NARROW * few < d))
+
+
+def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
+    """How many products with a block's Jacobian the matrix-free way is expected to take; the dense way takes d."""
+    return 2 * expected_columns(d, K, dtype) + (L + 2) * K + NORM_PROBES
+
+
+def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
+    """How many rows fit into so many scalars."""
+    d, L, K = recording.calls[0].x.shape[-1], len(recording.calls), max(ks)
+    of_one = d * (3 * L * K + 2 * basis_size(d, K)) if is_matrix_free(recording, ks, method) else L * d * d
+    return max(1, memory // of_one)
+
+
+def depthwise_couplings(
+    jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], ks: Sequence[int], method: Method, memory: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """The coupling measures of every row selected of the recordings, with the dimensions of `dataset.DIMS`."""
+    first = selected[0][0]
+    find = _by_products if is_matrix_free(first, ks, method) else _dense
+    for group in _groups(selected, rows_at_once(first, ks, method, memory)):
+        layers = [
+            find(jacobians, [(recording.calls[l], rows) for recording, rows in group], max(ks), method)
+            for l in range(len(first.calls))
+        ]
+        U, V = (torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for part in "UV")
+        columns = coupling.side_by_side(V)
+        A = torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)  # (R, L, L, K, K)
+        for r in range(len(A)):
+            values = _pairs(A[r], torch.stack([layer.triplets.S[r] for layer in layers]), layers, r, ks)
+            for name, part in (
+                ("singular_value", "S"),
+                ("singular_gap", "gap"),
+                ("residual", "residual"),
+                ("complete", "complete"),
+                ("full_svd", "full"),
+            ):
+                values[name] = torch.stack([getattr(layer.triplets, part)[r] for layer in layers])
+            for name in ("sliced", "value_error", "derivative_error"):
+                values[name] = torch.tensor([getattr(layer.evidence[r], name) for layer in layers])
+            yield {name: value.cpu().numpy() for name, value in values.items()}
+
+
+def _pairs(A: Tensor, S: Tensor, layers: Sequence[Layer], r: int, ks: Sequence[int]) -> dict[str, Tensor]:
+    """All measures of one row: A (L, L, K, K), S (L, K); values over (k, layer, layer_other)."""
+    d = layers[0].triplets.U.shape[-2]
+    frobenius = torch.stack([layer.frobenius[r] for layer in layers])
+    by_k = [
+        coupling.miscouplings(A[..., :k, :k], S[:, :k], d)
+        | {f"{name}_null": v for name, v in coupling.null_levels(S[:, :k], frobenius, d).items()}
+        for k in ks
+    ]
+    return {name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]}
+
+
+def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:
+    """The same rows in the same order, at most `size` at a time."""
+    group, room = [], size
+    for recording, rows in selected:
+        start = 0
+        while start < len(rows.sample):
+            some = Rows(rows.sample[start : start + room], rows.token[start : start + room])
+            group.append((recording, some))
+            start, room = start + len(some.sample), room - len(some.sample)
+            if room == 0:
+                yield group
+                group, room = [], size
+    if group:
+        yield group
+
+
+def _dense(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
+    results = jacobians(selections)
+    J = torch.cat([J for J, _ in results])
+    triplets = top_singular_triplets(J, K, "auto" if method == "matrix-free" else method)
+    evidence = _for_each_row([found for _, found in results], selections)
+    return Layer(triplets, lambda V: J @ V, torch.linalg.matrix_norm(J), evidence)
+
+
+def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
+    operator, evidence = jacobians.operator(selections)
+    like = torch.cat([rows.of(call.x) for call, rows in selections])
+    triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
+    if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
+        return _dense(jacobians, selections, K, "full")
+    frobenius = _frobenius(operator, triplets)
+
+    def product(V: Tensor) -> Tensor:
+        # Linearised anew, as its recorded graph holds on to a block's weights in the measuring dtype.
+        return jacobians.operator(selections)[0].apply(V)
+
+    return Layer(triplets, product, frobenius, _for_each_row(evidence, selections))
+
+
+def _frobenius(operator: LinearOperator, triplets: Triplets) -> Float[Tensor, " R"]:
+    """An estimate of |J|_F."""
+    U, S, V = triplets.U, triplets.S, triplets.V
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (*U.shape[:2], NORM_PROBES), generator=generator).to(U) * 2 - 1
+    rest = operator.apply_transpose(signs) - V @ (S[..., None] * (U.mT @ signs))
+    scale = S[:, :1].clamp_min(torch.finfo(S.dtype).tiny)  # squares of tiny entries underflow
+    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(NORM_PROBES))
+    return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
+
+
+def _for_each_row(evidence: Sequence[Evidence], selections: Sequence[Selection]) -> list[Evidence]:
+    return [found for found, (_, rows) in zip(evidence, selections, strict=True) for _ in rows.sample]

@@ -1,0 +1,88 @@
+"""A block as a function of token rows: of single rows with the rest of the sequence frozen, or within full sequences.
+
+J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
+the row's query meets the *recorded* keys and values of the other rows and its own live ones (`frozen`). So R rows, of
+any samples and positions of any recordings, run as a batch of R sequences of length one, and each linear layer is one
+product of (cotangents x rows) by its weights.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxtyping import Float
+from torch import OutOfMemoryError, Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tracker.arguments import NotSliceable, Rows, join, of_rows
+from tracker.attention import Attend, answering
+from tracker.jacobian import Linearization, RowFunction, linearize
+from tracker.recording import AttentionCall, BlockCall
+
+Selection = tuple[BlockCall, Rows]
+Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
+
+
+def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
+    """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
+
+    Raises:
+        NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
+            the plain self-attention that was recorded.
+    """
+    call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
+    divided = [
+        {name: of_rows(name, v, call, rows) for name, v in call.arguments.arguments.items() if name != call.state}
+        for call, rows in selections
+    ]
+    arguments = divided[0] if len(divided) == 1 else join("arguments", divided, sizes)
+    lengths = [call.x.shape[1] for call, _ in selections]
+    if len({len(call.attention) for call, _ in selections}) > 1:
+        raise NotSliceable("samples that do not pass through the same attentions")
+    recorded = [
+        [(past, rows) for past, (_, rows) in zip(at_once, selections, strict=True)]
+        for at_once in zip(*(call.attention for call, _ in selections), strict=True)
+    ]
+
+    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        expected = iter(recorded)
+
+        def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
+            frozen = next(expected, [])
+            own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
+            if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
+                raise NotSliceable("attention over something other than the block's own tokens")
+            return answered(attend, query, key, value, frozen)
+
+        with answering(answer):
+            y = call(x[:, None], arguments)[:, 0]
+        if next(expected, []):
+            raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
+        return y
+
+    return f
+
+
+def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
+    """The block as a function of the rows within their full sequences; no two rows of one sample."""
+
+    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        X = call.x.index_put((rows.sample, rows.token), x)
+        return rows.of(call(X))
+
+    return f
+
+
+def on_single_rows(f: RowFunction, x: Tensor) -> Linearization:
+    """Linearize a restricted block.
+
+    Raises:
+        NotSliceable: with what the block's code says of sequences of length one.
+    """
+    try:
+        # Attention as plain products: the fused kernels have no rule for many cotangents at once.
+        with sdpa_kernel(SDPBackend.MATH):
+            return linearize(f, x)
+    except OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
