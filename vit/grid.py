@@ -108,8 +108,12 @@ def run(grid: Grid, recipe: Recipe) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on, each cell from its last finished epoch", file=sys.stderr)
         return INTERRUPTED
-    bad = [(cell.cell, state) for cell in recipes if (state := state_of(cell)).startswith(("diverged", "died", "not"))]
-    for name, state in bad:
+    bad = {
+        cell.cell: state_of(cell)
+        for cell in recipes
+        if (read(cell.directory, "result") or {}).get("status") != "finished"
+    }
+    for name, state in bad.items():
         print(f"{name}: {state}", file=sys.stderr)
     print(f"analysis: python -m vit.analysis {out}")
     return FAILED if bad else OK

@@ -7,6 +7,7 @@ be restored besides: cells are keyed by their settings, and what is done is not 
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def run_cells(
     import ray  # pyright: ignore[reportMissingImports]
     from ray import tune  # pyright: ignore[reportMissingImports]
 
-    by_name = {recipe.cell: recipe for recipe in recipes}
+    # A worker's current directory is Ray's to choose.
+    by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
 
     class Report(tune.Callback):
         """Tells the driver of each trial that ended."""
@@ -40,7 +42,6 @@ def run_cells(
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_trial, recipes=by_name), {"cpu": cpus, "gpu": gpus}),
             param_space={"cell": tune.grid_search(list(by_name))},
-            tune_config=tune.TuneConfig(metric="accuracy", mode="max", reuse_actors=False),
             run_config=tune.RunConfig(
                 name="trials",
                 storage_path=str(storage.resolve()),
@@ -62,5 +63,4 @@ def run_cells(
 def _trial(config: dict[str, Any], recipes: dict[str, Recipe]) -> dict[str, Any]:
     from vit.train import train
 
-    result = train(recipes[config["cell"]])
-    return {"accuracy": result["accuracy"], "done": True}
+    return {"status": train(recipes[config["cell"]])["status"]}
