@@ -1,9 +1,10 @@
+# make demo-vit: a 2 x 2 grid of small vision transformers on scikit-learn's digits, analysed, about ? minutes
 # make demo: install, train the embedded suite, walk it, write results/nano/report.html
 # make test: install, run every test          make lint: ruff, pyright, import-linter
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint .venv
+.PHONY: demo demo-vit test lint .venv
 
 # The stamp is written last: an interrupted install is not taken for a finished one.
 .venv: .venv/installed
@@ -18,6 +19,10 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	$(BIN)/python -m tracker.pythia --model nano --out results/nano --wandb offline
+
+demo-vit: .venv/installed
+	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --engine processes --jobs 2 --threads 1 --wandb offline --out results/vit/demo
+	$(BIN)/python -m vit.analysis results/vit/demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest

@@ -98,7 +98,7 @@ def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any])
         f"({time.perf_counter() - started:.0f} s); writing to {directory}",
         flush=True,
     )
-    with _quiet():
+    with quiet():
         lightning.seed_everything(seed, verbose=False)
         module = _module(recipe, tokenizer, held_out_ids, directory)
         generator = torch.Generator().manual_seed(seed)
@@ -244,7 +244,7 @@ def _repository(directory: Path) -> Path:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without Lightning's notices about GPUs, workers and tips."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]

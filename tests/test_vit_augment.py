@@ -1,0 +1,144 @@
+"""Batched augmentation against the PIL operations that DeiT's recipe is written in."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import auto_augment as timm
+from timm.data.random_erasing import RandomErasing
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+
+from vit.augment import HIGHEST_LEVEL, apply, augment, erase, padded_crop, parse, pil_transform, rand_augment
+from vit.recipe import Recipe
+
+POLICY = parse("rand-m9-mstd0.5-inc1")
+MEAN = torch.tensor([0.5, 0.4, 0.3])
+FILL = tuple(round(255 * m) for m in MEAN.tolist())
+SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"} | {
+    f"{name}Increasing" for name in ("Color", "Contrast", "Brightness", "Sharpness")
+}
+MOVES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+
+
+def photographs(count: int) -> torch.Tensor:
+    """Smooth enough that two ways of interpolating agree, with every grey level."""
+    small = torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    large = torch.nn.functional.interpolate(small, 32, mode="bicubic").clamp(0, 1)
+    return (255 * large).round().to(torch.uint8)
+
+
+def with_pil(image: torch.Tensor, name: str, level: float, sign: int, monkeypatch) -> torch.Tensor:
+    """timm's own operation at this level and sign, with PIL's bilinear resampling."""
+    monkeypatch.setattr(timm, "_randomly_negate", lambda value: sign * value)
+    op = timm.AugmentOp(name, 1.0, 10 * level, {"img_mean": FILL, "interpolation": Image.Resampling.BILINEAR})
+    return pil_to_tensor(op(to_pil_image(image)))
+
+
+@pytest.mark.parametrize("name", POLICY.names)
+@pytest.mark.parametrize("level, sign", [(0.9, 1), (0.9, -1), (0.33, 1), (0.9999, -1)])
+def test_each_operation_is_timms(name, level, sign, monkeypatch):
+    images = photographs(3)
+    levels = torch.full((3,), level)
+    choice = torch.full((3,), POLICY.names.index(name))
+    ours = apply(images, POLICY.names, choice, levels, sign * levels, MEAN)
+    theirs = torch.stack([with_pil(image, name, level, sign, monkeypatch) for image in images])
+    difference = (ours.int() - theirs.int()).abs()
+    if name in MOVES:  # at the rim PIL takes the nearest pixel or the fill, ours mixes the two
+        assert (difference > 3).any(1).float().mean() < 0.09 and difference.float().median() <= 1
+    else:
+        assert difference.max() <= (2 if "Increasing" in name else 1)
+    assert (ours != images).any() or (name == "AutoContrast") or torch.equal(theirs, images)
+    opposite = apply(images, POLICY.names, choice, levels, -sign * levels, MEAN)
+    assert torch.equal(opposite, ours) == (name not in SIGNED)
+
+
+def test_every_image_has_its_own_operation_level_and_sign():
+    images = photographs(40)
+    choice = torch.randint(-1, len(POLICY.names), (40,))
+    level = torch.rand(40)
+    signed = torch.where(torch.rand(40) < 0.5, -level, level)
+    together = apply(images, POLICY.names, choice, level, signed, MEAN)
+    for i in range(40):
+        one = slice(i, i + 1)
+        alone = apply(images[one], POLICY.names, choice[one], level[one], signed[one], MEAN)
+        assert torch.equal(together[one], alone)
+    assert torch.equal(together[choice == -1], images[choice == -1])
+    assert torch.equal(images, photographs(40))
+
+
+def test_draws_are_those_of_the_notation(monkeypatch):
+    """Two layers, each applied to half the images, all operations equally often, levels around 0.9 and at most 1."""
+    calls = []
+    monkeypatch.setattr("vit.augment.apply", lambda images, names, *draws: (calls.append(draws), images)[1])
+    rand_augment(torch.zeros(30_000, 3, 1, 1, dtype=torch.uint8), POLICY, MEAN)
+    assert len(calls) == 2
+    for choice, level, signed, _ in calls:
+        assert (choice >= 0).float().mean() == pytest.approx(0.5, abs=0.02)
+        shares = torch.bincount(choice[choice >= 0], minlength=15) / (choice >= 0).sum()
+        assert (shares - 1 / 15).abs().max() < 0.01
+        assert (
+            level.max() == pytest.approx(HIGHEST_LEVEL / 10)
+            and level.median() == pytest.approx(0.9, abs=0.01)
+            and level.std() < 0.06
+        )
+        assert (signed < 0).float().mean() == pytest.approx(0.5, abs=0.02) and torch.equal(signed.abs(), level)
+
+
+def test_notation_that_has_no_batched_form_is_refused():
+    assert parse("rand-m5-n3-p0.25-inc1").layers == 3
+    for notation in ("rand-m9", "rand-m9-inc1-tweights", "augmix-m5", "rand-x3-inc1"):
+        with pytest.raises(ValueError, match="--rand_augment"):
+            parse(notation)
+
+
+def test_crops_are_windows_of_the_framed_image():
+    images = photographs(200)
+    cropped = padded_crop(images, 4)
+    framed = torch.nn.functional.pad(images, [4] * 4)
+    offsets = set()
+    for image, crop in zip(framed, cropped, strict=True):
+        windows = image.unfold(1, 32, 1).unfold(2, 32, 1)  # (3, 9, 9, 32, 32)
+        (match,) = (windows == crop[:, None, None]).all(-1).all(-1).all(0).nonzero()
+        offsets.add(tuple(match.tolist()))
+    assert {o[0] for o in offsets} == {o[1] for o in offsets} == set(range(9))
+
+
+def test_erasing_has_timms_distribution():
+    torch.manual_seed(0)
+    images = torch.zeros(4000, 3, 32, 32)
+    areas = []
+    for erased in (erase(images.clone(), 0.25), RandomErasing(0.25, mode="pixel", device="cpu")(images.clone())):
+        changed = (erased != 0).all(1)
+        share = changed.flatten(1).float().mean(1)
+        areas.append(share[share > 0])
+        for mask in changed[share > 0][:50]:  # a rectangle
+            rows, columns = mask.any(1), mask.any(0)
+            assert torch.equal(mask, rows[:, None] & columns)
+            assert rows.nonzero().ravel().diff().eq(1).all() and columns.nonzero().ravel().diff().eq(1).all()
+        assert erased[erased != 0].std() == pytest.approx(1, abs=0.02)
+    for ours, theirs in ((areas[0].mean(), areas[1].mean()), (areas[0].std(), areas[1].std())):
+        assert ours == pytest.approx(float(theirs), rel=0.06)
+    assert len(areas[0]) == pytest.approx(len(areas[1]), rel=0.1)
+
+
+def test_the_two_pipelines_make_alike_batches():
+    """Mean and spread over many draws of one image, by pixel: crop, flip, RandAugment, erasing and normalising together."""
+    recipe, image = Recipe(), photographs(1)
+    std = torch.tensor([0.2, 0.25, 0.3])
+    np.random.seed(0)
+    transform = pil_transform(recipe, MEAN, std)
+    one_by_one = torch.stack([transform(to_pil_image(image[0])) for _ in range(1500)])
+    batch = augment(image.repeat(1500, 1, 1, 1), recipe, MEAN).float() / 255
+    batch = erase((batch - MEAN[:, None, None]) / std[:, None, None], recipe.erasing)
+    scale = one_by_one.std()
+    assert (batch.mean(0) - one_by_one.mean(0)).abs().mean() < 0.05 * scale
+    assert (batch.std(0) - one_by_one.std(0)).abs().mean() < 0.06 * scale
+
+
+def test_same_random_state_same_batch():
+    images, recipe = photographs(16), Recipe()
+    batches = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        batches.append(augment(images, recipe, MEAN))
+    assert torch.equal(*batches)

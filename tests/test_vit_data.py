@@ -1,0 +1,216 @@
+"""The images: what is in memory, and what is said when they are missing or damaged."""
+
+import hashlib
+import pickle
+import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from vit import data as room
+from vit.data import DataError, balanced, load
+from vit.loaders import Batches, Order
+from vit.recipe import Recipe
+
+
+class SilentHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def tiny_cifar10(tmp_path, monkeypatch):
+    """CIFAR10 with 60 images and checksums of its own, in an archive that a local server hands out; the archive."""
+    source = tmp_path / "source" / CIFAR10.base_folder
+    source.mkdir(parents=True)
+    random, lists = np.random.default_rng(0), {}
+    for name, n in (("data_batch_1", 40), ("test_batch", 20)):
+        content = {"data": random.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(n)]}
+        (source / name).write_bytes(pickle.dumps(content))
+        lists[name] = [[name, hashlib.md5((source / name).read_bytes()).hexdigest()]]
+    (source / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    archive = tmp_path / "source" / CIFAR10.filename
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(source, CIFAR10.base_folder)
+    meta = {**CIFAR10.meta, "md5": hashlib.md5((source / "batches.meta").read_bytes()).hexdigest()}
+    handler = partial(SilentHandler, directory=archive.parent)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    members = {
+        "url": f"http://127.0.0.1:{server.server_port}/{archive.name}",
+        "tgz_md5": hashlib.md5(archive.read_bytes()).hexdigest(),
+        "train_list": lists["data_batch_1"],
+        "test_list": lists["test_batch"],
+        "meta": meta,
+    }
+    monkeypatch.setattr(room, "CIFAR10", type("Tiny", (CIFAR10,), members))
+    yield archive
+    server.shutdown()
+
+
+def cifar10(root) -> Recipe:
+    return Recipe(data_dir=root, batch_size=20)
+
+
+def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
+    data = load(cifar10(tmp_path / "here"))
+    assert data.train.images.shape == (40, 3, 32, 32) and data.test.images.shape == (20, 3, 32, 32)
+    assert data.classes == list("abcdefghij") and data.train.labels.tolist() == [i % 10 for i in range(40)]
+    batch = pickle.loads((tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").read_bytes())
+    np.testing.assert_array_equal(data.train.images[7], batch["data"][7].reshape(3, 32, 32))
+    tiny_cifar10.unlink()
+    assert torch.equal(load(cifar10(tmp_path / "here")).train.images, data.train.images)
+
+
+def test_no_network_and_nothing_there(tiny_cifar10, tmp_path):
+    tiny_cifar10.unlink()
+    with pytest.raises(DataError, match="is not in .*can't be downloaded.*--data digits, which needs no network"):
+        load(cifar10(tmp_path / "here"))
+
+
+def test_a_damaged_file_without_network_is_told_apart(tiny_cifar10, tmp_path):
+    load(cifar10(tmp_path / "here"))
+    tiny_cifar10.unlink()
+    (tmp_path / "here" / CIFAR10.filename).write_bytes(b"half")
+    (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="damaged or incomplete"):
+        load(cifar10(tmp_path / "here"))
+
+
+def test_a_damaged_file_is_replaced_where_there_is_a_network(tiny_cifar10, tmp_path):
+    load(cifar10(tmp_path / "here"))
+    (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
+    assert len(load(cifar10(tmp_path / "here")).train) == 40
+
+
+def test_a_download_with_a_wrong_checksum(tiny_cifar10, tmp_path):
+    tiny_cifar10.write_bytes(b"not the archive")
+    with pytest.raises(DataError, match="checksum is wrong"):
+        load(cifar10(tmp_path / "here"))
+
+
+def test_timeouts_count_as_no_network(tmp_path, monkeypatch):
+    def download(self):
+        raise URLError(TimeoutError("timed out"))
+
+    monkeypatch.setattr(CIFAR10, "download", download)
+    with pytest.raises(DataError, match="timed out"):
+        load(cifar10(tmp_path))
+
+
+class TestDigits:
+    data = load(Recipe(data="digits", batch_size=20))
+
+    def test_splits_are_disjoint_balanced_and_fixed(self):
+        train, test = self.data.train, self.data.test
+        assert (len(train), len(test)) == (1437, 360)
+        assert torch.bincount(test.labels).tolist() == [36] * 10
+        rows = [row.numpy().tobytes() for part in (train, test) for row in part.images]
+        assert len(set(rows)) > 1790  # scikit-learn's digits have hardly a duplicate
+        assert torch.equal(test.images, load(Recipe(data="digits", seed=5)).test.images)
+
+    def test_images_and_labels_belong_together(self):
+        from sklearn.datasets import load_digits
+
+        pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+        originals = torch.from_numpy(pixels.reshape(-1, 64) * 255 / 16)
+        small = torch.nn.functional.avg_pool2d(self.data.test.images[:50, 0].double(), 4).flatten(1)
+        nearest = torch.cdist(small, originals).argmin(1)
+        assert labels[nearest].tolist() == self.data.test.labels[:50].tolist()
+
+    def test_normalised_training_pixels_have_mean_0_and_spread_1(self):
+        pixels = self.data.normalise(self.data.train.images)
+        assert pixels.mean().abs() < 1e-4 and (pixels.std() - 1).abs() < 1e-3
+
+    def test_probe_is_the_same_in_every_run_and_has_all_classes(self):
+        probe = self.data.probe(10)
+        other = load(Recipe(data="digits", seed=3, batch_size=2))
+        assert torch.equal(probe, other.probe(10)) and torch.equal(probe[:4], other.probe(4))
+        assert probe.shape == (10, 3, 32, 32) and len(set(balanced(self.data.test, 10).labels.tolist())) == 10
+        with pytest.raises(DataError, match="--probe_size 361"):
+            self.data.probe(361)
+
+    def test_few_labels(self):
+        few = load(Recipe(data="digits", train_size=25, batch_size=20)).train
+        assert sorted(torch.bincount(few.labels).tolist()) == [2] * 5 + [3] * 5
+        again = load(Recipe(data="digits", train_size=25, batch_size=20, seed=9)).train
+        assert torch.equal(few.images, again.images)
+        more = load(Recipe(data="digits", train_size=50, batch_size=20)).train
+        assert torch.equal(more.images[:25], few.images)
+
+    @pytest.mark.parametrize(
+        "settings, said",
+        [
+            ({"train_size": 1438}, "1437 training images"),
+            ({"batch_size": 2000}, "there is no whole batch: give at most"),
+        ],
+    )
+    def test_more_than_there_is(self, settings, said):
+        with pytest.raises(DataError, match=said):
+            load(Recipe(data="digits", **settings))
+
+    def test_an_epoch_meets_every_image_once(self):
+        recipe = Recipe(data="digits", batch_size=100, repeats=1)
+        batches = list(Batches(self.data, recipe).train_dataloader())
+        assert len(batches) == recipe.steps_per_epoch(1437) == 14
+        assert all(images.dtype == torch.uint8 and images.shape == (100, 3, 32, 32) for images, _ in batches)
+        assert sum(len(labels) for _, labels in Batches(self.data, recipe).val_dataloader()) == 360
+
+
+def test_order_depends_on_seed_and_epoch_and_repeats():
+    def order(seed, epoch, repeats=1, rank=0, world=1):
+        sampler = Order(60, repeats, seed, rank, world)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert sorted(order(0, 0)) == list(range(60)) and order(0, 0) == order(0, 0)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    threefold = order(0, 0, repeats=3)
+    assert len(threefold) == 60 and set(map(threefold.count, threefold)) == {3}
+    halves = [order(0, 0, 3, rank, 2) for rank in (0, 1)]
+    assert len(halves[0]) == len(halves[1]) == 30 and sorted(sum(halves, [])) == sorted(threefold)
+
+
+class TestFolder:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        random = np.random.default_rng(0)
+        for part, n in (("train", 4), ("test", 2)):
+            for name in ("cat", "dog"):
+                (tmp_path / part / name).mkdir(parents=True)
+                for i in range(n):
+                    pixels = random.integers(0, 256, (20 + 10 * i, 30, 3), dtype=np.uint8)
+                    Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
+        return tmp_path
+
+    def load(self, folder):
+        return load(Recipe(data=f"folder:{folder}", batch_size=4))
+
+    def test_images_of_any_size_are_cut_to_squares(self, folder):
+        data = self.load(folder)
+        assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [0, 0, 1, 1]
+        assert data.classes == ["cat", "dog"]
+
+    def test_missing_split(self, folder):
+        (folder / "test").rename(folder / "val")
+        with pytest.raises(DataError, match="test/CLASS.*is needed"):
+            self.load(folder)
+
+    def test_damaged_image(self, folder):
+        file = folder / "train" / "dog" / "2.png"
+        file.write_bytes(file.read_bytes()[:100])
+        with pytest.raises(DataError, match=r"dog/2\.png can't be read"):
+            self.load(folder)
+
+    def test_classes_that_differ(self, folder):
+        (folder / "test" / "dog").rename(folder / "test" / "wolf")
+        with pytest.raises(DataError, match=r"\['dog', 'wolf'\]"):
+            self.load(folder)

@@ -1,0 +1,320 @@
+"""One training: from options to result.json, interrupted, resumed, averaged, diverged, refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from tests.conftest import ROOT
+from tracker.results import VOLATILE
+from vit import cells
+from vit.recipe import RECIPES, Recipe, check, recipe_file
+from vit.train import main, train
+
+TINY = Recipe(
+    data="digits",
+    patch_size=8,
+    width=32,
+    depth=2,
+    heads=2,
+    epochs=3,
+    batch_size=32,
+    train_size=96,
+    warmup_epochs=1,
+    repeats=1,
+    mixup=0.0,
+    cutmix=0.0,
+    rand_augment="off",
+    erasing=0.0,
+    flip=0.0,
+    lr=2.4e-2,
+    k="2,4",
+    probe_size=2,
+    threads=1,
+    accelerator="cpu",
+    wandb="off",
+)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return torch.load(directory / "last.ckpt", weights_only=False)["state_dict"]
+
+
+def assert_same_training(a: Path, b: Path):
+    """Accuracy, history, weights and coupling, bit for bit."""
+    results = [cells.read(directory, "result") for directory in (a, b)]
+    for result in results:
+        del result["seconds"], result["environment"]["created"]
+        for row in result["history"]:
+            del row["seconds"]
+    assert results[0] == results[1]
+    for name, value in weights(a).items():
+        assert torch.equal(value, weights(b)[name]), name
+    units = [tracker.open_results(directory / "coupling") for directory in (a, b)]
+    for unit in units:
+        for name in VOLATILE:
+            unit.attrs.pop(name, None)
+    xr.testing.assert_identical(*(unit.drop_vars(VOLATILE, errors="ignore") for unit in units))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("vit") / "trained"
+    train(replace(TINY, out=directory))
+    return directory
+
+
+def test_result_history_and_coupling(trained):
+    result = cells.read(trained, "result")
+    assert result["status"] == "finished" and result["images"] == {"train": 96, "test": 360}
+    assert [row["step"] for row in result["history"]] == [3, 6, 9]
+    assert result["accuracy"] == result["history"][-1]["test/accuracy"]
+    assert result["recipe"]["weight_decay"] == 0.05 and result["environment"]["threads"] == 1
+    assert cells.read(trained, "history") == result["history"]
+    ds = tracker.open_results(trained / "coupling")
+    assert ds.step.values.tolist() == [0, 1, 2, 4, 8, 9] and ds.k.values.tolist() == [2, 4]
+    assert ds.sizes["prompt"] == 2 and ds.attrs["final_norm"] == "exclude"
+
+
+def test_the_rate_warms_up_and_falls_as_a_cosine():
+    from vit.module import Classifier
+
+    recipe = replace(TINY, epochs=10, warmup_epochs=2)
+    module = Classifier(recipe, 10, steps_per_epoch=3)
+    setup = module.configure_optimizers()
+    optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
+    rates = []
+    for step in range(30):
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step_update(step + 1)
+    top = recipe.lr * recipe.batch_size / 512
+    assert rates[0] == pytest.approx(recipe.warmup_lr) and max(rates) <= top
+    assert np.argmax(rates) == 6 and np.diff(rates[:6]).std() < 1e-9
+    cosine = [recipe.min_lr + (top - recipe.min_lr) * (1 + np.cos(np.pi * step / 30)) / 2 for step in range(6, 30)]
+    np.testing.assert_allclose(rates[6:], cosine, rtol=1e-6)
+    decayed = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
+    assert sum(p.numel() for p in decayed[0.05]) == sum(p.numel() for p in module.parameters() if p.ndim in (2, 4))
+    assert set(decayed) == {0.0, 0.05}
+
+
+def test_same_seed_same_training_and_another_seed_another(trained, tmp_path):
+    train(replace(TINY, out=tmp_path / "again"))
+    assert_same_training(trained, tmp_path / "again")
+    train(replace(TINY, out=tmp_path / "other", seed=1))
+    assert not torch.equal(weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"])
+
+
+def test_coupling_is_measured_without_a_trace(trained, tmp_path):
+    train(replace(TINY, out=tmp_path / "off", measure_at="off"))
+    for name, value in weights(tmp_path / "off").items():
+        assert torch.equal(value, weights(trained)[name]), name
+    assert not (tmp_path / "off" / "coupling").exists()
+
+
+HARD = replace(
+    TINY, mixup=0.8, cutmix=1.0, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, repeats=3, flip=0.5, drop_path=0.3
+)
+
+
+def test_stopped_between_epochs_and_resumed_is_the_undisturbed_training(tmp_path, monkeypatch):
+    """With everything random that there is: crop, RandAugment, erasing, mixup, stochastic depth."""
+    from vit.module import Classifier
+
+    train(replace(HARD, out=tmp_path / "whole"))
+    start = Classifier.on_train_epoch_start
+
+    def stop_in_the_second_epoch(self):
+        if self.current_epoch == 1:
+            raise KeyboardInterrupt
+        start(self)
+
+    monkeypatch.setattr(Classifier, "on_train_epoch_start", stop_in_the_second_epoch)
+    with pytest.raises(KeyboardInterrupt):
+        train(replace(HARD, out=tmp_path / "stopped"))
+    assert not cells.is_done(tmp_path / "stopped") and len(cells.read(tmp_path / "stopped", "history")) == 1
+    monkeypatch.setattr(Classifier, "on_train_epoch_start", start)
+    train(replace(HARD, out=tmp_path / "stopped"))
+    assert_same_training(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_averaged_weights_are_the_ones_tested_and_measured(trained, tmp_path):
+    result = train(replace(TINY, out=tmp_path / "ema", ema=0.9))
+    ds = tracker.open_results(tmp_path / "ema" / "coupling")
+    assert ds.attrs["weights"] == "averaged" and ds.step.values[-1] == 9
+    raw = cells.read(trained, "result")
+    assert [row["train/loss"] for row in result["history"]] == [row["train/loss"] for row in raw["history"]]
+    assert result["loss"] != raw["loss"]
+
+
+def test_a_training_that_diverges_is_done_and_says_so(tmp_path, capsys):
+    arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell"), "--lr", "1e30"]
+    assert main(arguments) == 1
+    assert "diverged: the training loss is" in capsys.readouterr().err
+    result = cells.read(tmp_path / "cell", "result")
+    assert result["status"] == "diverged" and result["accuracy"] is None
+
+
+def test_augmented_in_workers(tmp_path):
+    result = train(replace(HARD, out=tmp_path / "cell", augment="workers", workers=1, epochs=2, measure_at="off"))
+    assert result["status"] == "finished" and len(result["history"]) == 2
+
+
+def test_a_directory_is_never_taken_up_with_other_settings(trained):
+    with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
+        train(replace(TINY, out=trained, epochs=4, weight_decay=0.2))
+    assert train(replace(TINY, out=trained, keep_checkpoint=False, tags="x")) == cells.read(trained, "result")
+
+
+def test_two_processes_do_not_train_one_cell(tmp_path):
+    recipe = replace(TINY, out=tmp_path / "cell")
+    with cells.claim(recipe.directory, recipe), pytest.raises(cells.BusyError, match="another process"):
+        train(recipe)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"drop_path": 1.0}, "--drop_path 1.0; it must be at least 0 and below 1"),
+        ({"drop_path": -0.1}, "--drop_path -0.1"),
+        ({"drop_path": float("nan")}, "--drop_path nan"),
+        ({"patch_size": 5}, "--patch_size 5; it has to divide --image_size 32: 2, 4, 8, 16"),
+        ({"batch_size": 33, "mixup": 0.8}, "even number; or --mixup 0 --cutmix 0"),
+        ({"batch_size": 30, "devices": 4}, "shared by 4 devices"),
+        ({"batch_size": 12, "devices": 4, "cutmix": 1.0}, "even number"),
+        ({"width": 33}, "--width 33; it has to be a multiple of --heads 2"),
+        ({"data": "imagenet"}, "choose cifar10, digits or folder:PATH"),
+        ({"data": "folder:"}, "choose cifar10, digits or folder:PATH"),
+        ({"epochs": 1}, "--warmup_epochs 1; it has to be below --epochs 1"),
+        ({"k": "4,64"}, "each K lies between 1 and --width 32"),
+        ({"k": "ten"}, "--k 'ten'"),
+        ({"measure_at": "every:0"}, "every: comes a whole number"),
+        ({"measure_at": "now"}, "--measure_at 'now'"),
+        ({"tokens": "first"}, "--tokens 'first'"),
+        ({"ema": 1.0}, "--ema 1.0"),
+        ({"train_size": 0}, "--train_size 0; it must be at least 1"),
+        ({"weight_decay": -1.0}, "--weight_decay -1.0; it must not be negative"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_loaded(settings, said, monkeypatch):
+    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
+    with pytest.raises(ValueError) as raised:
+        train(replace(TINY, **settings))
+    assert said in str(raised.value)
+
+
+def test_every_recipe_is_valid_and_says_what_was_measured():
+    names = {file.stem for file in RECIPES.glob("*.yaml")}
+    assert {"cifar10", "digits"} <= names
+    for name in names:
+        text = Path(recipe_file(name)).read_text()
+        assert "# Time: " in text and "Accuracy: " in text
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser()
+        parser.add_class_arguments(Recipe, as_group=False)
+        check(Recipe(**parser.parse_path(recipe_file(name)).as_dict()))
+
+
+def write_config(directory: Path, **more) -> str:
+    """TINY as a YAML file, but for what a grid varies."""
+    varied = ("weight_decay", "drop_path", "seed")
+    settings = {name: value for name, value in TINY.identity.items() if name not in varied}
+    settings |= { "threads": 1, "accelerator": "cpu", "wandb": "off", **more}
+    file = directory / "tiny.yaml"
+    file.write_text(json.dumps(settings))  # JSON is YAML
+    return str(file)
+
+
+def start(*arguments: str, room: str = "vit.train", **environment: str) -> subprocess.Popen:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        settings.pop(name, None)
+    command = [sys.executable, "-m", room, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+class TestCommandLine:
+    def test_help_takes_less_than_a_second(self):
+        for room in ("vit.train", "vit.grid", "vit.analysis"):
+            spent = []
+            for _ in range(3):
+                began = os.times().children_user + os.times().children_system
+                process = start("--help", room=room)
+                out, _ = process.communicate()
+                spent.append(os.times().children_user + os.times().children_system - began)
+                assert process.returncode == 0 and ("Exit status: 0" in " ".join(out.split()) or room == "vit.analysis")
+            assert min(spent) < 1, room
+
+    def test_the_recipe_is_that_of_the_data_and_options_override_it(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["--data", "digits", "--config", "digits", "--epochs", "7", "--print_config"])
+        shown = capsys.readouterr().out
+        assert "patch_size: 8" in shown and "epochs: 7" in shown and "mixup: 0.0" in shown
+        with pytest.raises(SystemExit):
+            main(["--config", "cifar10", "--print_config"])
+        assert "patch_size: 4" in capsys.readouterr().out
+
+    def test_usage_errors(self, tmp_path, capsys):
+        assert main(["--data", "digits", "--drop_path", "1", "--out", str(tmp_path / "cell")]) == 2
+        assert "error: --drop_path" in capsys.readouterr().err
+        assert not (tmp_path / "cell").exists()
+        assert main(["--data", f"folder:{tmp_path}/nothing", "--out", str(tmp_path / "cell")]) == 2
+        assert "nothing/train/CLASS" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as stopped:
+            main(["--weight_dekay", "1"])
+        assert stopped.value.code == 2
+
+    def test_interrupted_and_resumed(self, trained, tmp_path):
+        arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
+        process = start(*arguments)
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("epoch 1/3"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+        if process.returncode:  # unless it was done by then
+            assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err, err
+        assert main(arguments) == 0
+        assert_same_training(trained, tmp_path / "cell")
+
+    @pytest.mark.slow
+    def test_wandb_run_says_what_it_is(self, tmp_path):
+        arguments = ["--config", write_config(tmp_path, wandb="auto"), "--out", str(tmp_path / "cell"), "--tags", "a,b"]
+        process = start(*arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path))
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        (file,) = (tmp_path / "cell").glob("wandb/offline-run-*/*.wandb")
+        inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
+        records = [
+            json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()
+        ]
+        text = json.dumps([record for record in records if record["type"] == "run"])
+        for said in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', '"a"', "label_smoothing"):
+            assert said in text, said
+        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        assert any("test/accuracy" in row for row in rows)
+        assert any("coupling/mean_offdiag" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_killed_while_training(trained, tmp_path):
+    """SIGKILL at any moment: the same command makes the same result."""
+    arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
+    process = start(*arguments)
+    while not (tmp_path / "cell" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert main(arguments) == 0
+    assert_same_training(trained, tmp_path / "cell")

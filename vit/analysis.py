@@ -1,0 +1,128 @@
+"""Tables, figures and a self-contained page of a grid: `python -m vit.analysis results/vit/cifar10`.
+
+Nothing heavy is imported before the arguments have been read.
+"""
+
+import base64
+import html
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import xarray as xr
+
+TEMPLATE = Path(__file__).parent / "page.html"
+SHOWN_DECAY = 0.04  # the weight decay of the paper's Fig. 6b
+CAPTIONS = {
+    "fig6a": "Test accuracy against coupling, a panel for each stochastic depth rate, a point for each weight decay and "
+    "seed, its colour the weight decay (paper, Fig. 6a). Grey: one standard error of an accuracy found on so many images.",
+    "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
+    "fig10": "The same for every weight decay (paper, Fig. 10).",
+    "training": "Coupling over training, a line for each stochastic depth rate: the mean over weight decays and seeds; the "
+    "band spans them. Dotted: what an unrelated basis would give.",
+    "which": "Which mis-coupling, K and layer pairs follow accuracy most: r at fixed stochastic depth (each rate's means "
+    "subtracted). A star: p below 0.05 after Holm's correction for all that were tried.",
+}
+
+
+def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
+    """Write cells.csv, correlations.csv, the figures and report.html; returns the page.
+
+    Args:
+        at: measure, k and pairs that the figures show.
+    """
+    from tracker.results import write_whole
+    from vit import figures
+    from vit.statistics import cell_table
+
+    decays = sorted(set(grid["weight_decay"].values))
+    nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
+    drawn = {
+        "fig6a": figures.accuracy_against_coupling(grid, table, at),
+        "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
+        "fig10": figures.coupling_against_rate(grid, at, decays),
+        "training": figures.coupling_over_training(grid, at),
+        "which": figures.what_follows_accuracy(table),
+    }
+    cells = cell_table(grid)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "cells.csv", cells.to_csv(index=False).encode())
+    write_whole(out / "correlations.csv", table.to_csv(index=False).encode())
+    pictures = {}
+    for key, figure in drawn.items():
+        buffer = io.BytesIO()
+        figure.savefig(buffer, dpi=150, format="png")
+        pictures[key] = buffer.getvalue()
+        write_whole(out / f"{key}.png", pictures[key])
+    shown = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
+    columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", f"{at['measure']}/k{at['k']}/{at['pairs']}"]
+    page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=html.escape(f"Coupling and accuracy: {name}"),
+        summary=html.escape(_summary(grid, table, at)),
+        figures="".join(_figure(key, picture) for key, picture in pictures.items()),
+        correlations=shown.to_html(index=False, border=0, float_format=lambda value: f"{value:.3g}"),
+        cells=cells[columns].to_html(index=False, border=0, float_format=lambda value: f"{value:.4g}"),
+        unfinished="".join(f"<li>{html.escape(line)}</li>" for line in grid.attrs["unfinished"]) or "<li>none</li>",
+    )
+    write_whole(out / "report.html", page.encode())
+    return out / "report.html"
+
+
+def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> str:
+    from vit.figures import coupling_label
+
+    decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
+    accuracy = grid["accuracy"]
+    return (
+        f"{grid.sizes['cell']} vision transformers on {grid.attrs['data']}: {decays} weight decays, {rates} stochastic depth "
+        f"rates, {seeds} seeds. Accuracy on {grid.attrs['images']:,} test images from {float(accuracy.min()):.4f} to "
+        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; {len(table)} correlations were tried."
+    )
+
+
+def _figure(key: str, picture: bytes) -> str:
+    caption, data = html.escape(CAPTIONS[key]), base64.b64encode(picture).decode()
+    return (
+        f'<figure><img alt="{caption}" src="data:image/png;base64,{data}"><figcaption>{caption}</figcaption></figure>'
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m vit.analysis", description="Tables, figures and page of a grid: does accuracy follow coupling?"
+    )
+    parser.add_argument("grid", type=Path, help="the directory that vit.grid wrote (--out)")
+    parser.add_argument("--out", type=Path, help="directory of tables, figures and page; default: GRID/analysis")
+    parser.add_argument("--measure", type=str, default="offdiag_normalized", help="the mis-coupling that figures show")
+    parser.add_argument("--k", type=int, help="singular vectors; default: the fewest measured")
+    parser.add_argument(
+        "--pairs", type=str, default="mean_offdiag", help="mean (the paper's), mean_offdiag or mean_adjacent"
+    )
+    parsed = parser.parse_args(arguments)
+    from vit.statistics import correlations, read_grid
+
+    try:
+        grid = read_grid(parsed.grid)
+        at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
+        for name, value in at.items():
+            if value not in grid[name].values:
+                raise ValueError(
+                    f"--{name} {value} was not measured; there are {', '.join(map(str, grid[name].values))}"
+                )
+        print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Augmentation as DeiT prescribes, for a whole batch at once on the device it lies on; each image has draws of its own.
+
+RandAugment is timm's `rand-m9-mstd0.5-inc1`: for every image and layer one of 15 operations, applied with probability
+1/2, at a level drawn around 9 of 10. Images drawn the same operation are changed together, the five that move pixels in
+one resampling: a few hundred small kernels a batch, where PIL takes a process per few hundred images a second.
+Random numbers that choose are drawn on the CPU, so nothing waits for the device, and they are the same on every one.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt8
+from timm.data.auto_augment import rand_augment_transform
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from vit.recipe import Recipe
+
+Images = UInt8[Tensor, "b 3 h w"]
+PerImage = Float[Tensor, " b"]
+# Of 10: at the full 10 timm's posterize keeps 0 bits, which Pillow 13 refuses with an exception.
+HIGHEST_LEVEL = 9.999
+ERASED_AREA, ERASED_ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
+
+
+def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
+    """Padded crop, flip and RandAugment, as far as the recipe has them; `mean` (in [0, 1]) fills what moves in."""
+    if recipe.crop_padding:
+        images = padded_crop(images, recipe.crop_padding)
+    if recipe.flip:
+        images = torch.where(_there(images, torch.rand(len(images)) < recipe.flip), images.flip(-1), images)
+    if recipe.rand_augment != "off":
+        images = rand_augment(images, parse(recipe.rand_augment), mean)
+    return images
+
+
+def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "3"]) -> v2.Compose:
+    """The same for one PIL image at a time, with erasing and normalising: timm's and torchvision's own."""
+    settings = {"img_mean": tuple(round(255 * m) for m in mean.tolist()), "magnitude_max": HIGHEST_LEVEL}
+    return v2.Compose(
+        [
+            v2.RandomCrop(recipe.image_size, padding=recipe.crop_padding or None),
+            v2.RandomHorizontalFlip(recipe.flip),
+            *([] if recipe.rand_augment == "off" else [rand_augment_transform(recipe.rand_augment, settings)]),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(mean.tolist(), std.tolist()),
+            RandomErasing(recipe.erasing, mode="pixel", device="cpu"),
+        ]
+    )
+
+
+def padded_crop(images: Images, padding: int) -> Images:
+    """A crop of the original size from each image with a black frame of `padding` pixels around it."""
+    B, _, H, W = images.shape
+    framed = F.pad(images, [padding])
+    top, left = torch.randint(2 * padding + 1, (2, B), device="cpu").to(images.device, non_blocking=True)
+    row = (top[:, None] + torch.arange(H, device=images.device))[:, :, None]
+    column = (left[:, None] + torch.arange(W, device=images.device))[:, None, :]
+    image = torch.arange(B, device=images.device)[:, None, None]
+    return framed[image, :, row, column].permute(0, 3, 1, 2).contiguous()
+
+
+def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor, "b 3 h w"]:
+    """Random erasing of normalised images: a rectangle of 2 % to a third of the area becomes Gaussian noise.
+
+    Of ten rectangles drawn, the first that fits is taken, as timm does (Zhong et al., 2017).
+    """
+    B, _, H, W = images.shape
+    area = H * W * torch.empty(B, ATTEMPTS).uniform_(*ERASED_AREA)
+    aspect = torch.empty(B, ATTEMPTS).uniform_(*map(math.log, ERASED_ASPECT)).exp()
+    height, width = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
+    fits = (height < H) & (width < W)
+    chosen = fits.int().argmax(1, keepdim=True)
+    height, width = (side.gather(1, chosen).squeeze(1) for side in (height, width))
+    erased = (torch.rand(B) < probability) & fits.any(1)
+    top = (torch.rand(B) * (H - height + 1)).floor()
+    left = (torch.rand(B) * (W - width + 1)).floor()
+    rows, columns = torch.arange(H), torch.arange(W)
+    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None]) & erased[:, None]
+    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
+    inside = (inside_rows[:, None, :, None] & inside_columns[:, None, None, :]).to(images.device, non_blocking=True)
+    return torch.where(inside, torch.randn_like(images), images)
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """How often, how strongly and with what: read from timm's notation by timm."""
+
+    names: tuple[str, ...]
+    layers: int
+    probability: float
+    magnitude: float
+    spread: float
+
+
+def parse(notation: str) -> RandAugment:
+    """Timm's notation, such as rand-m9-mstd0.5-inc1.
+
+    Raises:
+        ValueError: if it isn't that, or names an operation that has no batched form.
+    """
+    try:
+        timm = rand_augment_transform(notation, {})
+    except (AssertionError, ValueError) as error:
+        raise ValueError(
+            f"--rand_augment {notation!r}; give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
+        ) from error
+    first, names = timm.ops[0], tuple(op.name for op in timm.ops)
+    if not set(names) <= _CHANGES.keys() | _MOVES.keys() or timm.choice_weights is not None or first.magnitude_max:
+        raise ValueError(
+            f"--rand_augment {notation}; in batches only the increasing set (inc1) is there: or --augment workers"
+        )
+    return RandAugment(names, timm.num_layers, first.prob, first.magnitude, first.magnitude_std)
+
+
+def rand_augment(images: Images, policy: RandAugment, fill: Float[Tensor, "3"]) -> Images:
+    """For each image and layer, one operation at a level of its own."""
+    B = len(images)
+    for _ in range(policy.layers):
+        choice = torch.randint(len(policy.names), (B,))
+        choice[torch.rand(B) >= policy.probability] = -1
+        level = (policy.magnitude + policy.spread * torch.randn(B)).clamp(0, HIGHEST_LEVEL) / 10
+        signed = torch.where(torch.rand(B) < 0.5, -level, level)
+        images = apply(images, policy.names, choice, level, signed, fill)
+    return images
+
+
+def apply(
+    images: Images,
+    names: tuple[str, ...],
+    choice: Int[Tensor, " b"],
+    level: PerImage,
+    signed: PerImage,
+    fill: Float[Tensor, "3"],
+) -> Images:
+    """Apply to each image the operation chosen for it (-1: none) at its level in [0, 1], with its sign where it has one."""
+    images, device = images.clone(), images.device
+    moved = []
+    for i, name in enumerate(names):
+        members = (choice == i).nonzero().squeeze(1)
+        if not len(members):
+            continue
+        if name in _MOVES:
+            moved.append((members, _MOVES[name](signed[members])))
+            continue
+        on_device = members.to(device, non_blocking=True)
+        arguments = (v[members].to(device, non_blocking=True)[:, None, None, None] for v in (level, signed))
+        images[on_device] = _CHANGES[name](images[on_device], *arguments)
+    if moved:
+        members = torch.cat([m for m, _ in moved]).to(device, non_blocking=True)
+        images[members] = move(images[members], torch.cat([theta for _, theta in moved]).to(device), fill)
+    return images
+
+
+def move(images: Images, theta: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:
+    """Resample: output point p, in [-1, 1]^2, shows the input at theta (p, 1); what lies outside is `fill`."""
+    colour = (255 * fill.to(images.device))[:, None, None]
+    grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
+    moved = torch.nn.functional.grid_sample(images - colour, grid, mode="bilinear", align_corners=False) + colour
+    return moved.round().clamp(0, 255).to(torch.uint8)
+
+
+def _affine(rows: list[list[Tensor | float]], like: Tensor) -> Float[Tensor, "b 2 3"]:
+    return torch.stack([torch.stack([torch.as_tensor(v).expand_as(like) for v in row], -1) for row in rows], -2)
+
+
+def _rotation(signed: PerImage) -> Float[Tensor, "b 2 3"]:
+    angle = torch.deg2rad(30 * signed)
+    return _affine([[angle.cos(), -angle.sin(), 0.0], [angle.sin(), angle.cos(), 0.0]], signed)
+
+
+# Level in [-1, 1] -> theta. PIL shears about the upper left corner, hence the third column; square images.
+_MOVES: dict[str, Callable[[PerImage], Float[Tensor, "b 2 3"]]] = {
+    "Rotate": _rotation,
+    "ShearX": lambda s: _affine([[1.0, 0.3 * s, 0.3 * s], [0.0, 1.0, 0.0]], s),
+    "ShearY": lambda s: _affine([[1.0, 0.0, 0.0], [0.3 * s, 1.0, 0.3 * s]], s),
+    "TranslateXRel": lambda s: _affine([[1.0, 0.0, 0.9 * s], [0.0, 1.0, 0.0]], s),
+    "TranslateYRel": lambda s: _affine([[1.0, 0.0, 0.0], [0.0, 1.0, 0.9 * s]], s),
+}
+
+
+def _blend(nothing: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """An enhancement by a factor for each image: away from torchvision's own at factor 0, towards the image and beyond."""
+
+    def change(images: Tensor, _: Tensor, signed: Tensor) -> Tensor:
+        degenerate = nothing(images, 0.0).float()
+        factor = (1 + 0.9 * signed).clamp(min=0.1)
+        return (degenerate + factor * (images - degenerate)).clamp(0, 255).to(torch.uint8)
+
+    return change
+
+
+def _posterize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
+    kept = 4 - (4 * level).int()
+    return images & (256 - 2 ** (8 - kept)).to(torch.uint8)
+
+
+def _solarize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
+    return torch.where(images >= 256 - (256 * level).int(), 255 - images, images)
+
+
+def _solarize_add(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
+    brighter = (images + (110 * level).int()).clamp(max=255).to(torch.uint8)
+    return torch.where(images < 128, brighter, images)
+
+
+_CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "AutoContrast": lambda images, *_: F.autocontrast(images),
+    "Equalize": lambda images, *_: F.equalize(images),
+    "Invert": lambda images, *_: F.invert(images),
+    "PosterizeIncreasing": _posterize,
+    "SolarizeIncreasing": _solarize,
+    "SolarizeAdd": _solarize_add,
+    "ColorIncreasing": _blend(F.adjust_saturation),
+    "ContrastIncreasing": _blend(F.adjust_contrast),
+    "BrightnessIncreasing": _blend(F.adjust_brightness),
+    "SharpnessIncreasing": _blend(F.adjust_sharpness),
+}
+
+
+def _there(images: Tensor, chosen: Bool[Tensor, " b"]) -> Bool[Tensor, "b 1 1 1"]:
+    return chosen.to(images.device, non_blocking=True)[:, None, None, None]

@@ -1,0 +1,128 @@
+"""Figures of a grid: the paper's Figs 6a, 6b and 10, coupling over training, and what follows accuracy most."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from tracker.figures import BLUE, GREY, ORANGE
+from vit.statistics import FEWEST
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
+
+
+def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:
+    """Fig. 6a."""
+    rates = sorted(set(grid["drop_path"].values))
+    figure, axes = _panels(len(rates), sharey=True)
+    decays = sorted(set(grid["weight_decay"].values))
+    fits = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
+    for panel, rate in zip(axes, rates, strict=True):
+        cells = grid.isel(cell=np.flatnonzero(grid["drop_path"] == rate))
+        x, y = -cells["miscoupling"].isel(step=-1).sel(at).values, cells["accuracy"].values
+        error = np.sqrt(y * (1 - y) / grid.attrs["images"])
+        panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
+        colour = [decays.index(decay) / max(len(decays) - 1, 1) for decay in cells["weight_decay"].values]
+        points = panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=22, zorder=3)
+        fit = fits[fits.drop_path == f"{rate:g}"].iloc[0]
+        title = f"stochastic depth {rate:g}"
+        if np.isfinite(fit.r2):
+            ends = np.array([x.min(), x.max()])
+            panel.plot(ends, y.mean() + fit.slope * (ends - x.mean()), color=ORANGE, lw=1.2)
+            sign = "+" if fit.r > 0 else "−"
+            title += f"\nR² = {fit.r2:.2f} [{fit.r2_low:.2f}, {fit.r2_high:.2f}] ({sign}), p = {fit.p:.2g}"
+        else:
+            title += f"\nno line: fewer than {FEWEST} cells, or no spread"
+        panel.set_title(title, fontsize=8)
+    figure.supxlabel(coupling_label(at), fontsize=9)
+    figure.supylabel("test accuracy", fontsize=9)
+    bar = figure.colorbar(points, ax=list(axes), ticks=np.linspace(0, 1, len(decays)), label="weight decay")
+    bar.ax.set_yticklabels([f"{decay:g}" for decay in decays])
+    return figure
+
+
+def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence[float]) -> Figure:
+    """Fig. 6b with one weight decay, Fig. 10 with all."""
+    figure, axes = _panels(len(decays), sharey=True)
+    for panel, decay in zip(axes, decays, strict=True):
+        cells = grid.isel(cell=np.flatnonzero(grid["weight_decay"] == decay)).sortby("drop_path")
+        x, y = cells["drop_path"].values, -cells["miscoupling"].isel(step=-1).sel(at).values
+        null = -cells["null"].isel(step=-1).sel(at).values
+        rates = sorted(set(x))
+        y_mean, null_mean = ([values[x == rate].mean() for rate in rates] for values in (y, null))
+        panel.plot(x, y, "o", color=BLUE, ms=4)
+        panel.plot(rates, y_mean, color=BLUE, label="coupling")
+        panel.plot(rates, null_mean, color=GREY, ls=":", label="null level")
+        panel.set_title(f"weight decay {decay:g}", fontsize=9)
+    figure.supxlabel("stochastic depth", fontsize=9)
+    figure.supylabel(coupling_label(at), fontsize=9)
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
+    """Mean and range over weight decays and seeds at each stochastic depth rate."""
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    rates = sorted(set(grid["drop_path"].values))
+    step = grid["step"].values
+    for i, rate in enumerate(rates):
+        cells = -grid["miscoupling"].sel(at).isel(cell=np.flatnonzero(grid["drop_path"] == rate))
+        colour = colormaps["viridis"](0.9 * i / max(len(rates) - 1, 1))
+        axes.fill_between(step, cells.min("cell"), cells.max("cell"), color=colour, alpha=0.12, lw=0)
+        axes.plot(step, cells.mean("cell"), color=colour, marker="o", ms=3, label=f"stochastic depth {rate:g}")
+    axes.plot(step, -grid["null"].sel(at).mean("cell"), color=GREY, ls=":", label="null level")
+    axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
+    axes.set_xlim(-0.2, 1.3 * step[-1])
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("training step")
+    axes.set_ylabel(coupling_label(at), fontsize=9)
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def what_follows_accuracy(table: pd.DataFrame) -> Figure:
+    """R of every mis-coupling, K and choice of layer pairs, at fixed rate where there are several rates."""
+    which = "fixed" if (table.drop_path == "fixed").any() else table.drop_path.iloc[0]
+    rows = table[table.drop_path == which]
+    ks, kinds = sorted(set(rows.k)), list(dict.fromkeys(zip(rows.measure, rows.pairs, strict=True)))
+    found = rows.set_index(["measure", "pairs", "k"])
+    figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(kinds)), layout="constrained")
+    axes = figure.subplots()
+    r = np.array([[found.r[(measure, pairs, k)] for k in ks] for measure, pairs in kinds])
+    image = axes.imshow(r, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    for i, j in np.ndindex(r.shape):
+        star = "*" if found.p_holm[(*kinds[i], ks[j])] < 0.05 else ""
+        ink = "white" if abs(r[i, j]) > 0.6 else "black"
+        axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
+    axes.set_yticks(range(len(kinds)), [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in kinds], fontsize=8)
+    figure.colorbar(image, label="r of coupling and accuracy")
+    return figure
+
+
+def _panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
+    columns = min(count, 4)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for unused in axes[count:]:
+        unused.remove()
+    for panel in axes[:count]:
+        panel.grid(alpha=0.3)
+        panel.tick_params(labelsize=7)
+        panel.locator_params(axis="x", nbins=5)
+    return figure, list(axes[:count])
+
+
+def coupling_label(at: dict[str, Any]) -> str:
+    """What an axis of coupling shows, in words."""
+    return f"−{at['measure']}, K = {at['k']}, {PAIR_WORDS[at['pairs']]}"

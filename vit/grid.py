@@ -1,0 +1,249 @@
+"""The grid: `python -m vit.grid` trains one vision transformer for every weight decay x stochastic depth x seed.
+
+What is not a matter of the grid is a matter of the recipe, as in vit.train. A cell that is done is not run again; one
+that diverges or dies is recorded and the others go on; the same command goes on where it was stopped.
+Nothing heavy is imported before the arguments have been read.
+"""
+
+import importlib.util
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any, Literal
+
+from vit.cells import agree, is_done, read
+from vit.recipe import Recipe, check, from_dict
+from vit.train import FAILED, INTERRUPTED, OK, USAGE, parse
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# The paper's eight weight decays. Of the stochastic depth rates it names 0, 0.05, 0.1 and 0.3; 64 trainings make eight
+# of them, in steps of 0.05: our choice.
+WEIGHT_DECAYS = "0.005,0.01,0.02,0.04,0.06,0.08,0.1,0.2"
+DROP_PATHS = "0,0.05,0.1,0.15,0.2,0.25,0.3,0.35"
+
+
+@dataclass
+class Grid:
+    """Train a vision transformer for every weight decay x stochastic depth x seed, and measure coupling in each.
+
+    Results go to OUT/CELL, as vit.train writes them; `python -m vit.analysis OUT` draws them. Exit status: 0 all
+    trained; 1 some cell diverged or died (listed at the end, the others kept); 2 bad usage; 130 interrupted.
+
+    Args:
+        weight_decays: with commas between them. Default: the paper's.
+        drop_paths: stochastic depth rates, with commas. The paper names 0, 0.05, 0.1 and 0.3.
+        seeds: with commas.
+        out: directory of the cells. Default: results/vit/DATA.
+        engine: ray, or processes of this machine. Default: ray where it is installed.
+        jobs: how many cells at once, with processes.
+        address: of a Ray cluster, or auto for the one this machine belongs to; cells are then to be written where every
+            machine of it can write. Default: Ray on this machine.
+        cpus_per_cell: with Ray.
+        gpus_per_cell: with Ray; a fraction shares a GPU. Default: 1 where there is one, else 0.
+        retries: of a cell that dies.
+    """
+
+    weight_decays: float | str = WEIGHT_DECAYS
+    drop_paths: float | str = DROP_PATHS
+    seeds: int | str = "0"
+    out: Path | None = None
+    engine: Literal["auto", "ray", "processes"] = "auto"
+    jobs: int = 1
+    address: str | None = None
+    cpus_per_cell: float = 1.0
+    gpus_per_cell: float | None = None
+    retries: int = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="python -m vit.grid", description=(Grid.__doc__ or "").split("Args:")[0])
+    parser.add_class_arguments(Grid, as_group=False)
+    parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out"})
+    settings = parse(parser, arguments)
+    grid = Grid(**{name: settings[name] for name in Grid.__dataclass_fields__})
+    return run(grid, from_dict(settings))
+
+
+def run(grid: Grid, recipe: Recipe) -> int:
+    """Train what is missing of a grid, showing it; returns the exit status."""
+    try:
+        recipes = cells(grid, recipe)
+        engine = _engine(grid)
+        for cell in recipes:
+            agree(cell.directory, cell)
+        from tracker.dashboards import resolve_mode
+        from vit.data import load
+
+        resolve_mode(recipe.wandb)
+        load(recipe)  # missing or damaged data is one message here, not one in every cell
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    missing = [cell for cell in recipes if not is_done(cell.directory)]
+    out = recipes[0].directory.parent
+    print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
+    try:
+        with _table(recipes, len(missing)) as ended:
+            if missing and engine == "ray":
+                from vit import tune
+
+                gpus = _gpus() if grid.gpus_per_cell is None else grid.gpus_per_cell
+                tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
+            elif missing:
+                from vit import processes
+
+                processes.run_cells(missing, grid.jobs, grid.retries, ended)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on, each cell from its last finished epoch", file=sys.stderr)
+        return INTERRUPTED
+    bad = {
+        cell.cell: state_of(cell)
+        for cell in recipes
+        if (read(cell.directory, "result") or {}).get("status") != "finished"
+    }
+    for name, state in bad.items():
+        print(f"{name}: {state}", file=sys.stderr)
+    print(f"analysis: python -m vit.analysis {out}")
+    return FAILED if bad else OK
+
+
+def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
+    """One recipe per cell, checked.
+
+    Raises:
+        ValueError: for a value named twice, or one that can't be used.
+    """
+    if grid.jobs < 1 or grid.retries < 0:
+        raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; at least 1 job and 0 retries")
+    if recipe.devices * recipe.num_nodes > 1:
+        raise ValueError("--devices and --num_nodes; a cell of a grid has one device, and several cells run at once")
+    axes = [
+        _values("--weight_decays", grid.weight_decays, float),
+        _values("--drop_paths", grid.drop_paths, float),
+        _values("--seeds", grid.seeds, int),
+    ]
+    out = grid.out or Path("results") / "vit" / recipe.data_name
+    group = recipe.group or f"grid-{recipe.data_name}"
+    points = [
+        replace(recipe, weight_decay=decay, drop_path=rate, seed=seed, group=group)
+        for decay, rate, seed in product(*axes)
+    ]
+    points = [replace(point, out=out / point.cell) for point in points]
+    for point in points:
+        check(point)
+    return points
+
+
+def _values(option: str, text: Any, kind: Callable[[str], Any]) -> list[Any]:
+    try:
+        values = [kind(part) for part in str(text).split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}; give numbers with commas between them") from error
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is named twice")
+    return values
+
+
+def _engine(grid: Grid) -> str:
+    installed = importlib.util.find_spec("ray") is not None
+    if grid.engine == "ray" and not installed:
+        raise ValueError(
+            "--engine ray; Ray is not installed: pip install 'block-coupling-tracker[ray]', or --engine processes"
+        )
+    if grid.address and (grid.engine == "processes" or not installed):
+        raise ValueError(f"--address {grid.address}; a cluster needs Ray: pip install 'block-coupling-tracker[ray]'")
+    return "ray" if installed and grid.engine != "processes" else "processes"
+
+
+def _gpus() -> float:
+    import torch
+
+    return float(torch.cuda.is_available())
+
+
+def state_of(recipe: Recipe) -> str:
+    """Where a cell stands, in a few words, as its directory says."""
+    result = read(recipe.directory, "result")
+    if result:
+        return f"{result['accuracy']:.4f}" if result["status"] == "finished" else f"diverged: {result['reason']}"
+    if failure := read(recipe.directory, "failed"):
+        return f"died: {failure['reason']}"
+    history = read(recipe.directory, "history")
+    return f"{len(history)}/{recipe.epochs}" if history else "not begun"
+
+
+def table(recipes: Sequence[Recipe]) -> "Table":
+    """The grid as it stands: test accuracy where it is done, else the epoch; a mean over seeds where there are several."""
+    from rich.table import Table
+
+    rates = sorted({recipe.drop_path for recipe in recipes})
+    shown = Table(title="test accuracy, or epochs done", caption="rows: weight decay; columns: stochastic depth")
+    shown.add_column("", justify="right")
+    for rate in rates:
+        shown.add_column(f"{rate:g}", justify="right")
+    for decay in sorted({recipe.weight_decay for recipe in recipes}):
+        row = [[r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates]
+        shown.add_row(f"{decay:g}", *map(_cell_text, row))
+    return shown
+
+
+def _cell_text(seeds: Sequence[Recipe]) -> str:
+    states = [state_of(recipe).partition(":")[0] for recipe in seeds]
+    try:
+        accuracy = f"{mean(map(float, states)):.4f}"
+    except ValueError:  # some seed is not done yet
+        return " ".join("·" if state == "not begun" else state for state in states)
+    return f"[bold]{accuracy}[/bold]"
+
+
+@contextmanager
+def _table(recipes: Sequence[Recipe], missing: int) -> Iterator[Callable[[Recipe], None]]:
+    """Show the cells while they train: a live table on a terminal, a line per ended cell elsewhere."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    started, done = time.perf_counter(), 0
+
+    def ended(recipe: Recipe) -> None:
+        nonlocal done
+        done += 1
+        left = (time.perf_counter() - started) / done * (missing - done)
+        line = f"[{done}/{missing}] {recipe.cell}: {state_of(recipe)}  about {math.ceil(left / 60)} min left"
+        console.print(line, markup=False, highlight=False)
+
+    if not console.is_terminal:
+        yield ended
+        return
+    stop = threading.Event()
+    with Live(table(recipes), console=console, auto_refresh=False) as live:
+
+        def watch() -> None:
+            while not stop.wait(2):
+                live.update(table(recipes), refresh=True)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield ended
+        finally:
+            stop.set()
+            watcher.join()
+            live.update(table(recipes), refresh=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""From images in memory to batches the model takes: the two pipelines, repeated augmentation, mixup and cutmix.
+
+`batched`: uint8 images are gathered by index, moved, and augmented on the device. `workers`: worker processes augment
+one PIL image after another. Mixup, cutmix and what follows are the same.
+"""
+
+from typing import Any
+
+import lightning
+import torch
+from timm.data.distributed_sampler import RepeatAugSampler
+from timm.data.mixup import Mixup
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2.functional import to_pil_image
+
+from vit.augment import augment, erase, pil_transform
+from vit.data import Data, Split
+from vit.recipe import Recipe
+
+TEST_BATCH = 1024
+
+
+class Batches(lightning.LightningDataModule):
+    """Training and test batches of one recipe, on every device its own share."""
+
+    def __init__(self, data: Data, recipe: Recipe):
+        super().__init__()
+        self.data, self.recipe = data, recipe
+        self.mixup = None
+        if recipe.mixup or recipe.cutmix:
+            # Labels are smoothed in the loss, the same way for mixed and for plain ones.
+            self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes))
+
+    def train_dataloader(self) -> DataLoader:
+        """Whole batches; the order is a function of seed and epoch."""
+        recipe, rank, world = self.recipe, *self._place()
+        in_workers = recipe.augment == "workers"
+        return DataLoader(
+            _Single(self.data, recipe) if in_workers else _Gathered(self.data.train),
+            batch_size=recipe.batch_size // world,
+            sampler=Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world),
+            num_workers=recipe.workers if in_workers else 0,
+            # Every iterator draws a seed: of the global state it would be one draw more in an epoch that is resumed.
+            generator=torch.Generator().manual_seed(recipe.seed),
+            persistent_workers=in_workers,
+            collate_fn=None if in_workers else _as_is,
+            pin_memory=torch.cuda.is_available(),
+            drop_last=True,
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        """The test split, each image once."""
+        rank, world = self._place()
+        share = _Gathered(self.data.test[slice(rank, None, world)])
+        return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=torch.cuda.is_available())
+
+    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        """Augment, normalise and mix a training batch; normalise a test batch."""
+        images, labels = batch
+        if not self.trainer or not self.trainer.training:
+            return self.data.normalise(images), labels
+        if self.recipe.augment == "batched":
+            images = self.data.normalise(augment(images, self.recipe, self.data.mean))
+            if self.recipe.erasing:
+                images = erase(images, self.recipe.erasing)
+        return self.mixup(images, labels) if self.mixup else (images, labels)
+
+    def _place(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+
+class Order(RepeatAugSampler):
+    """timm's repeated augmentation, whose permutation depends on the epoch alone, made to depend on the seed as well.
+
+    An epoch has as many draws as there are images: with r repeats it meets a fresh 1/r of them, r times each.
+    """
+
+    def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
+        super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
+        self.num_selected_samples = images // world  # whole batches are then as many on every device
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of an epoch."""
+        super().set_epoch(epoch_seed(self.seed, epoch))
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """What an epoch's random numbers start from: a function of seed and epoch, so a resumed run draws the same."""
+    return (seed * 1_000_003 + epoch) % 2**32
+
+
+class _Gathered(Dataset):
+    """A batch is one gather."""
+
+    def __init__(self, split: Split):
+        self.split = split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(indices)
+        return self.split.images[index], self.split.labels[index]
+
+
+class _Single(Dataset):
+    """One image, augmented with PIL."""
+
+    def __init__(self, data: Data, recipe: Recipe):
+        self.split = data.train
+        self.transform = pil_transform(recipe, data.mean, data.std)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.transform(to_pil_image(self.split.images[index])), self.split.labels[index]
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

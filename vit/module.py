@@ -1,0 +1,122 @@
+"""The training loop's content: loss, optimiser, schedule, accuracy, and what makes a resumed run the same run."""
+
+import math
+import time
+from typing import Any
+
+import lightning
+import torch
+from timm.optim._optim_factory import create_optimizer_v2
+from timm.scheduler.scheduler_factory import create_scheduler_v2
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from vit.cells import write
+from vit.loaders import epoch_seed
+from vit.model import build
+from vit.recipe import Recipe
+
+
+class DivergedError(FloatingPointError):
+    """The loss is no longer a number."""
+
+
+class Classifier(lightning.LightningModule):
+    """A DeiT in training; `history` has a row for every epoch so far, and is part of a checkpoint."""
+
+    def __init__(self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False):
+        super().__init__()
+        self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
+        self.model = build(recipe, classes)
+        if recipe.compile:
+            self.model.compile()
+        self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+        self.history: list[dict[str, float]] = []
+        self.started = 0.0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        return self.model(images)
+
+    def on_train_epoch_start(self) -> None:
+        """Start this epoch's random numbers from seed, epoch and rank alone."""
+        lightning.seed_everything(epoch_seed(self.recipe.seed, self.current_epoch) + self.global_rank, verbose=False)
+        self.started = time.perf_counter()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        """Cross-entropy against classes, or against the mixed distributions of mixup and cutmix."""
+        images, targets = batch
+        logits = self(images)
+        loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
+        self.train_loss.update(loss.detach())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        """Top-1 accuracy and loss on the test split."""
+        images, labels = batch
+        logits = self(images)
+        self.accuracy.update(logits, labels)
+        self.test_loss.update(torch.nn.functional.cross_entropy(logits, labels), weight=len(labels))
+
+    def on_train_epoch_end(self) -> None:
+        """Add the epoch to the history, in memory and on disk.
+
+        Raises:
+            DivergedError: if the loss is no longer a number.
+        """
+        train_loss = float(self.train_loss.compute())
+        if not math.isfinite(train_loss):
+            raise DivergedError(f"the training loss is {train_loss} in epoch {self.current_epoch + 1}")
+        row = {
+            "train/loss": train_loss,
+            "test/loss": float(self.test_loss.compute()),
+            "test/accuracy": float(self.accuracy.compute()),
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+        }
+        self.log_dict(row)
+        seconds = time.perf_counter() - self.started
+        place = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
+        self.history.append({**place, **row})
+        for metric in (self.train_loss, self.test_loss, self.accuracy):
+            metric.reset()
+        if self.trainer.is_global_zero:
+            write(self.recipe.directory, "history", self.history)
+            if self.print_epochs:
+                left = seconds * (self.recipe.epochs - self.current_epoch - 1)
+                print(
+                    f"epoch {self.current_epoch + 1}/{self.recipe.epochs}: loss {train_loss:.3f}, test accuracy "
+                    f"{row['test/accuracy']:.4f}  ({seconds:.1f} s, about {left:.0f} s left)",
+                    flush=True,
+                )
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with timm's groups; cosine with warm-up, step by step."""
+        recipe = self.recipe
+        optimizer = create_optimizer_v2(
+            self.model, "adamw", lr=recipe.lr * recipe.batch_size / 512, weight_decay=recipe.weight_decay
+        )
+        scheduler, _ = create_scheduler_v2(
+            optimizer,
+            "cosine",
+            num_epochs=recipe.epochs,
+            warmup_epochs=recipe.warmup_epochs,
+            warmup_lr=recipe.warmup_lr,
+            min_lr=recipe.min_lr,
+            step_on_epochs=False,
+            updates_per_epoch=self.steps_per_epoch,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Timm's schedulers are told the number of updates so far."""
+        scheduler.step_update(num_updates=self.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the history."""
+        checkpoint["history"] = self.history
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the history."""
+        self.history = checkpoint["history"]

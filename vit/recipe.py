@@ -1,0 +1,251 @@
+"""What one training is asked for, and what can be told wrong with it before anything is loaded.
+
+Nothing heavy is imported here: the command lines read this file to print their help.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+RECIPES = Path(__file__).parent / "recipes"
+# Settings that don't decide the numbers: a directory may be taken up again with others.
+INCIDENTAL = (
+    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
+    "keep_checkpoint", "wandb", "project", "group", "tags",
+)  # fmt: skip
+
+
+@dataclass
+class Recipe:
+    """Train a DeiT-style vision transformer and measure how its blocks couple meanwhile.
+
+    Results go to OUT: result.json once it is done, history.json after each epoch, coupling/ (for
+    tracker.open_results), last.ckpt to go on from. The same command takes up what was stopped, and repeats nothing
+    that is done. Exit status: 0 trained; 1 diverged or failed; 2 bad usage; 130 interrupted.
+
+    Args:
+        data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
+            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/*.
+        data_dir: where CIFAR10 is, or is to be put. Default: the user's cache directory.
+        train_size: train on this many images, as many of each class as can be, the same for every seed. Default: all.
+        image_size: side in pixels; images of another size are resized.
+        patch_size: side of a patch; it has to divide image_size.
+        width: of the embedding; a multiple of heads.
+        depth: number of blocks.
+        heads: of attention.
+        drop_path: stochastic depth: the last block's rate, rising linearly from 0 over depth; in [0, 1).
+        weight_decay: of AdamW; norms, biases, position embeddings and the class token are exempt.
+        epochs: over the training images.
+        batch_size: images per step, over all devices.
+        lr: learning rate per 512 images of batch_size.
+        warmup_lr: where the warm-up starts.
+        min_lr: where the cosine ends.
+        warmup_epochs: of linear warm-up.
+        clip: largest norm of the gradient. Default: not clipped.
+        label_smoothing: in [0, 1).
+        mixup: alpha of mixup; 0 for none.
+        cutmix: alpha of cutmix; 0 for none.
+        rand_augment: RandAugment in timm's notation, or off.
+        erasing: probability of random erasing.
+        repeats: how many differently augmented copies of an image a batch holds.
+        crop_padding: random crops of the image padded by this many pixels.
+        flip: probability of a horizontal flip.
+        augment: batched, on the device that trains; workers, image by image with PIL in worker processes.
+        workers: processes that augment, for augment workers.
+        ema: decay of the averaged weights, which are then the ones tested. Default: none.
+        seed: of weights, order, augmentation and stochastic depth.
+        precision: Lightning's. Default: bf16-mixed on a GPU, 32-true elsewhere.
+        accelerator: Lightning's.
+        devices: how many.
+        num_nodes: how many machines.
+        strategy: Lightning's, such as ddp.
+        compile: pass the model through torch.compile.
+        threads: of the CPU; equal threads, equal results. Default: torch's own choice.
+        measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
+            off; before the first step and after the last besides.
+        probe_size: images of the test split that coupling is measured on, the same in every run.
+        k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
+            the width.
+        tokens: whose Jacobians: cls, last, all, or positions such as 0,5.
+        out: directory of the results. Default: results/vit/DATA/CELL, named for weight decay, stochastic depth, seed.
+        keep_checkpoint: keep last.ckpt once the training is done.
+        wandb: auto is online where a key is set up, else offline.
+        project: the W&B project.
+        group: the W&B group. Default: the data's name.
+        tags: of the W&B run, with commas between them.
+    """
+
+    data: str = "cifar10"
+    data_dir: Path | None = None
+    train_size: int | None = None
+    image_size: int = 32
+    patch_size: int = 4
+    width: int = 192
+    depth: int = 12
+    heads: int = 3
+    drop_path: float = 0.1
+    weight_decay: float = 0.05
+    epochs: int = 300
+    batch_size: int = 512
+    lr: float = 5e-4
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+    warmup_epochs: int = 5
+    clip: float | None = None
+    label_smoothing: float = 0.1
+    mixup: float = 0.8
+    cutmix: float = 1.0
+    rand_augment: str = "rand-m9-mstd0.5-inc1"
+    erasing: float = 0.25
+    repeats: int = 3
+    crop_padding: int = 4
+    flip: float = 0.5
+    augment: Literal["batched", "workers"] = "batched"
+    workers: int = 8
+    ema: float | None = None
+    seed: int = 0
+    precision: str | None = None
+    accelerator: str = "auto"
+    devices: int = 1
+    num_nodes: int = 1
+    strategy: str = "auto"
+    compile: bool = False
+    threads: int | None = None
+    measure_at: int | str = "log2"
+    probe_size: int = 8
+    k: int | str | None = None
+    tokens: int | str = "cls"
+    out: Path | None = None
+    keep_checkpoint: bool = True
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    project: str = "block-coupling-vit"
+    group: str | None = None
+    tags: str = ""
+
+    @property
+    def data_name(self) -> str:
+        """The data in a word, for directories and W&B."""
+        return Path(self.data.removeprefix("folder:")).name
+
+    @property
+    def cell(self) -> str:
+        """The name of this point of a grid, and of its directory."""
+        return f"wd{self.weight_decay:g}_sd{self.drop_path:g}_seed{self.seed}"
+
+    @property
+    def directory(self) -> Path:
+        """Where the results go."""
+        return self.out or Path("results") / "vit" / self.data_name / self.cell
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the numbers, JSON-able."""
+        return {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
+
+    @property
+    def ks(self) -> list[int] | None:
+        """The K to measure."""
+        return None if self.k is None else numbers("--k", self.k)
+
+    def steps_per_epoch(self, images: int) -> int:
+        """Optimiser steps in an epoch: whole batches only."""
+        return images // self.batch_size
+
+    @property
+    def schedule(self) -> dict[str, Any] | None:
+        """When coupling is measured, in the callback's keywords; None: never. Both ends are always measured."""
+        given = str(self.measure_at)
+        if given == "off":
+            return None
+        if given == "log2":
+            return {"schedule": "log2"}
+        if given.startswith("every:"):
+            return {"every_n_steps": int(given.removeprefix("every:"))}
+        return {"steps": numbers("--measure_at", given)}
+
+
+def numbers(option: str, text: int | str) -> list[int]:
+    """Whole numbers with commas between them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        return [int(number) for number in str(text).split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse settings that can't be used, before anything is loaded.
+
+    Raises:
+        ValueError: naming the option, what it was given and what it takes.
+    """
+
+    def refuse(option: str, allowed: str) -> None:
+        raise ValueError(f"--{option} {getattr(recipe, option)}; {allowed}")
+
+    known = recipe.data in ("cifar10", "digits") or recipe.data.removeprefix("folder:") not in ("", recipe.data)
+    if not known:
+        refuse("data", "choose cifar10, digits or folder:PATH")
+    for option in (
+        *("image_size", "patch_size", "width", "depth", "heads", "epochs", "batch_size", "repeats"),
+        *("devices", "num_nodes", "probe_size", "train_size", "threads"),
+    ):
+        value = getattr(recipe, option)
+        if value is not None and value < 1:
+            refuse(option, "it must be at least 1")
+    for option in (
+        *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding", "workers"),
+        "seed",
+    ):
+        if not getattr(recipe, option) >= 0:
+            refuse(option, "it must not be negative")
+    for option in ("drop_path", "label_smoothing"):
+        if not 0 <= getattr(recipe, option) < 1:
+            refuse(option, "it must be at least 0 and below 1")
+    for option in ("erasing", "flip"):
+        if not 0 <= getattr(recipe, option) <= 1:
+            refuse(option, "a probability lies between 0 and 1")
+    if recipe.ema is not None and not 0 < recipe.ema < 1:
+        refuse("ema", "the decay lies between 0 and 1, such as 0.9999")
+    if recipe.clip is not None and not recipe.clip > 0:
+        refuse("clip", "it must be above 0; leave it out to clip nothing")
+    if recipe.image_size % recipe.patch_size:
+        divisors = [p for p in range(2, recipe.image_size) if recipe.image_size % p == 0]
+        refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
+    if recipe.width % recipe.heads:
+        refuse("width", f"it has to be a multiple of --heads {recipe.heads}")
+    if recipe.warmup_epochs >= recipe.epochs:
+        refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
+    world = recipe.devices * recipe.num_nodes
+    if recipe.batch_size % world:
+        refuse("batch_size", f"it is shared by {world} devices: give a multiple of that")
+    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // world % 2:
+        refuse(
+            "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
+        )
+    if recipe.augment == "workers" and recipe.workers < 1:
+        refuse("workers", "with --augment workers at least 1 is needed")
+    if recipe.ks and not all(1 <= k <= recipe.width for k in recipe.ks):
+        refuse("k", f"each K lies between 1 and --width {recipe.width}")
+    given = str(recipe.measure_at)
+    if given.startswith("every:"):
+        if not given.removeprefix("every:").isdecimal() or int(given.removeprefix("every:")) < 1:
+            refuse("measure_at", "after every: comes a whole number above 0, such as every:100")
+    elif given not in ("log2", "off") and min(numbers("--measure_at", given)) < 0:
+        refuse("measure_at", "steps are not negative")
+    if recipe.tokens not in ("cls", "last", "all"):
+        numbers("--tokens", recipe.tokens)
+
+
+def recipe_file(name: str) -> str:
+    """The YAML file of a recipe that comes with the package, by its name; any other text is a path already."""
+    file = RECIPES / f"{name}.yaml"
+    return str(file) if file.is_file() else name
+
+
+def from_dict(settings: dict[str, Any]) -> Recipe:
+    """A Recipe from its fields among `settings`."""
+    return Recipe(**{field.name: settings[field.name] for field in fields(Recipe) if field.name in settings})

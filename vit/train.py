@@ -1,0 +1,268 @@
+"""Train one vision transformer: `python -m vit.train --weight_decay 0.04 --drop_path 0.1`.
+
+`--config NAME` takes a recipe of `vit/recipes`, or a YAML file; what else is given overrides it. Without it the recipe
+is that of the data. Nothing heavy is imported before the arguments have been read.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
+from vit.recipe import RECIPES, Recipe, check, from_dict, numbers, recipe_file
+
+if TYPE_CHECKING:
+    import lightning
+    from lightning.pytorch.loggers import Logger
+
+    from vit.data import Data
+    from vit.module import Classifier
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+RESUME = "interrupted; the same command goes on from the last finished epoch"
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    before = signal.signal(signal.SIGINT, _leave)  # an exception could be swallowed by a library that is being imported
+    try:
+        from jsonargparse import ArgumentParser
+
+        description = (Recipe.__doc__ or "").split("Args:")[0]
+        parser = ArgumentParser(prog="python -m vit.train", description=description)
+        parser.add_class_arguments(Recipe, as_group=False)
+        return run(from_dict(parse(parser, arguments)))
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Read a command line that may name a recipe; what is given besides overrides the recipe."""
+    names = sorted(file.stem for file in RECIPES.glob("*.yaml"))
+    parser.add_argument("--config", action="config", help=f"a recipe ({', '.join(names)}) or a YAML file")
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    for i, argument in enumerate(given):
+        option, equals, value = argument.partition("=")
+        if option == "--config" and equals:
+            given[i] = f"--config={recipe_file(value)}"
+        elif option == "--config" and i + 1 < len(given):
+            given[i + 1] = recipe_file(given[i + 1])
+    parsed = parser.parse_args(given)
+    if not parsed.config and parsed.data in names:
+        parsed = parser.parse_args(["--config", recipe_file(parsed.data), *given])
+    return parsed.as_dict()
+
+
+def _leave(*_: object) -> None:
+    os.write(2, f"\n{RESUME}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def run(recipe: Recipe) -> int:
+    """Train, saying how it goes; returns the exit status."""
+    try:
+        check(recipe)
+        if is_done(recipe.directory):
+            print(f"{recipe.directory} is done already; choose another --out to train anew")
+        result = train(recipe, show=True)
+    except (ValueError, BusyError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except OSError as error:
+        print(f"error: {error}; finished epochs are kept", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"\n{RESUME}", file=sys.stderr)
+        return INTERRUPTED
+    if result["status"] != "finished":
+        print(f"diverged: {result['reason']}; a smaller --lr may help", file=sys.stderr)
+        return FAILED
+    print(f"accuracy {result['accuracy']:.4f}, {result['seconds']:.0f} s; results in {recipe.directory}")
+    return OK
+
+
+def train(recipe: Recipe, show: bool = False) -> Row:
+    """Train and measure what a recipe asks for, or go on where an earlier process stopped; returns result.json.
+
+    Raises:
+        ValueError: if the recipe or its data can't be used.
+        BusyError: if another process trains the same cell.
+        KeyboardInterrupt: if interrupted; finished epochs are kept.
+    """
+    check(recipe)
+    directory = recipe.directory
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from vit.data import load
+
+    if rank_zero_only.rank:  # one of several processes that train one model: the first has the directory
+        return _train(recipe, load(recipe), show=False, first=False)
+    with claim(directory, recipe):
+        done = read(directory, "result")
+        if done is not None:
+            return done
+        (directory / "failed.json").unlink(missing_ok=True)
+        result = _train(recipe, load(recipe), show, first=True)
+        write(directory, "result", result)
+        if not recipe.keep_checkpoint:
+            (directory / "last.ckpt").unlink(missing_ok=True)
+        return result
+
+
+def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
+    import lightning
+    import torch
+
+    from checkpoints.nano import quiet
+    from vit.loaders import Batches
+    from vit.module import Classifier
+
+    started = time.perf_counter()
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    with quiet():
+        lightning.seed_everything(recipe.seed, verbose=False)
+        steps_per_epoch = recipe.steps_per_epoch(len(data.train))
+        terminal = show and sys.stdout.isatty()
+        module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
+        trainer = _trainer(recipe, data, progress_bar=terminal)
+        checkpoint = recipe.directory / "last.ckpt"
+        if (
+            first and not checkpoint.exists()
+        ):  # whatever was measured belongs to a training that left nothing to go on from
+            shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
+        reason = ""
+        try:
+            trainer.fit(
+                module,
+                datamodule=Batches(data, recipe),
+                ckpt_path=str(checkpoint) if checkpoint.exists() else None,
+                weights_only=False,  # our own file: it holds the loops' state besides tensors
+            )
+        except SystemExit as stopped:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from stopped
+        except FloatingPointError as error:
+            reason = str(error)
+    return {**_result(recipe, module, data, reason), "seconds": time.perf_counter() - started}
+
+
+def _trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
+    import torch
+    from lightning import Trainer
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, RichProgressBar
+
+    on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    callbacks = [
+        *([] if recipe.ema is None else [EMAWeightAveraging(decay=recipe.ema)]),
+        *_coupling(recipe, data),
+        *([RichProgressBar()] if progress_bar else []),
+        ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
+    ]
+    return Trainer(
+        max_epochs=recipe.epochs,
+        accelerator=recipe.accelerator,
+        devices=recipe.devices,
+        num_nodes=recipe.num_nodes,
+        strategy=recipe.strategy,
+        precision=recipe.precision or ("bf16-mixed" if on_gpu else "32-true"),  # type: ignore[arg-type]
+        gradient_clip_val=recipe.clip,
+        logger=_wandb(recipe),
+        callbacks=callbacks,
+        enable_progress_bar=progress_bar,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,  # ours deals out the images already
+        log_every_n_steps=1,
+    )
+
+
+def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
+    """Of the weights that are tested."""
+    if recipe.schedule is None:
+        return []
+    from tracker import CouplingCallback
+
+    return [
+        CouplingCallback(
+            **recipe.schedule,
+            probe=data.probe(recipe.probe_size),
+            k=recipe.ks,
+            tokens=recipe.tokens if recipe.tokens in ("cls", "last", "all") else numbers("--tokens", recipe.tokens),
+            weights="raw" if recipe.ema is None else "averaged",
+            save_dir=str(recipe.directory / "coupling"),
+        )
+    ]
+
+
+def _wandb(recipe: Recipe) -> "Logger | bool":
+    """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
+    from tracker.dashboards import resolve_mode
+
+    mode = resolve_mode(recipe.wandb)
+    if mode == "disabled":
+        return False
+    import wandb
+    from lightning.pytorch.loggers import WandbLogger
+    from lightning.pytorch.utilities import rank_zero_only
+    from wandb.errors import CommError
+
+    known = read(recipe.directory, "wandb-run") if mode == "online" else None
+    tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
+    # Rows reach the disk within half a second: at the default a killed run loses the last fifty.
+    settings = wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
+
+    def begin(mode: str) -> WandbLogger:
+        logger = WandbLogger(
+            recipe.cell,
+            str(recipe.directory),
+            id=known,
+            project=recipe.project,
+            group=recipe.group or recipe.data_name,
+            tags=tags,
+            config=recipe.identity,
+            settings=settings,
+            mode=mode,
+            resume="allow" if known else None,
+        )
+        run = logger.experiment.id  # begins the run
+        if rank_zero_only.rank == 0:
+            write(recipe.directory, "wandb-run", run)
+        return logger
+
+    try:
+        return begin(mode)
+    except CommError as error:
+        print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
+        return begin("offline")
+
+
+def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> Row:
+    import torch
+
+    from tracker.provenance import describe
+
+    last = module.history[-1] if module.history else {}
+    return {
+        "schema": SCHEMA,
+        "status": "diverged" if reason else "finished",
+        "reason": reason,
+        "accuracy": None if reason else last["test/accuracy"],
+        "loss": None if reason else last["test/loss"],
+        "images": {"train": len(data.train), "test": len(data.test)},
+        "history": module.history,
+        "recipe": recipe.identity,
+        "environment": {
+            **describe(module.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            **{f"{name}_version": version(name) for name in ("timm", "torchvision", "lightning")},
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
