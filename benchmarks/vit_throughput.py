@@ -80,7 +80,9 @@ def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict
     for timed, _ in enumerate(running, 1):
         if device.type == "cuda" and timed % 10 == 0:
             query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-            busy.append(float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 100)
+            busy.append(
+                float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 100
+            )
     _wait(device)
     rate = timed * recipe.batch_size / (time.perf_counter() - began)
     return {"images_per_second": rate, **({"gpu_busy": sum(busy) / len(busy)} if busy else {})}

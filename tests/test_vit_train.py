@@ -229,7 +229,7 @@ def write_config(directory: Path, **more) -> str:
     """TINY as a YAML file, but for what a grid varies."""
     varied = ("weight_decay", "drop_path", "seed")
     settings = {name: value for name, value in TINY.identity.items() if name not in varied}
-    settings |= { "threads": 1, "accelerator": "cpu", "wandb": "off", **more}
+    settings |= {"threads": 1, "accelerator": "cpu", "wandb": "off", **more}
     file = directory / "tiny.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML
     return str(file)
