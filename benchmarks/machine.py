@@ -1,0 +1,85 @@
+"""The machine under a benchmark: its clock, its matrix products, its memory, and what it is."""
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Clock:
+    """Seconds spent in each stage; on a GPU, until it has done what was asked of it."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device.startswith("cuda")
+        self.seconds: dict[str, float] = {}
+
+    def now(self) -> float:
+        """The time at which all work asked for so far is done."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Count what happens inside as part of this stage."""
+        started = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self.now() - started
+
+
+def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
+    """(outputs, inputs) of each linear layer of a block."""
+    return [(m.out_features, m.in_features) for m in block.modules() if isinstance(m, nn.Linear)]
+
+
+def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
+    """Seconds for the products that d cotangents cost in one block: (d, outputs) @ (outputs, inputs) for each layer."""
+    clock = Clock(device)
+    for outputs, inputs in layers:
+        cotangents, weight = torch.randn(d, outputs, device=device), torch.randn(outputs, inputs, device=device)
+        with clock("gemm"):
+            torch.mm(cotangents, weight)
+    return clock.seconds["gemm"]
+
+
+def reset_peak(device: str) -> int:
+    """Begin to watch the peak of memory; bytes in use now."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak(device: str) -> int:
+    """The most bytes in use since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if device.startswith("cuda") else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What numbers depend on, and how busy the machine was."""
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "block-coupling-tracker")},
+    }
