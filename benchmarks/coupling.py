@@ -1,0 +1,336 @@
+"""What a coupling measurement costs: `python -m benchmarks.coupling --shape 410m --tokens 128 --blocks 4`.
+
+In one process, alternating, on the same weights and prompt: `tracker.measure`, the published algorithm, and the
+machine's own matrix products on the shapes of a block's linear layers. Medians; ratios are what counts. With fewer
+blocks than the shape has, ratios hold for those blocks: what a block costs does not depend on the others, and the pairs
+go with the square of their number.
+
+`--what scaling` times `tracker.measure` alone, over prompt lengths and over numbers of prompts.
+"""
+
+import json
+import multiprocessing
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal
+from unittest.mock import patch
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import Tensor, nn
+
+    from benchmarks.machine import Clock
+
+    Run = Callable[[nn.Module, "Benchmark", Clock], Any]
+
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+PROMPTS = (1, 2, 4, 8, 16, 32)
+STAGES = (  # of `tracker.measure`, and the functions whose time they are
+    ("forward", "tracker.measurement", "record"),
+    ("jacobian", "tracker.rows:Jacobians", "__call__"),
+    ("svd", "tracker.measurement", "top_singular_triplets"),
+    ("pairs", "tracker.coupling", "coupling_matrices"),
+    ("pairs", "tracker.coupling", "miscouplings"),
+    ("pairs", "tracker.coupling", "null_levels"),
+)
+
+
+@dataclass
+class Benchmark:
+    """Time a coupling measurement against the published algorithm and against the machine's matrix products.
+
+    Args:
+        shape: a Pythia size, or deit-ti (32 x 32 images of 65 tokens); random weights.
+        tokens: length of the prompts.
+        k: how many top singular vectors.
+        blocks: the first so many blocks alone. Default: all; the published algorithm then takes hours on large shapes.
+        prompts: how many prompts or images ours measures at once; the published algorithm takes one.
+        what: coupling, against the published algorithm; or scaling, of ours over lengths and numbers of prompts.
+        svd: how ours finds singular vectors.
+        device: cpu, cuda, cuda:1 and so on.
+        repeats: how often each is timed; the median counts.
+        chunk: cotangents at once in the published algorithm.
+        published: whether to run the published algorithm at all.
+        memory: whether to watch the peak of memory, on the CPU in a fresh process for each algorithm.
+        out: a JSON file for the result.
+    """
+
+    shape: Literal["14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b", "deit-ti"]
+    tokens: int = 128
+    k: int = 50
+    blocks: int | None = None
+    prompts: int = 1
+    what: Literal["coupling", "scaling"] = "coupling"
+    svd: Literal["auto", "full", "krylov"] = "auto"
+    device: str = "cpu"
+    repeats: int = 5
+    chunk: int = 32
+    published: bool = True
+    memory: bool = True
+    out: Path | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    description = (Benchmark.__doc__ or "").split("Args:")[0]
+    parser = ArgumentParser(prog="python -m benchmarks.coupling", description=description)
+    parser.add_class_arguments(Benchmark, as_group=False)
+    settings = Benchmark(**parser.parse_args(arguments).as_dict())
+    for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
+            return 2
+
+    import torch
+
+    from tracker.blocks import UsageError
+
+    try:
+        torch.zeros(1, device=settings.device).item()
+    except (RuntimeError, AssertionError) as error:
+        print(f"error: --device {settings.device} can't be used ({str(error).splitlines()[0]})", file=sys.stderr)
+        return 2
+    try:
+        result = coupling(settings) if settings.what == "coupling" else scaling(settings)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(coupling_table(result) if settings.what == "coupling" else scaling_table(result))
+    if settings.out:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        settings.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(settings.out)
+    return 0
+
+
+def coupling(settings: Benchmark) -> dict[str, Any]:
+    """Ours, the published algorithm and matrix products in turn."""
+    from benchmarks import machine, shapes
+
+    environment = machine.environment(settings.device)  # before the machine is busy with this
+    model = shapes.model(settings.shape, settings.blocks, settings.device)
+    linear = machine.linear_shapes(shapes.blocks(model)[0])
+    L, d = len(shapes.blocks(model)), linear[0][1]
+    jacobians: list[Tensor] = []
+    dataset = ours(model, settings, machine.Clock(settings.device), jacobians)  # once untimed: libraries warm up
+    reference = published(model, settings, machine.Clock(settings.device)) if settings.published else None
+    our_runs, published_runs, products = [], [], []
+    for repeat in range(settings.repeats):
+        print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
+        our_runs.append(_timed(ours, model, settings))
+        if reference is not None:
+            published_runs.append(_timed(published, model, settings))
+        products.append(machine.gemm_seconds(linear, d, settings.device))
+    result: dict[str, Any] = {
+        **_header(settings, environment, L, d),
+        "tokens": shapes.length(settings.shape, settings.tokens),
+        "gemm": {"layers": linear, "seconds_per_block": median(products)},
+        "ours": _medians(our_runs),
+        "certificate": _certificate(dataset),
+    }
+    rate = sum(2 * d * outputs * inputs for outputs, inputs in linear) / median(products)
+    result["gemm"]["flops_per_second"] = rate
+    mine, stages = result["ours"], result["ours"]["stages"]
+    pair_flops = 2 * L * L * d * settings.k * (d + settings.k) * settings.prompts
+    mine["seconds_per_prompt"] = mine["seconds"] / settings.prompts
+    mine["svd_over_jacobian"] = stages["svd"] / stages["jacobian"]
+    mine["fraction_of_gemm_rate"] = {
+        "jacobian": median(products) * L * settings.prompts / stages["jacobian"],
+        "pairs": pair_flops / rate / stages["pairs"],
+    }
+    if settings.memory:
+        mine["peak_bytes"] = _peak("ours", settings)
+    if reference is not None:
+        theirs = result["published"] = _medians(published_runs)
+        result["ratio"] = {"whole": theirs["seconds"] / mine["seconds_per_prompt"]}
+        result["ratio"] |= {name: theirs["stages"][name] * settings.prompts / stages[name] for name in stages}
+        result["errors"] = _errors(dataset, jacobians[0], *reference)
+        if settings.memory:
+            theirs["peak_bytes"] = _peak("published", settings)
+            result["ratio"]["memory"] = theirs["peak_bytes"] / mine["peak_bytes"]
+    return result
+
+
+def scaling(settings: Benchmark) -> dict[str, Any]:
+    """Ours over prompt lengths, one prompt at a time; and over numbers of prompts of the length given."""
+    from benchmarks import machine, shapes
+
+    environment = machine.environment(settings.device)
+    model = shapes.model(settings.shape, settings.blocks, settings.device)
+    points = [replace(settings, tokens=n, prompts=1) for n in LENGTHS if settings.shape != "deit-ti"]
+    points += [replace(settings, prompts=p) for p in PROMPTS]
+    results = []
+    for point in points:
+        print(f"{point.tokens} tokens, {point.prompts} prompt(s)", file=sys.stderr, flush=True)
+        ours(model, point, machine.Clock(settings.device))
+        timed = _medians([_timed(ours, model, point) for _ in range(settings.repeats)])
+        results.append({"tokens": shapes.length(point.shape, point.tokens), "prompts": point.prompts, **timed})
+    blocks = shapes.blocks(model)
+    return {**_header(settings, environment, len(blocks), machine.linear_shapes(blocks[0])[0][1]), "points": results}
+
+
+def ours(
+    model: "nn.Module", settings: Benchmark, clock: "Clock", jacobians: "list[Tensor] | None" = None
+) -> "xr.Dataset":
+    """`tracker.measure`, its stages clocked; where a list is given, the Jacobians (L, d, d) of each prompt go there."""
+    import tracker
+    from benchmarks import shapes
+
+    def clocked(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **keywords: Any) -> Any:
+            if jacobians is not None and function.__name__ == "coupling_matrices":
+                jacobians.append(arguments[0])
+            with clock(stage):
+                return function(*arguments, **keywords)
+
+        return run
+
+    with ExitStack() as stack:
+        for stage, owner, name in STAGES:
+            part = pkgutil.resolve_name(owner)
+            stack.enter_context(patch.object(part, name, clocked(stage, getattr(part, name))))
+        return tracker.measure(
+            model,
+            shapes.inputs(settings.shape, settings.tokens, settings.prompts),
+            k=settings.k,
+            blocks=shapes.blocks(model),
+            tokens=[shapes.position(settings.shape)],
+            final_norm="exclude",
+            svd=settings.svd,
+            device=settings.device,
+            measures="coupling",
+        )
+
+
+def published(model: "nn.Module", settings: Benchmark, clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
+    """The published algorithm, of the first prompt."""
+    from benchmarks import shapes
+    from benchmarks.published import couplings
+
+    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(settings.device)
+    position = shapes.position(settings.shape)
+    return couplings(model, shapes.blocks(model), inputs, position, settings.k, settings.chunk, clock)
+
+
+def _timed(run: "Run", model: "nn.Module", settings: Benchmark) -> dict[str, float]:
+    from benchmarks.machine import Clock
+
+    clock = Clock(settings.device)
+    with clock("whole"):
+        run(model, settings, clock)
+    return clock.seconds
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
+    stages = {name: median(run[name] for run in runs) for name in runs[0] if name != "whole"}
+    return {"seconds": median(run["whole"] for run in runs), "stages": stages, "runs": runs}
+
+
+def _peak(algorithm: Literal["ours", "published"], settings: Benchmark) -> int:
+    """Bytes above model and libraries; on the CPU in a process of its own, where nothing was freed before."""
+    if settings.device.startswith("cuda"):
+        return _peak_here(algorithm, settings)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_peak_here, algorithm, settings).result()
+
+
+def _peak_here(algorithm: Literal["ours", "published"], settings: Benchmark) -> int:
+    from benchmarks import machine, shapes
+
+    run = {"ours": ours, "published": published}[algorithm]
+    clock = machine.Clock(settings.device)
+    small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
+    run(shapes.model("14m", 2, settings.device), small, clock)  # loads what is loaded once
+    model = shapes.model(settings.shape, settings.blocks, settings.device)
+    before = machine.reset_peak(settings.device)
+    run(model, settings, clock)
+    return machine.peak(settings.device) - before
+
+
+def _certificate(dataset: "xr.Dataset") -> dict[str, Any]:
+    return {
+        "residual": float(dataset["residual"].max()),
+        "complete": bool(dataset["complete"].all()),
+        "full_svd": float(dataset["full_svd"].mean()),
+        "sliced": float(dataset["sliced"].mean()),
+        "smallest_gap": float(dataset["singular_gap"].min()),
+    }
+
+
+def _errors(dataset: "xr.Dataset", J: "Tensor", expected: "Tensor", s: "Tensor", by_name: dict) -> dict[str, float]:
+    """Ours against published, of the first prompt: both are in float32, so neither is the truth."""
+    import torch
+
+    first = dataset.isel(prompt=0, token=0, k=0)
+    measured = torch.from_numpy(first["singular_value"].values).to(s)
+    norm = torch.linalg.matrix_norm
+    errors = {
+        "jacobian": float((norm(J - expected) / norm(expected)).max()),
+        "singular_value": float(((measured - s).abs() / s[:, :1]).max()),
+    }
+    for name, values in by_name.items():
+        errors[name] = float((torch.from_numpy(first[name].values) - values).abs().max())
+    return errors
+
+
+def _header(settings: Benchmark, environment: dict[str, Any], L: int, d: int) -> dict[str, Any]:
+    chosen = {name: value for name, value in asdict(settings).items() if name not in ("what", "out")}
+    return {"what": settings.what, "settings": chosen, "environment": environment, "blocks": L, "width": d}
+
+
+def coupling_table(result: dict[str, Any]) -> str:
+    """The result for a terminal."""
+    mine, theirs = result["ours"], result.get("published", {"stages": {}})
+    given = result["settings"]
+    lines = [
+        f"{given['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {given['k']}, "
+        f"{given['prompts']} prompt(s), {given['device']}, {result['environment']['threads']} threads",
+        f"{'stage':10}{'ours, s':>10}{'published, s':>14}{'ratio':>8}{'of GEMM rate':>14}",
+    ]
+    for stage in ("whole", *mine["stages"]):
+        own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
+        other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
+        ratio, fraction = result.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
+        lines.append(f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}")
+    if "peak_bytes" in mine:
+        own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
+        lines.append(f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}")
+    certificate = result["certificate"]
+    lines.append(
+        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
+        f"Jacobian stage; residual {certificate['residual']:.1e}, complete {certificate['complete']}, "
+        f"in full {certificate['full_svd']:.0%}"
+    )
+    if "errors" in result:
+        lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
+    if given["prompts"] > 1:
+        lines.append("published: one prompt; ratios are per prompt")
+    return "\n".join(lines)
+
+
+def scaling_table(result: dict[str, Any]) -> str:
+    """The result for a terminal."""
+    stages = list(result["points"][0]["stages"])
+    lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
+    for point in result["points"]:
+        cells = "".join(f"{point['stages'][stage]:10.3f}" for stage in stages)
+        lines.append(f"{point['tokens']:6}{point['prompts']:9}{point['seconds']:10.3f}{cells}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    missing = value is None or value != value
+    return f"{'-':>{form.split('.')[0]}}" if missing else f"{value:{form}}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

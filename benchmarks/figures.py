@@ -1,0 +1,83 @@
+"""Cost against prompt length and against width, from results: `python -m benchmarks.figures --out docs`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe-Ito: told apart by colour-blind readers and in grey print.
+OURS, PUBLISHED, PRODUCTS = "#0072B2", "#D55E00", "#6E6E6E"
+
+
+def cost(results: Sequence[dict[str, Any]]) -> "Figure":
+    """Seconds per block and prompt, the forward pass aside: lines of one width over n, and of one n over d."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    points = [point for result in results for point in _points(result)]
+    for axes, x, fixed in zip(panels, ("n", "d"), ("d", "n"), strict=True):
+        for name, colour in (("ours", OURS), ("published", PUBLISHED), ("matrix products", PRODUCTS)):
+            here = [point for point in points if point["name"] == name]
+            for value in sorted({point[fixed] for point in here}):
+                line = sorted({point[x]: point["seconds"] for point in here if point[fixed] == value}.items())
+                axes.plot(*zip(*line, strict=True), color=colour, marker="o", ms=3, label=f"{name}, {fixed} = {value}")
+        ticks = sorted({point[x] for point in points})
+        axes.set(xscale="log", yscale="log", ylabel="seconds per block and prompt")
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    panels[0].set(xlabel="tokens n", title="Cost against prompt length")
+    panels[1].set(xlabel="width d", title="Cost against width")
+    return figure
+
+
+def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What one result says of the cost at an n and a d."""
+    d, L = result["width"], result["blocks"]
+
+    def point(name: str, n: int, timed: dict[str, Any]) -> dict[str, Any]:
+        return {"name": name, "n": n, "d": d, "seconds": (timed["seconds"] - timed["stages"]["forward"]) / L}
+
+    if result["what"] == "scaling":
+        return [point("ours", timed["tokens"], timed) for timed in result["points"] if timed["prompts"] == 1]
+    n = result["tokens"]
+    products = {"name": "matrix products", "n": n, "d": d, "seconds": result["gemm"]["seconds_per_block"]}
+    return [products, *(point(name, n, result[name]) for name in ("ours", "published") if name in result)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(prog="python -m benchmarks.figures", description="Draw what a measurement costs.")
+    results = Path(__file__).parent / "results"
+    parser.add_argument("results", type=Path, nargs="?", default=results, help="a directory of benchmarks' JSON files")
+    parser.add_argument("--k", type=int, default=50, help="of the results to draw: how many singular vectors")
+    parser.add_argument("--device", default="cpu", help="of the results to draw")
+    parser.add_argument("--out", type=Path, default=Path("."), help="directory for cost.png")
+    parsed = parser.parse_args(arguments)
+    found = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
+    wanted = {"k": parsed.k, "device": parsed.device}
+    chosen = [result for result in found if result["settings"] | wanted == result["settings"]]
+    if not chosen:
+        have = sorted({(r["settings"]["k"], r["settings"]["device"]) for r in found})
+        print(
+            f"error: no results in {parsed.results} for --k {parsed.k} --device {parsed.device}; there are {have}",
+            file=sys.stderr,
+        )
+        return 2
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    file = parsed.out / "cost.png"
+    cost(chosen).savefig(file, dpi=150)
+    print(file)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""The benchmark's commands, on the smallest shape: what they write, and that both algorithms agree."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import coupling, figures
+
+QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
+
+
+def run(directory, *arguments: str) -> dict:
+    file = directory / "new" / f"{len(list(directory.rglob('*.json')))}.json"
+    assert coupling.main([*QUICK, *arguments, "--out", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def compared(directory) -> dict:
+    return run(directory)
+
+
+@pytest.fixture(scope="module")
+def scaled(directory) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coupling, "LENGTHS", (4, 8))
+        patch.setattr(coupling, "PROMPTS", (1, 3))
+        return run(directory, "--what", "scaling")
+
+
+def test_ours_and_the_published_algorithm_agree(compared):
+    assert compared["errors"]["jacobian"] < 1e-5 and compared["errors"]["singular_value"] < 1e-5
+    assert compared["errors"]["miscoupling"] < 1e-3 and compared["errors"]["offdiag_normalized"] < 1e-3
+    assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
+
+
+def test_the_result_says_what_was_timed_and_on_what(compared):
+    assert (compared["width"], compared["blocks"], compared["tokens"]) == (128, 2, 6)
+    assert compared["settings"]["k"] == 5
+    assert compared["environment"]["torch"] and compared["environment"]["threads"] >= 1
+    assert compared["gemm"]["layers"] == [[384, 128], [128, 128], [512, 128], [128, 512]]
+    for algorithm in (compared["ours"], compared["published"]):
+        assert list(algorithm["stages"]) == ["forward", "jacobian", "svd", "pairs"]
+        assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
+    assert set(compared["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
+    assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
+    printed = coupling.coupling_table(compared)
+    assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
+
+
+def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
+    result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
+    assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)
+    assert result["errors"]["jacobian"] < 1e-5
+    assert result["ours"]["seconds_per_prompt"] == result["ours"]["seconds"] / 2
+    assert result["ratio"]["whole"] == result["published"]["seconds"] / result["ours"]["seconds_per_prompt"]
+
+
+def test_without_the_baseline(directory):
+    result = run(directory, "--published", "false")
+    assert "published" not in result and "ratio" not in result and "errors" not in result
+    assert "published" in coupling.coupling_table(result)  # the column, empty
+
+
+@pytest.mark.slow  # two fresh processes that import everything
+def test_memory_is_watched_in_fresh_processes(directory):
+    result = run(directory, "--shape", "70m", "--tokens", "64", "--blocks", "1", "--memory", "true")
+    ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
+    assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
+    assert ours > 512 * 512 * 4  # one Jacobian
+    assert result["ratio"]["memory"] == published / ours
+
+
+def test_scaling(scaled):
+    assert [(p["tokens"], p["prompts"]) for p in scaled["points"]] == [(4, 1), (8, 1), (6, 1), (6, 3)]
+    assert all(p["seconds"] > p["stages"]["jacobian"] > 0 for p in scaled["points"])
+    assert len(coupling.scaling_table(scaled).splitlines()) == 5
+
+
+def test_figures(compared, scaled, directory, capsys):
+    assert figures.main([str(directory / "new"), "--k", "5", "--out", str(directory)]) == 0
+    assert capsys.readouterr().out.strip() == str(directory / "cost.png")
+    assert (directory / "cost.png").stat().st_size > 10_000
+
+
+def test_figures_of_nothing(tmp_path, capsys):
+    assert figures.main([str(tmp_path)]) == 2
+    assert "no results in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--k", "129"], "k=129.*width d = 128"),
+        (["--tokens", "0"], "--tokens 0; give at least 1"),
+        (["--device", "cuda:99"], "--device cuda:99 can't be used"),
+    ],
+)
+def test_bad_settings_are_one_message(arguments, message, capsys):
+    assert coupling.main([*QUICK, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
+
+
+def test_an_unknown_shape_says_which_there_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        coupling.main(["--shape", "3b"])
+    assert stop.value.code == 2 and "410m" in capsys.readouterr().err
