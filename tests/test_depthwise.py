@@ -27,6 +27,7 @@ def both(name, dtype, prompts=None, **options):
 def test_matrix_free_equals_dense(name, dtype, tolerance):
     dense, free = both(name, dtype)
     assert dense.attrs["completeness"] == "exact" and free.attrs["completeness"] == "probabilistic"
+    assert dense.formed.all() and not free.formed.any()
     assert dense.full_svd.all() and not free.full_svd.any() and free.complete.all()
     assert float(free.residual.max()) <= svd.TOLERANCE[dtype]
     for variable in EXACT:
@@ -52,7 +53,7 @@ def test_chosen_by_counted_columns(monkeypatch):
     assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024
     model, given = build("gpt_neox", Size(width=192))
     assert tracker.measure(model, given, k=3).attrs["completeness"] == "exact"
-    monkeypatch.setattr(depthwise, "NARROW", 0.1)
+    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
     assert tracker.measure(model, given, k=3).attrs["completeness"] == "probabilistic"
     assert tracker.measure(model, given, k=3, svd="krylov").attrs["completeness"] == "exact"
     assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # no room

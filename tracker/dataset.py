@@ -16,7 +16,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     **{name: PAIR for name in COUPLINGS},
     **{f"{name}_null": PAIR[:-1] for name in COUPLINGS},
     **dict.fromkeys(("singular_value", "singular_gap"), ("token", "layer", "rank")),
-    **dict.fromkeys(("residual", "complete", "full_svd", "sliced"), ("token", "layer")),
+    **dict.fromkeys(("residual", "complete", "formed", "full_svd", "sliced"), ("token", "layer")),
     **dict.fromkeys(("value_error", "derivative_error"), ("token", "layer")),
     **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
     **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
@@ -65,6 +65,8 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset["undefined"] = _undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
+    if "formed" in dataset:  # of Jacobians known by their products alone nothing proves that no triplet was missed
+        dataset.attrs["completeness"] = "probabilistic" if bool((dataset["formed"] == 0).any()) else "exact"
     return dataset
 
 

@@ -31,7 +31,6 @@ from tracker.svd import Triplets, top_singular_triplets, triplets_by_products
 Method = Literal["auto", "full", "krylov", "matrix-free"]
 METHODS: tuple[Method, ...] = get_args(Method)
 NORM_PROBES = 64  # random products that stand for what the triplets leave of |J|_F
-NARROW = 1.5  # time of a column among the few of a Krylov step, beside one among the many of a dense Jacobian
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,17 @@ class Layer:
     product: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J V
     frobenius: Float[Tensor, " R"]
     evidence: list[Evidence]  # one for each row
+    formed: bool  # the Jacobian, entry by entry
 
 
-def is_matrix_free(recording: Recording, ks: Sequence[int], method: Method) -> bool:
-    """Whether products are expected to serve sooner than dense Jacobians, or were asked for and can."""
+def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method) -> bool:
+    """Whether products are expected to serve R rows sooner than dense Jacobians, or were asked for and can."""
     x, K = recording.calls[0].x, max(ks)
     d = x.shape[-1]
-    few = matrix_free_columns(d, len(recording.calls), K, x.dtype)
-    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and NARROW * few < d))
+    columns = matrix_free_columns(d, len(recording.calls), K, x.dtype)
+    # A product of few columns has to read all of a block's weights: measured on two cores at d = 4096, a column costs
+    # four times what it costs among many for one row, where 16 go together, and 1.8 times for four.
+    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 3 / R) * columns < d))
 
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
@@ -58,10 +60,15 @@ def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
 
 
 def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
-    """How many rows fit into so many scalars."""
+    """How many rows to gather before they are measured: what fits into so many scalars."""
     d, L, K = recording.calls[0].x.shape[-1], len(recording.calls), max(ks)
-    of_one = d * (3 * L * K + 2 * basis_size(d, K)) if is_matrix_free(recording, ks, method) else L * d * d
-    return max(1, memory // of_one)
+    of_products = max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
+    return of_products if is_matrix_free(recording, of_products, ks, method) else _formed_at_once(recording, memory)
+
+
+def _formed_at_once(recording: Recording, memory: int) -> int:
+    """How many rows' Jacobians fit into so many scalars."""
+    return max(1, memory // (len(recording.calls) * recording.calls[0].x.shape[-1] ** 2))
 
 
 def depthwise_couplings(
@@ -69,17 +76,15 @@ def depthwise_couplings(
 ) -> Iterator[dict[str, np.ndarray]]:
     """The coupling measures of every row selected of the recordings, with the dimensions of `dataset.DIMS`."""
     first = selected[0][0]
-    find = _by_products if is_matrix_free(first, ks, method) else _dense
-    for group in _groups(selected, rows_at_once(first, ks, method, memory)):
+    rows = sum(len(rows.sample) for _, rows in selected)
+    matrix_free = is_matrix_free(first, rows, ks, method)
+    find = _by_products if matrix_free else _dense
+    for group in _groups(selected, rows if matrix_free else _formed_at_once(first, memory)):
         layers = [
             find(jacobians, [(recording.calls[l], rows) for recording, rows in group], max(ks), method)
             for l in range(len(first.calls))
         ]
-        U, V = (torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for part in "UV")
-        columns = coupling.side_by_side(V)
-        A = torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)  # (R, L, L, K, K)
-        for r in range(len(A)):
-            values = _pairs(A[r], torch.stack([layer.triplets.S[r] for layer in layers]), layers, r, ks)
+        for r, values in enumerate(pairs(layers, ks)):
             for name, part in (
                 ("singular_value", "S"),
                 ("singular_gap", "gap"),
@@ -88,21 +93,28 @@ def depthwise_couplings(
                 ("full_svd", "full"),
             ):
                 values[name] = torch.stack([getattr(layer.triplets, part)[r] for layer in layers])
+            values["formed"] = torch.tensor([layer.formed for layer in layers])
             for name in ("sliced", "value_error", "derivative_error"):
                 values[name] = torch.tensor([getattr(layer.evidence[r], name) for layer in layers])
             yield {name: value.cpu().numpy() for name, value in values.items()}
 
 
-def _pairs(A: Tensor, S: Tensor, layers: Sequence[Layer], r: int, ks: Sequence[int]) -> dict[str, Tensor]:
-    """All measures of one row: A (L, L, K, K), S (L, K); values over (k, layer, layer_other)."""
-    d = layers[0].triplets.U.shape[-2]
-    frobenius = torch.stack([layer.frobenius[r] for layer in layers])
-    by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[:, :k], d)
-        | {f"{name}_null": v for name, v in coupling.null_levels(S[:, :k], frobenius, d).items()}
-        for k in ks
-    ]
-    return {name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]}
+def pairs(layers: Sequence[Layer], ks: Sequence[int]) -> list[dict[str, Tensor]]:
+    """All couplings of every row, over (k, layer, layer_other)."""
+    U, V = (torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for part in "UV")
+    S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
+    columns = coupling.side_by_side(V)
+    A = torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)  # (R, L, L, K, K)
+    d = U.shape[-2]
+    rows = []
+    for A_r, S_r, norm in zip(A, S, frobenius, strict=True):
+        by_k = [
+            coupling.miscouplings(A_r[..., :k, :k], S_r[:, :k], d)
+            | {f"{name}_null": v for name, v in coupling.null_levels(S_r[:, :k], norm, d).items()}
+            for k in ks
+        ]
+        rows.append({name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]})
+    return rows
 
 
 def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:
@@ -126,7 +138,7 @@ def _dense(jacobians: Jacobians, selections: Sequence[Selection], K: int, method
     J = torch.cat([J for J, _ in results])
     triplets = top_singular_triplets(J, K, "auto" if method == "matrix-free" else method)
     evidence = _for_each_row([found for _, found in results], selections)
-    return Layer(triplets, lambda V: J @ V, torch.linalg.matrix_norm(J), evidence)
+    return Layer(triplets, lambda V: J @ V, torch.linalg.matrix_norm(J), evidence, True)
 
 
 def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
@@ -141,7 +153,7 @@ def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, 
         # Linearised anew, as its recorded graph holds on to a block's weights in the measuring dtype.
         return jacobians.operator(selections)[0].apply(V)
 
-    return Layer(triplets, product, frobenius, _for_each_row(evidence, selections))
+    return Layer(triplets, product, frobenius, _for_each_row(evidence, selections), False)
 
 
 def _frobenius(operator: LinearOperator, triplets: Triplets) -> Float[Tensor, " R"]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tracker import trajectory
 from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
-from tracker.depthwise import METHODS, Method, depthwise_couplings, is_matrix_free, rows_at_once
+from tracker.depthwise import METHODS, Method, depthwise_couplings, rows_at_once
 from tracker.inputs import Batch, batches, positions, whole_numbers
 from tracker.provenance import describe, digest
 from tracker.recording import Recording, record, undisturbed
@@ -274,9 +274,6 @@ def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recordi
         "window": window,
         "blocks": ", ".join(call.name for call in recording.calls),
     }
-    if "coupling" in settings.measures:
-        matrix_free = is_matrix_free(recording, ks, settings.svd)
-        attributes["completeness"] = "probabilistic" if matrix_free else "exact"
     samples = [Sample(label, n, at, ks, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     if "trajectory" in settings.measures:
         states = recording.states

@@ -25,7 +25,7 @@ from tracker.restriction import Answered, full_sequence, on_single_rows, restric
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
-WINDOW = 32
+WINDOW = 16
 
 
 def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:

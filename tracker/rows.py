@@ -38,8 +38,8 @@ from tracker.replica import Replica
 from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
 
 # Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate,
-# if the memory allows. Each takes about 16 d scalars: 32 MiB in all on a CPU at d = 1024.
-CHUNK = {"cpu": 512}
+# if the memory allows. Each takes about 16 d scalars: 64 MiB in all on a CPU at d = 1024.
+CHUNK = {"cpu": 1024}
 CHUNK_ELSEWHERE = 4096
 Precision = Literal["float32", "tf32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
