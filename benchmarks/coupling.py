@@ -149,7 +149,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         "pairs": pair_flops / rate / stages["pairs"],
     }
     if settings.memory:
-        mine["peak_bytes"] = _peak("ours", settings)
+        mine["peak_bytes"] = _peak(ours, model, settings)
     if reference is not None:
         theirs = result["published"] = _medians(published_runs)
         result["ratio"] = {"whole": theirs["seconds"] / mine["seconds_per_prompt"]}
@@ -158,7 +158,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         }
         result["errors"] = _errors(dataset, jacobians[:L], *reference)
         if settings.memory:
-            theirs["peak_bytes"] = _peak("published", settings)
+            theirs["peak_bytes"] = _peak(published, model, settings)
             result["ratio"]["memory"] = theirs["peak_bytes"] / mine["peak_bytes"]
     return result
 
@@ -169,14 +169,15 @@ def scaling(settings: Benchmark) -> dict[str, Any]:
 
     environment = machine.environment(settings.device)
     model = shapes.model(settings.shape, settings.blocks, settings.device)
-    points = [replace(settings, tokens=n, prompts=1) for n in LENGTHS if settings.shape != "deit-ti"]
-    points += [replace(settings, prompts=p) for p in PROMPTS]
+    lengths = () if settings.shape == "deit-ti" else LENGTHS
+    sizes = dict.fromkeys([*((n, 1) for n in lengths), *((settings.tokens, p) for p in PROMPTS)])
     results = []
-    for point in points:
-        print(f"{point.tokens} tokens, {point.prompts} prompt(s)", file=sys.stderr, flush=True)
+    for n, p in sizes:
+        print(f"{n} tokens, {p} prompt(s)", file=sys.stderr, flush=True)
+        point = replace(settings, tokens=n, prompts=p)
         ours(model, point, machine.Clock(settings.device))
         timed = _medians([_timed(ours, model, point) for _ in range(settings.repeats)])
-        results.append({"tokens": shapes.length(point.shape, point.tokens), "prompts": point.prompts, **timed})
+        results.append({"tokens": shapes.length(settings.shape, n), "prompts": p, **timed})
     blocks = shapes.blocks(model)
     return {**_header(settings, environment, len(blocks), machine.linear_shapes(blocks[0])[0][1]), "points": results}
 
@@ -240,24 +241,27 @@ def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {"seconds": median(run["whole"] for run in runs), "stages": stages, "runs": runs}
 
 
-def _peak(algorithm: Literal["ours", "published"], settings: Benchmark) -> int:
+def _peak(run: "Run", model: "nn.Module", settings: Benchmark) -> int:
     """Bytes above model and libraries; on the CPU in a process of its own, where nothing was freed before."""
     if settings.device.startswith("cuda"):
-        return _peak_here(algorithm, settings)
+        return _peak_of(run, model, settings)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_peak_here, algorithm, settings).result()
+        return process.submit(_peak_alone, run, settings).result()
 
 
-def _peak_here(algorithm: Literal["ours", "published"], settings: Benchmark) -> int:
+def _peak_alone(run: "Run", settings: Benchmark) -> int:
     from benchmarks import machine, shapes
 
-    run = {"ours": ours, "published": published}[algorithm]
-    clock = machine.Clock(settings.device)
     small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
-    run(shapes.model("14m", 2, settings.device), small, clock)  # loads what is loaded once
-    model = shapes.model(settings.shape, settings.blocks, settings.device)
+    run(shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device))  # loads what is loaded once
+    return _peak_of(run, shapes.model(settings.shape, settings.blocks, settings.device), settings)
+
+
+def _peak_of(run: "Run", model: "nn.Module", settings: Benchmark) -> int:
+    from benchmarks import machine
+
     before = machine.reset_peak(settings.device)
-    run(model, settings, clock)
+    run(model, settings, machine.Clock(settings.device))
     return machine.peak(settings.device) - before
 
 

@@ -19,8 +19,9 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
-    points = [point for result in results for point in _points(result)]
-    for axes, x, fixed in zip(panels, ("n", "d"), ("d", "n"), strict=True):
+    compared = [result for result in results if result["what"] == "coupling"]
+    for axes, x, fixed, drawn in zip(panels, ("n", "d"), ("d", "n"), (results, compared), strict=True):
+        points = [point for result in drawn for point in _points(result)]
         for name, colour in (("ours", OURS), ("published", PUBLISHED), ("matrix products", PRODUCTS)):
             here = [point for point in points if point["name"] == name]
             for value in sorted({point[fixed] for point in here}):

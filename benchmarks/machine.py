@@ -17,13 +17,13 @@ class Clock:
     """Seconds spent in each stage; on a GPU, until it has done what was asked of it."""
 
     def __init__(self, device: str) -> None:
-        self.cuda = device.startswith("cuda")
+        self.device = device
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
         """The time at which all work asked for so far is done."""
-        if self.cuda:
-            torch.cuda.synchronize()
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
@@ -54,15 +54,15 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
 def reset_peak(device: str) -> int:
     """Begin to watch the peak of memory; bytes in use now."""
     if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
 def peak(device: str) -> int:
     """The most bytes in use since `reset_peak`."""
-    return torch.cuda.max_memory_allocated() if device.startswith("cuda") else _status("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else _status("VmHWM")
 
 
 def _status(name: str) -> int:
