@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
+from vit import processes
 from vit.cells import agree, is_done, read
 from vit.recipe import Recipe, check, from_dict
 from vit.train import FAILED, INTERRUPTED, OK, USAGE, parse
@@ -83,6 +84,9 @@ def run(grid: Grid, recipe: Recipe) -> int:
         engine = _engine(grid)
         for cell in recipes:
             agree(cell.directory, cell)
+        missing = [cell for cell in recipes if not is_done(cell.directory)]
+        if missing and engine == "processes":
+            processes.start_server()
         from tracker.dashboards import resolve_mode
         from vit.data import load
 
@@ -91,7 +95,6 @@ def run(grid: Grid, recipe: Recipe) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    missing = [cell for cell in recipes if not is_done(cell.directory)]
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
     try:
@@ -102,8 +105,6 @@ def run(grid: Grid, recipe: Recipe) -> int:
                 gpus = _gpus() if grid.gpus_per_cell is None else grid.gpus_per_cell
                 tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
             elif missing:
-                from vit import processes
-
                 processes.run_cells(missing, grid.jobs, grid.retries, ended)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on, each cell from its last finished epoch", file=sys.stderr)

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,6 +19,12 @@ from vit.cells import is_done, write
 from vit.recipe import Recipe
 
 PRELOADED = ["vit.module", "vit.loaders", "vit.train", "tracker.measurement", "lightning.pytorch.callbacks", "wandb"]
+
+
+def start_server() -> None:
+    """Begin to import what the workers need; returns at once."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
 
 
 def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, ended: Callable[[Recipe], None]) -> None:
@@ -31,7 +37,7 @@ def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, ended: Callabl
         KeyboardInterrupt: if interrupted, once the workers have been ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    start_server()
     waiting = [(recipe, retries) for recipe in recipes]
     running: dict[int, tuple[BaseProcess, Recipe, int]] = {}
     try:

@@ -11,8 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray  # pyright: ignore[reportMissingImports]
+from ray import tune  # pyright: ignore[reportMissingImports]
+
 from vit.cells import is_done, write
 from vit.recipe import Recipe
+
+
+class Report(tune.Callback):
+    """Tells the driver of each trial that ended; Tune saves its callbacks, and this one has nothing to be saved."""
+
+    def __init__(self, recipes: dict[str, Recipe], ended: Callable[[Recipe], None]):
+        self.recipes, self.ended = recipes, ended
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
+        """Pass it on."""
+        self.ended(self.recipes[trial.config["cell"]])
 
 
 def run_cells(
@@ -25,18 +42,8 @@ def run_cells(
     ended: Callable[[Recipe], None],
 ) -> None:
     """Train the cells on Ray, each with so many CPUs and GPUs; what has failed for good is recorded in failed.json."""
-    import ray  # pyright: ignore[reportMissingImports]
-    from ray import tune  # pyright: ignore[reportMissingImports]
-
     # A worker's current directory is Ray's to choose.
     by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
-
-    class Report(tune.Callback):
-        """Tells the driver of each trial that ended."""
-
-        def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-            ended(by_name[trial.config["cell"]])
-
     ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
         tuner = tune.Tuner(
@@ -46,7 +53,7 @@ def run_cells(
                 name="trials",
                 storage_path=str(storage.resolve()),
                 failure_config=tune.FailureConfig(max_failures=retries),
-                callbacks=[Report()],
+                callbacks=[Report(by_name, ended)],
                 verbose=0,
             ),
         )
