@@ -32,11 +32,11 @@ class Run:
         out: JSON file for the result.
     """
 
-    width: int = 128
+    width: int = 64
     depth: int = 6
-    heads: int = 4
+    heads: int = 2
     patch_size: int = 4
-    batch: int = 128
+    batch: int = 64
     every: int = 100
     probe: int = 16
     repeats: int = 5
@@ -94,7 +94,8 @@ def time_run(run: Run) -> dict:
                 enable_model_summary=False,
             )
             started = time.perf_counter()
-            trainer.fit(module, torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None))
+            loader = torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None)  # type: ignore[arg-type]
+            trainer.fit(module, loader)
             if run.device == "cuda":
                 torch.cuda.synchronize()
             if repeat:  # the first pair warms up
