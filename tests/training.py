@@ -133,12 +133,21 @@ def trainer(callbacks=(), max_steps: int = 8, **options) -> lightning.Trainer:
     )
 
 
-def fit(trainer, make=Classifier, workers: int = 0, validate: bool = True, data=None, batch: int = 8, **options):
+def fit(
+    trainer,
+    make=Classifier,
+    workers: int = 0,
+    validate: bool = True,
+    data=None,
+    batch: int = 8,
+    shuffle=True,
+    **options,
+):
     """Make a module and train it, both from a fixed seed; returns it."""
     lightning.seed_everything(0, workers=True, verbose=False)
     module = make()
     data = data or Noisy()
-    training = DataLoader(data, batch, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    training = DataLoader(data, batch, shuffle=shuffle, num_workers=workers, persistent_workers=workers > 0)
     trainer.fit(module, training, DataLoader(data, 8) if validate else None, **options)
     return module
 
@@ -183,6 +192,7 @@ def main():
         # A batch is all there is and chance has no part: Lightning does not carry the random state into a resumed run.
         data=Noisy(noise=0.0),
         batch=64,
+        shuffle=False,
         ckpt_path=given.resume,
     )
 

@@ -32,6 +32,7 @@ from tracker import schedule as schedules
 from tracker.blocks import UsageError
 from tracker.dataset import Sample
 from tracker.figures import coupling_heatmap, pixels
+from tracker.inputs import whole_numbers
 from tracker.measurement import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures, labelled, measure_samples
 from tracker.provenance import SCHEMA, digest
 from tracker.results import Store
@@ -166,6 +167,8 @@ class CouplingCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the blocks before any time is spent, unless the module builds them later."""
         self.subject = None
+        if trainer.global_step < self.served:  # this callback has seen another run; a checkpoint says its own in time
+            self.served, self.measured, self.probe = -1, -1, None
         if stage == "fit" and not is_overridden("configure_model", pl_module):
             self.subject = find_subject(pl_module, self.blocks, self.forward)
 
@@ -204,8 +207,6 @@ class CouplingCallback(Callback):
         """See that the store is this run's."""
         self.began = False
         self.clock = schedules.Clock()
-        if trainer.global_step < self.served:  # this callback has seen another run
-            self.served = self.measured = -1
         if self.store is not None:
             fault = self._claim(self.store, trainer.global_step) if trainer.is_global_zero else None
             fault = trainer.strategy.broadcast(fault)
@@ -264,6 +265,9 @@ class CouplingCallback(Callback):
     def _identity(self) -> dict[str, Any]:
         """What every unit of the store has in common."""
         asked = {name: value for name, value in vars(self.settings).items() if name not in ("dtype", "memory_budget")}
+        for name in ("k", "tokens"):
+            if asked[name] is not None and not isinstance(asked[name], str):
+                asked[name] = whole_numbers(asked[name])
         return {"schema": SCHEMA, **asked, "dtype": str(self.settings.dtype), "weights": self.weights}
 
     def _settle_probe(self, trainer: Trainer, module: LightningModule, batch: Any) -> None:
