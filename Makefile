@@ -1,4 +1,4 @@
-# make demo-vit: a 2 x 2 grid of small vision transformers on scikit-learn's digits, analysed, about ? minutes
+# make demo-vit: a 2 x 2 grid of small vision transformers on scikit-learn's digits, analysed
 # make demo: install, train the embedded suite, walk it, write results/nano/report.html
 # make test: install, run every test          make lint: ruff, pyright, import-linter
 PYTHON ?= python3
