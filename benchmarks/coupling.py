@@ -91,16 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
             return 2
 
-    import torch
-
     from tracker.blocks import UsageError
+    from tracker.provenance import usable_device
 
     try:
-        torch.zeros(1, device=settings.device).item()
-    except (RuntimeError, AssertionError) as error:
-        print(f"error: --device {settings.device} can't be used ({str(error).splitlines()[0]})", file=sys.stderr)
-        return 2
-    try:
+        usable_device(settings.device, f"--device {settings.device}")
         result = coupling(settings) if settings.what == "coupling" else scaling(settings)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

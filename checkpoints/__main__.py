@@ -10,8 +10,9 @@ from pathlib import Path
 
 from checkpoints import integrity
 from checkpoints.disk import absent
+from checkpoints.fetch import snapshot
 from checkpoints.files import hash_file
-from checkpoints.hub import CheckpointError, File, Listing, repository
+from checkpoints.hub import CheckpointError, File, Listing
 from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
 
@@ -106,18 +107,15 @@ def _listing(suite: Suite, checkpoint: Checkpoint, examination: Examination) -> 
         directory = _place(suite, checkpoint, None)
         if not directory.is_dir():
             return None
-        return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
+        return integrity.files_in(directory)
     return examination.listings.get(checkpoint.revision)
 
 
 def _place(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> Path:
     if checkpoint.revision is None:
         return Path(checkpoint.source)
-    place = repository(checkpoint.source, suite.cache_dir)
-    if listing is not None and listing.commit:
-        return place / "snapshots" / listing.commit
-    reference = place / "refs" / checkpoint.revision
-    return place / "snapshots" / (reference.read_text().strip() if reference.is_file() else checkpoint.revision)
+    revision = listing.commit if listing is not None and listing.commit else checkpoint.revision
+    return snapshot(checkpoint.source, revision, suite.cache_dir)
 
 
 def _held(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> str:

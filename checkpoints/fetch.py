@@ -37,15 +37,20 @@ def cached(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
     Raises:
         CheckpointError: if it is not.
     """
-    place = repository(repo, cache_dir)
-    reference = place / "refs" / revision
-    commit = reference.read_text().strip() if reference.is_file() else revision
-    directory = place / "snapshots" / commit
+    directory = snapshot(repo, revision, cache_dir)
     if not directory.is_dir():
         raise CheckpointError(
-            f"{repo} at {revision} is not in the cache {place.parent}; go online, or choose cached revisions"
+            f"{repo} at {revision} is not in the cache {repository(repo, cache_dir).parent}; go online, or choose cached "
+            "revisions"
         )
     return directory
+
+
+def snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
+    """Where the cache has a revision, or would have it if it is a commit; nothing is asked of the hub."""
+    place = repository(repo, cache_dir)
+    reference = place / "refs" / revision
+    return place / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision)
 
 
 def fetch(

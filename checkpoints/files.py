@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
 
@@ -39,6 +41,13 @@ def write_whole(file: Path, content: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which of the settings that a directory was written with are others now, in words; "" where none is."""
+    settings = json.loads(json.dumps(settings))  # as they would be read back
+    names = sorted(name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name))
+    return "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names)
 
 
 class Lock:

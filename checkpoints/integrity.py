@@ -167,10 +167,14 @@ def files_digest(directory: Path, listing: Listing | None = None) -> str:
     if directory.is_file():
         return files.sha256(directory)[:16]
     if listing is None or not all(file.sha256 for file in listing.weights):
-        present = [File(path.name, path.stat().st_size) for path in directory.iterdir() if path.is_file()]
-        listing = Listing("", tuple(present))
+        listing = files_in(directory)
     lines = [f"{file.name} {file.sha256 or files.sha256(directory / file.name)}\n" for file in listing.weights]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def files_in(directory: Path) -> Listing:
+    """A listing of what a directory holds, for checkpoints that no hub lists."""
+    return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
 
 
 def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:

@@ -7,12 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.brute_force import couplings
-from tracker.coupling import MEASURES, coupling_matrices, depth_means, miscouplings, null_levels
+from tracker.coupling import MEASURES, depth_means, in_bases, miscouplings, null_levels, side_by_side
 from tracker.svd import top_singular_triplets
 
 
 def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
     return torch.randn(L, d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def coupling_matrices(J, U, V):
+    """A[l, m] = U[m]^T J[l] V[m]: every Jacobian in every basis."""
+    return torch.stack([in_bases(U, J_l @ side_by_side(V)) for J_l in J])
 
 
 def measured(J, K):

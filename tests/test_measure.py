@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, modeling_utils
 import tracker
 from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, Size, build, images, neox, timm_vit, tokens, torchvision_vit
 from tracker.blocks import UsageError, find_blocks
+from tracker.precision import switches
 
 
 def tokenizer():
@@ -134,7 +135,8 @@ def snapshot(model):
             torch.nn.functional.scaled_dot_product_attention,
             torch.is_autocast_enabled("cpu"),
             torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
+            [switch.fp32_precision for switch in switches()],
+            torch.get_num_threads(),
             modeling_utils.AttentionInterface.get_interface,
         ),
     }

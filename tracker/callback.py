@@ -6,8 +6,6 @@ What is measured is a replica (`tracker.measurement`), on the training device, o
 random state put back. Step s is the state after s optimizer steps.
 """
 
-import hashlib
-import json
 import math
 import time
 import warnings
@@ -34,7 +32,7 @@ from tracker.dataset import Sample
 from tracker.figures import coupling_heatmap, pixels
 from tracker.inputs import whole_numbers
 from tracker.measurement import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures, labelled, measure_samples
-from tracker.provenance import SCHEMA, digest
+from tracker.provenance import SCHEMA, digest, settings_digest
 from tracker.results import Store
 from tracker.rows import Precision
 from tracker.statistics import scalars
@@ -201,7 +199,7 @@ class CouplingCallback(Callback):
     ) -> None:
         """Keep the first validation batch as it passes through the sanity check: no loader is read for it."""
         if trainer.sanity_checking and self.probe is None and self.given is None:
-            self.probe = probes.plain(probes.select(batch, slice(self.max_samples)))
+            self.probe = self._cut(batch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See that the store is this run's."""
@@ -275,10 +273,14 @@ class CouplingCallback(Callback):
         given = self.given(trainer, module) if callable(self.given) else self.given
         given = None if given is None else probes.plain(given)
         if self.probe is None:
-            self.probe = given if given is not None else probes.plain(probes.select(batch, slice(self.max_samples)))
+            self.probe = given if given is not None else self._cut(batch)
         elif given is not None and digest(given) != digest(self.probe):
             warnings.warn("the probe given is not that of the checkpoint, which goes on being measured", stacklevel=2)
         self.probe = trainer.strategy.broadcast(self.probe)
+
+    def _cut(self, batch: Any) -> Any:
+        """A probe from a batch that was found."""
+        return probes.plain(probes.select(batch, slice(self.max_samples)))
 
     def _serve(self, trainer: Trainer, module: LightningModule, now: bool, thin: bool = True) -> None:
         """Answer the schedule up to the present step: measure if it is due, or `now`."""
@@ -331,11 +333,10 @@ class CouplingCallback(Callback):
             return None
         unit = labelled(samples, model, self.subject.blocks, self.settings, device, self.probe, started)
         unit = unit.assign_coords(step=trainer.global_step)
-        identity = json.dumps([self._identity(), unit.attrs["inputs_sha256"]], sort_keys=True)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,
             "weights": self.weights,
-            "settings_sha256": hashlib.sha256(identity.encode()).hexdigest()[:16],
+            "settings_sha256": settings_digest([self._identity(), unit.attrs["inputs_sha256"]]),
         }
         return unit
 

@@ -24,14 +24,6 @@ from torch import Tensor
 MEASURES = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
 
 
-def coupling_matrices(
-    J: Float[Tensor, "L d d"], U: Float[Tensor, "M d K"], V: Float[Tensor, "M d K"]
-) -> Float[Tensor, "L M K K"]:
-    """A[l, m] = U[m]^T J[l] V[m]: every Jacobian in every basis."""
-    columns = side_by_side(V)
-    return torch.stack([in_bases(U, J_l @ columns) for J_l in J])
-
-
 def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
     """All bases as the columns of one matrix, so that a Jacobian meets them in one product."""
     return V.transpose(-3, -2).flatten(-2)

@@ -4,16 +4,24 @@ The metric axis is `checkpoint/step`, not W&B's own step, so points may arrive i
 """
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xarray as xr
 
+from checkpoints.files import write_whole
 from tracker.coupling import MEASURES
-from tracker.results import Store, write_whole
+from tracker.results import Store
 from tracker.statistics import scalars
 
+if TYPE_CHECKING:
+    import wandb
+
 Mode = Literal["auto", "online", "offline", "off"]
+RunMode = Literal["online", "offline"]
+Run = TypeVar("Run")
 
 
 def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
@@ -34,20 +42,34 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     return "online" if mode == "online" or (mode == "auto" and key) else "offline"
 
 
+def run_settings() -> "wandb.Settings":
+    """For every run: quiet, and rows reach the disk within half a second (a killed run would lose the last fifty)."""
+    import wandb
+
+    return wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
+
+
+def begun(begin: Callable[[RunMode], Run], mode: RunMode) -> Run:
+    """A run begun in a mode, or offline where W&B can't be reached."""
+    from wandb.errors import CommError
+
+    try:
+        return begin(mode)
+    except CommError as error:
+        print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
+        return begin("offline")
+
+
 class WandbLog:
     """A W&B run that shows a store: each unit once in a run, whatever was measured when."""
 
-    def __init__(
-        self, mode: Literal["online", "offline"], store: Store, project: str, name: str, config: dict[str, Any]
-    ):
+    def __init__(self, mode: RunMode, store: Store, project: str, name: str, config: dict[str, Any]):
         import wandb
 
         # An online run is taken up again; an offline one can't be, so it is told everything anew.
         self.memory = store.path / "wandb-run.json"
         known = json.loads(self.memory.read_text()) if mode == "online" and self.memory.exists() else {}
         self.logged: list[int] = known.get("logged", [])
-        # Rows reach the disk within half a second: at the default a killed run loses the last fifty.
-        settings = wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
         self.run: wandb.Run = wandb.init(
             project=project,
             name=name,
@@ -56,7 +78,7 @@ class WandbLog:
             dir=store.path,
             id=known.get("id"),
             resume="allow" if known else None,
-            settings=settings,
+            settings=run_settings(),
         )
         self.mode = mode
         self.run.define_metric("checkpoint/step", hidden=True)

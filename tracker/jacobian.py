@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tracker.precision import float32_products
+
 RowFunction = Callable[[Tensor], Tensor]
 
 
@@ -142,12 +144,8 @@ def tf32_operator(operator: LinearOperator) -> LinearOperator:
 
     def in_tf32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*X: Tensor) -> Tensor:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("high")
-            try:
+            with float32_products("tf32"):
                 return product(*X)
-            finally:
-                torch.set_float32_matmul_precision(before)
 
         return run
 

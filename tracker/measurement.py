@@ -20,7 +20,7 @@ from tracker.blocks import Blocks, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
 from tracker.depthwise import METHODS, Method, depthwise_couplings, rows_at_once
 from tracker.inputs import Batch, batches, positions, whole_numbers
-from tracker.provenance import describe, digest
+from tracker.provenance import describe, digest, usable_device
 from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
 from tracker.rows import PRECISIONS, Jacobians, Precision, Rows
@@ -142,12 +142,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     if device is None:
         devices = (parameter.device for parameter in model.parameters())
         device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
-    try:
-        device = torch.device(device)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"device={str(device)!r} can't be used ({str(error).splitlines()[0]})") from error
-    return device
+    return usable_device(device, f"device={str(device)!r}")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Where a number comes from: the model, the software and the machine, as attributes of a result."""
 
 import hashlib
+import json
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks import unwrap
+from tracker.blocks import UsageError, unwrap
 
 SCHEMA = 1  # of the Dataset: raised when a variable or attribute changes its meaning
 
@@ -33,6 +34,25 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def usable_device(device: torch.device | str, given: str) -> torch.device:
+    """The device, tried out.
+
+    Raises:
+        UsageError: if it can't be used; `given` is how the caller named it.
+    """
+    try:
+        device = torch.device(device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"{given} can't be used ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def settings_digest(identity: Any) -> str:
+    """A short hash of what a store's units were measured with."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest(inputs: Any) -> str:

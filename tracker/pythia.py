@@ -220,17 +220,10 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
     if mode == "disabled":
         yield lambda unit: None
         return
-    from wandb.errors import CommError
-
-    from tracker.dashboards import WandbLog
+    from tracker.dashboards import WandbLog, begun
 
     config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": plan.device}
-    arguments = (plan.store, walk.project, plan.suite.name, config)
-    try:
-        log = WandbLog(mode, *arguments)
-    except CommError as error:
-        print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
-        log = WandbLog("offline", *arguments)
+    log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)
     try:
         yield log.log
     finally:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
+from tracker.precision import float32_products
 from tracker.replica import Replica
 
 
@@ -116,10 +117,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
+        stack.enter_context(float32_products("ieee"))
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))

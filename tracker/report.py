@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from checkpoints.files import write_whole
 from checkpoints.integrity import explained
 from tracker.coupling import MEASURES
-from tracker.results import Store, open_results, write_whole
+from tracker.results import Store, open_results
 from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles, suspect
 
 PAGE = Path(__file__).parent / "page"

@@ -16,7 +16,7 @@ from typing import Any
 
 import xarray as xr
 
-from checkpoints.files import Lock, write_whole
+from checkpoints.files import Lock, differences, write_whole
 from checkpoints.integrity import repeats
 
 # Measured anew in every run, so they differ between two runs that agree in every number.
@@ -36,7 +36,6 @@ class Store:
         Raises:
             ValueError: if the store was written with other settings; names each that differs.
         """
-        settings = json.loads(json.dumps(settings))
         self.units.mkdir(parents=True, exist_ok=True)
         with self.alone():
             self._settle(settings)
@@ -55,9 +54,7 @@ class Store:
             ) from error
         if not isinstance(stored, dict):
             raise ValueError(f"{file} is damaged: it should say how these results were measured; choose another --out")
-        differing = [name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name)]
-        if differing:
-            changes = "; ".join(f"{n} was {stored.get(n)!r}, now {settings.get(n)!r}" for n in sorted(differing))
+        if changes := differences(stored, settings):
             raise ValueError(
                 f"{self.path} holds results measured with other settings ({changes}); results are never mixed: "
                 "choose another --out, or the settings it was written with"

@@ -13,17 +13,16 @@ Golub-Kahan (`krylov`), 4 d^2 m + 4 d m^2 for m columns. What misses its toleran
 full instead. The certificate costs one product of the size of J.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.krylov import Product, basis_size, block_golub_kahan, expected_columns, has_room, start_block
+from tracker.precision import float32_products
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # of the residual: what the Krylov iteration must reach
 COMPLETENESS_MARGIN = 1e-4
@@ -32,7 +31,6 @@ GROUP = 1 << 24  # scalars of the matrices taken together: 64 MB in float32
 PANEL = 512  # columns of the symmetric product of which only the lower half is computed
 
 Method = Literal["auto", "full", "krylov"]
-METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
     d = J.shape[-1]
     krylov = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype))
     way = _krylov if krylov and has_room(d, K) else _full
-    with exact_products():
+    with float32_products("ieee"):
         groups = [way(some, K) for some in J.split(max(1, GROUP // d**2))]
     return Triplets(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Triplets)))
 
@@ -86,7 +84,7 @@ def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[T
         raise ValueError(
             f"K={K} triplets are too many to find by products where d = {like.shape[-1]}; decompose in full"
         )
-    with exact_products():
+    with float32_products("ieee"):
         return _by_products(apply, apply_transpose, like, K)
 
 
@@ -122,17 +120,6 @@ def is_complete(J: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Bool[Tensor, " B"
         G[..., start:stop, :stop] = R[..., start:stop].mT @ R[..., :stop]
     G.neg_().diagonal(dim1=-2, dim2=-1).add_(1)
     return torch.linalg.cholesky_ex(G).info == 0
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Products in the operands' own precision, never TF32, whatever the Jacobians were found in."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _krylov(J: Tensor, K: int) -> Triplets:

@@ -3,8 +3,6 @@
 Nothing heavy is imported before it is needed: the command line reads this file to print its help.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -130,7 +128,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     """
     import torch
 
-    from tracker.provenance import SCHEMA
+    from tracker.provenance import SCHEMA, settings_digest, usable_device
     from tracker.results import Store
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
@@ -138,13 +136,10 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     prompts, inputs = _inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} can't be used ({str(error).splitlines()[0]})") from error
+    usable_device(device, f"--device {device}")
     keywords = {
-        "k": sorted(set(_numbers("--k", walk.k))) if walk.k is not None else None,
-        "tokens": walk.tokens if walk.tokens in ("last", "cls", "all") else _numbers("--tokens", walk.tokens),
+        "k": sorted(set(numbers("--k", walk.k))) if walk.k is not None else None,
+        "tokens": walk.tokens if walk.tokens in ("last", "cls", "all") else numbers("--tokens", walk.tokens),
         "final_norm": walk.final_norm,
         "max_tokens": walk.max_tokens,
     }
@@ -164,7 +159,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     if suite.cache_dir is not None:
         identity["suite"] = suite.cache_dir.name
     store.settle(identity)
-    settings = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    settings = settings_digest(identity)
     keywords["dtype"] = getattr(torch, walk.dtype)
     notices = [suite.notice] if suite.notice else []
     if joined:
@@ -274,15 +269,20 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     return lambda file: (load_file(file), tokenizer)
 
 
+def numbers(option: str, text: int | str) -> list[int]:
+    """Whole numbers with commas between them, as `option` gives them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        return [int(number) for number in str(text).split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error
+
+
 def _bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", size.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"--disk_budget {size!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
     return round(float(match[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((match[2] or "B").upper()))
-
-
-def _numbers(option: str, text: int | str) -> list[int]:
-    try:
-        return [int(number) for number in str(text).split(",")]
-    except ValueError as error:
-        raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error

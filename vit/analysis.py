@@ -12,6 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.files import write_whole
+
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
@@ -36,7 +38,6 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     Args:
         at: measure, k and pairs that the figures show.
     """
-    from tracker.results import write_whole
     from vit import figures
     from vit.statistics import cell_table
 

@@ -10,13 +10,13 @@
 A training that diverges is done as well: the same command would diverge again.
 """
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoints.files import Lock, differences, write_whole
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
@@ -36,8 +36,6 @@ def read(directory: Path, name: str) -> Any:
 
 def write(directory: Path, name: str, content: Any) -> None:
     """Write a JSON file of a cell, whole or not at all."""
-    from tracker.results import write_whole
-
     write_whole(directory / f"{name}.json", json.dumps(content, indent=1).encode())
 
 
@@ -55,10 +53,7 @@ def agree(directory: Path, recipe: Recipe) -> None:
     stored = read(directory, "recipe")
     if stored is None:
         return
-    settings = json.loads(json.dumps(recipe.identity))
-    differing = sorted(name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name))
-    if differing:
-        changes = "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in differing)
+    if changes := differences(stored, recipe.identity):
         raise ValueError(
             f"{directory} holds a training with other settings ({changes}); results are never mixed: choose another "
             "--out, or the settings it was begun with"
@@ -75,10 +70,9 @@ def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
     """
     agree(directory, recipe)
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BusyError(f"{directory} is being trained by another process; wait for it, or end it") from error
+    lock = Lock.take(directory / ".lock")
+    if lock is None:
+        raise BusyError(f"{directory} is being trained by another process; wait for it, or end it")
+    with lock:
         write(directory, "recipe", recipe.identity)
         yield

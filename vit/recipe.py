@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from tracker.walk import numbers
+
 RECIPES = Path(__file__).parent / "recipes"
 # Settings that don't decide the numbers: a directory may be taken up again with others.
 INCIDENTAL = (
@@ -162,18 +164,6 @@ class Recipe:
         if given.startswith("every:"):
             return {"every_n_steps": int(given.removeprefix("every:"))}
         return {"steps": numbers("--measure_at", given)}
-
-
-def numbers(option: str, text: int | str) -> list[int]:
-    """Whole numbers with commas between them.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    try:
-        return [int(number) for number in str(text).split(",")]
-    except ValueError as error:
-        raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error
 
 
 def check(recipe: Recipe) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from tracker.walk import numbers
 from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
-from vit.recipe import RECIPES, Recipe, check, from_dict, numbers, recipe_file
+from vit.recipe import RECIPES, Recipe, check, from_dict, recipe_file
 
 if TYPE_CHECKING:
     import lightning
@@ -202,20 +203,16 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
 
 def _wandb(recipe: Recipe) -> "Logger | bool":
     """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
-    from tracker.dashboards import resolve_mode
+    from tracker.dashboards import begun, resolve_mode, run_settings
 
     mode = resolve_mode(recipe.wandb)
     if mode == "disabled":
         return False
-    import wandb
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities import rank_zero_only
-    from wandb.errors import CommError
 
     known = read(recipe.directory, "wandb-run") if mode == "online" else None
     tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
-    # Rows reach the disk within half a second: at the default a killed run loses the last fifty.
-    settings = wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
 
     def begin(mode: str) -> WandbLogger:
         logger = WandbLogger(
@@ -226,7 +223,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
             group=recipe.group or recipe.data_name,
             tags=tags,
             config=recipe.identity,
-            settings=settings,
+            settings=run_settings(),
             mode=mode,
             resume="allow" if known else None,
         )
@@ -235,11 +232,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
             write(recipe.directory, "wandb-run", run)
         return logger
 
-    try:
-        return begin(mode)
-    except CommError as error:
-        print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
-        return begin("offline")
+    return begun(begin, mode)
 
 
 def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> Row:
