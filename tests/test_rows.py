@@ -14,6 +14,7 @@ import tracker.rows
 from tests.models import WIDTH, build, images, timm_vit, tokens
 from tracker.arguments import Rows
 from tracker.blocks import UsageError, find_blocks
+from tracker.precision import switches
 from tracker.recording import record, undisturbed
 from tracker.replica import Replica
 from tracker.rows import Jacobians
@@ -353,15 +354,28 @@ def test_a_row_of_zeros_is_no_fault():
     assert tracker.measure(model, inputs, k=4, tokens="all").sliced.all()
 
 
-def test_two_threads_measure_and_the_doors_are_shut_behind_them():
+def global_state() -> list:
+    """What a training that goes on after a measurement would notice."""
+    kernels = torch.backends.cuda
+    return [
+        F.scaled_dot_product_attention,
+        torch.backends.mha.get_fastpath_enabled(),
+        [kernels.math_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+        [switch.fp32_precision for switch in switches()],
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def test_threads_measure_and_leave_the_process_as_it_was():
     from concurrent.futures import ThreadPoolExecutor
 
     model, inputs = build("timm vit")
     alone = tracker.measure(model, inputs, k=4)
-    door = F.scaled_dot_product_attention
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(lambda _: tracker.measure(model, inputs, k=4), range(4)))
-    assert F.scaled_dot_product_attention is door
+    before = global_state()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: tracker.measure(model, inputs, k=4), range(8)))
+    assert global_state() == before
     for result in results:
         assert result.sliced.all()
         torch.testing.assert_close(

@@ -111,7 +111,8 @@ def test_worker_killed_is_tried_again_and_then_recorded(whole, tmp_path):
     def kill_first_worker(*more: str):
         process = start(*arguments(tmp_path), *more, room="vit.grid")
         first = tmp_path / "grid" / CELLS[0]
-        wait_for((first / "coupling" / "units" / "step00000001.nc").exists, process)
+        # A killed cell leaves its units: only with a worker at it has a new training begun.
+        wait_for(lambda: (first / "coupling" / "units" / "step00000001.nc").exists() and workers_of(first), process)
         (worker,) = workers_of(first)
         os.kill(worker, signal.SIGKILL)
         out, err = process.communicate(timeout=600)

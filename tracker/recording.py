@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -110,13 +111,19 @@ def hidden_state(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+_ONE_AT_A_TIME = RLock()
+
+
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Global state that a pass needs or could change: gradients, inference mode, autocast, RNG, fused paths, compilation."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
+    """Global state that a pass needs or could change: gradients, inference mode, autocast, RNG, fused paths, compilation.
+
+    Most of it belongs to the process, not to a thread: two threads that set and put back the same switches would leave
+    them set, so measurements take turns.
+    """
     devices = [device] if device.type == "cuda" else []
-    with ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         stack.enter_context(float32_products("ieee"))
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds

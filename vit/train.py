@@ -134,9 +134,8 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
         module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
         trainer = _trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
-        if (
-            first and not checkpoint.exists()
-        ):  # whatever was measured belongs to a training that left nothing to go on from
+        # Without one, whatever was measured belongs to a training that left nothing to go on from.
+        if first and not checkpoint.exists():
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
         reason = ""
         try:
