@@ -34,6 +34,7 @@ PROMPTS = (1, 2, 4, 8, 16, 32)
 STAGES = (  # of `tracker.measure`, and the functions whose time they are
     ("forward", "tracker.measurement", "record"),
     ("jacobian", "tracker.rows:Jacobians", "__call__"),
+    ("proofs", "tracker.rows", "derivative_error"),  # within the stage before
     ("svd", "tracker.depthwise", "top_singular_triplets"),
     ("svd", "tracker.depthwise", "triplets_by_products"),
     ("pairs", "tracker.depthwise", "pairs"),
@@ -149,7 +150,9 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         theirs = result["published"] = _medians(published_runs)
         result["ratio"] = {"whole": theirs["seconds"] / mine["seconds_per_prompt"]}
         result["ratio"] |= {
-            name: theirs["stages"][name] * settings.prompts / seconds for name, seconds in stages.items()
+            name: theirs["stages"][name] * settings.prompts / seconds
+            for name, seconds in stages.items()
+            if name in theirs["stages"]
         }
         result["errors"] = _errors(dataset, jacobians[:L], *reference)
         if settings.memory:
@@ -226,9 +229,9 @@ def _timed(run: "Run", model: "nn.Module", settings: Benchmark) -> dict[str, flo
     from benchmarks.machine import Clock
 
     clock = Clock(settings.device)
-    with clock("whole"):
-        run(model, settings, clock)
-    return clock.seconds
+    started = clock.now()
+    run(model, settings, clock)
+    return {"whole": clock.now() - started, **clock.seconds}
 
 
 def _medians(runs: list[dict[str, float]]) -> dict[str, Any]:

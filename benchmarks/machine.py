@@ -14,11 +14,12 @@ from torch import nn
 
 
 class Clock:
-    """Seconds spent in each stage; on a GPU, until it has done what was asked of it."""
+    """Seconds spent in each stage, less those of stages within it; on a GPU, until it has done what was asked of it."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
+        self.within = 0.0  # seconds of the stages within the present one
 
     def now(self) -> float:
         """The time at which all work asked for so far is done."""
@@ -29,11 +30,14 @@ class Clock:
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Count what happens inside as part of this stage."""
-        started = self.now()
+        self.seconds.setdefault(stage, 0.0)
+        started, before, self.within = self.now(), self.within, 0.0
         try:
             yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + self.now() - started
+            spent = self.now() - started
+            self.seconds[stage] += spent - self.within
+            self.within = before + spent
 
 
 def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:

@@ -29,7 +29,8 @@ ZERO_RATE = (
     "steps 0 and 1 hold the same weights: a warm-up that starts at rate zero leaves them as they were, by design"
 )
 COMPARED = 200  # revisions that are all asked for
-HASHING_AT_ONCE = 4  # tensors: each is held once more in float32
+HASHING_AT_ONCE = 4  # tensors
+HASHED_TOGETHER = 1 << 22  # values, held once more in float32
 
 
 @dataclass(frozen=True)
@@ -198,11 +199,12 @@ def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
 def _hash(name: str, tensor: "Tensor") -> tuple[str, str | None]:
     import torch
 
-    values = tensor.detach().cpu()
-    if values.is_floating_point():
-        if not torch.isfinite(values).all():
-            return name, None
-        values = values if values.dtype == torch.float64 else values.float()
-    digest = hashlib.sha256(f"{tuple(values.shape)} {values.is_floating_point()}\n".encode())
-    digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.is_floating_point()}\n".encode())
+    for values in tensor.detach().reshape(-1).split(HASHED_TOGETHER):
+        values = values.cpu()
+        if values.is_floating_point():
+            if not torch.isfinite(values).all():
+                return name, None
+            values = values if values.dtype == torch.float64 else values.float()
+        digest.update(values.view(torch.uint8).numpy().data)
     return name, digest.hexdigest()

@@ -235,20 +235,21 @@ def test_two_walks_on_one_store_measure_nothing_twice_and_one_takes_over_from_th
 
 @pytest.mark.slow
 def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served, tmp_path):
-    """Two walks at a time on one store, one of them killed at a random moment; the end equals an undisturbed run's."""
+    """Two walks at a time on one store, both killed at random moments; the end equals an undisturbed run's."""
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "undisturbed-cache"
     assert walker.run("--out", str(tmp_path / "undisturbed"), **environment)[0] == 0
     walker.cache = tmp_path / "killed-cache"
     served.fail("GET .*safetensors", slow=0.3, times=10_000)  # downloads take as long as measuring
-    moments, random_, kills = [], random.Random(0), 0
-    for _ in range(20):
-        process = walker.start(**environment)
-        process.stdout.readline()
-        time.sleep(random_.uniform(0, 3))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kills += 1
+    moments, random_, killed = [], random.Random(0), []
+    for _ in range(10):
+        both = [walker.start(**environment) for _ in range(2)]
+        both[0].stdout.readline()
+        for process in both:
+            time.sleep(random_.uniform(0, 8))  # the libraries alone take several seconds to import
+            process.kill()
+            process.communicate()
+            killed.append(process.returncode)
         moments.append(len(Store(walker.directory / "out").steps()))
         if moments[-1] == len(STEPS):  # done: begin anew, with what is left in the cache
             Store(walker.directory / "out").file(random_.choice(STEPS)).unlink()
@@ -257,7 +258,7 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
     for process in both:
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert kills == 20 and max(moments) > 0, moments
+    assert killed.count(-signal.SIGKILL) > 15 and max(moments) > 0, (killed, moments)
     assert_same_results(walker.directory / "out", tmp_path / "undisturbed")
     assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
 

@@ -2,7 +2,8 @@
 
 Two ways. *Dense*: every Jacobian is formed from d products of the block, decomposed (`svd`) and multiplied. *Matrix-free*:
 the triplets come from some products with J and J^T (`krylov`), the pairs from L K more, and no Jacobian is ever formed;
-the blocks are gone through twice, as all bases have to be known before the first pair. It takes
+the blocks are gone through twice, as all bases have to be known before the first pair. (So they are in the dense way
+where the Jacobians of all blocks do not fit into memory at once.) It takes
 
     2 n + L K + 2 K + 64 columns        n: those of the Krylov iteration
 
@@ -12,6 +13,7 @@ products, as in Hutch++ (Meyer et al. 2021).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import Literal, get_args
 
@@ -66,9 +68,15 @@ def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory
     return of_products if is_matrix_free(recording, of_products, ks, method) else _formed_at_once(recording, memory)
 
 
+def fits(recording: Recording, memory: int) -> bool:
+    """Whether the Jacobians of all blocks at one row fit into so many scalars; else a second pass finds J V of the pairs."""
+    return len(recording.calls) * recording.calls[0].x.shape[-1] ** 2 <= memory
+
+
 def _formed_at_once(recording: Recording, memory: int) -> int:
-    """How many rows' Jacobians fit into so many scalars."""
-    return max(1, memory // (len(recording.calls) * recording.calls[0].x.shape[-1] ** 2))
+    """How many rows' Jacobians fit: of all blocks at once or, where one row's do not, of one block after another."""
+    kept = len(recording.calls) if fits(recording, memory) else 1
+    return max(1, memory // (kept * recording.calls[0].x.shape[-1] ** 2))
 
 
 def depthwise_couplings(
@@ -78,7 +86,8 @@ def depthwise_couplings(
     first = selected[0][0]
     rows = sum(len(rows.sample) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method)
-    find = _by_products if matrix_free else _dense
+    keep = fits(first, memory)
+    find = _by_products if matrix_free else partial(_dense, keep=keep)
     for group in _groups(selected, rows if matrix_free else _formed_at_once(first, memory)):
         layers = [
             find(jacobians, [(recording.calls[l], rows) for recording, rows in group], max(ks), method)
@@ -133,12 +142,13 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
         yield group
 
 
-def _dense(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
+def _dense(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, keep: bool = True) -> Layer:
     results = jacobians(selections)
     J = torch.cat([J for J, _ in results])
     triplets = top_singular_triplets(J, K, "auto" if method == "matrix-free" else method)
     evidence = _for_each_row([found for _, found in results], selections)
-    return Layer(triplets, lambda V: J @ V, torch.linalg.matrix_norm(J), evidence, True)
+    product = J.matmul if keep else partial(_product, jacobians, selections)
+    return Layer(triplets, product, torch.linalg.matrix_norm(J), evidence, True)
 
 
 def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
@@ -146,14 +156,14 @@ def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, 
     like = torch.cat([rows.of(call.x) for call, rows in selections])
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
-        return _dense(jacobians, selections, K, "full")
-    frobenius = _frobenius(operator, triplets)
+        return _dense(jacobians, selections, K, "full", keep=False)
+    product = partial(_product, jacobians, selections)
+    return Layer(triplets, product, _frobenius(operator, triplets), _for_each_row(evidence, selections), False)
 
-    def product(V: Tensor) -> Tensor:
-        # Linearised anew, as its recorded graph holds on to a block's weights in the measuring dtype.
-        return jacobians.operator(selections)[0].apply(V)
 
-    return Layer(triplets, product, frobenius, _for_each_row(evidence, selections), False)
+def _product(jacobians: Jacobians, selections: Sequence[Selection], V: Tensor) -> Tensor:
+    """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
+    return jacobians.operator(selections)[0].apply(V)
 
 
 def _frobenius(operator: LinearOperator, triplets: Triplets) -> Float[Tensor, " R"]:

@@ -6,7 +6,7 @@ What is as wanted already is therefore not touched, and everything else is put b
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -17,12 +17,13 @@ OLDER = {"ieee": "highest", "tf32": "high"}
 def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
     """Matrix products and convolutions of float32 in full ("ieee"), or in TF32 where the device has it."""
     before = [switch.fp32_precision for switch in switches()]
-    older, cudnn = _older(), torch.backends.cudnn.conv.fp32_precision
+    cudnn: Any = torch.backends.cudnn
+    older, convolutions = _older(), cudnn.conv.fp32_precision
     try:
         if older not in (None, OLDER[precision]):
             torch.set_float32_matmul_precision(OLDER[precision])
-        if cudnn != precision:
-            torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        if convolutions != precision:
+            cudnn.allow_tf32 = precision == "tf32"
         for switch in switches():
             if switch.fp32_precision != precision and (precision, switch.fp32_precision) != ("ieee", "none"):
                 switch.fp32_precision = precision
@@ -30,16 +31,16 @@ def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
     finally:
         if older not in (None, OLDER[precision]):
             torch.set_float32_matmul_precision(older)
-        if torch.backends.cudnn.conv.fp32_precision != cudnn:
-            torch.backends.cudnn.allow_tf32 = cudnn == "tf32"
+        if cudnn.conv.fp32_precision != convolutions:
+            cudnn.allow_tf32 = convolutions == "tf32"
         for switch, value in zip(switches(), before, strict=True):
             if switch.fp32_precision != value:
                 switch.fp32_precision = value
 
 
-def switches() -> list:
+def switches() -> list[Any]:
     """The newer set; each stands for itself or, at "none", for the one above it."""
-    backends = torch.backends
+    backends: Any = torch.backends
     onednn, cudnn = backends.mkldnn, backends.cudnn
     return [backends.cuda.matmul, onednn.matmul, onednn.conv, cudnn.conv, cudnn.rnn]
 

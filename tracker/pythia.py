@@ -222,7 +222,7 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
         return
     from tracker.dashboards import WandbLog, begun
 
-    config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": plan.device}
+    config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
     log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)
     try:
         yield log.log

@@ -3,6 +3,7 @@
 Nothing heavy is imported before it is needed: the command line reads this file to print its help.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.prompts import load_prompts, prompts_digest
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
 
     from tracker.results import Store
@@ -52,6 +54,9 @@ class Walk:
             results/MODEL.
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
         dtype: precision of the measurement, whatever the weights are stored in.
+        memory_budget: what to work with above the weights, such as 3GB. Weights stay in their files and pass through
+            memory block by block, unless the device is not the CPU and all of them fit into half of this. Default: half of
+            a GPU's memory, a quarter of the machine's.
         wandb: auto is online where a key is set up, else offline.
         project: the W&B project.
         seed: of the embedded suite's training.
@@ -75,6 +80,7 @@ class Walk:
     out: Path | None = None
     device: str | None = None
     dtype: Literal["float32", "float64"] = "float32"
+    memory_budget: str | None = None
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling"
     seed: int = 0
@@ -94,7 +100,7 @@ class Plan:
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, where inputs are prompts, a tokenizer
     inputs: Any
     measure: dict[str, Any]  # keywords of `tracker.measure`
-    device: str
+    device: "torch.device"
     store: "Store"
     settings: str  # a hash of what the store is measured with
     scores: scores.Scores
@@ -136,7 +142,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     prompts, inputs = _inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    usable_device(device, f"--device {device}")
+    device = usable_device(device, f"--device {device}")
     keywords = {
         "k": sorted(set(numbers("--k", walk.k))) if walk.k is not None else None,
         "tokens": walk.tokens if walk.tokens in ("last", "cls", "all") else numbers("--tokens", walk.tokens),
@@ -145,7 +151,8 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     }
     if keywords["k"] and keywords["k"][0] < 1:
         raise ValueError(f"--k {walk.k}; each K must be at least 1")
-    disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes(walk.disk_budget))
+    disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes("--disk_budget", walk.disk_budget))
+    memory = _memory(device) if walk.memory_budget is None else _bytes("--memory_budget", walk.memory_budget)
     chosen = suite.chosen(None if walk.steps is None else str(walk.steps), joined)
     examined = integrity.examine(suite, chosen, say)
     excluded = {} if walk.allow_suspect else examined.doubted
@@ -160,7 +167,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         identity["suite"] = suite.cache_dir.name
     store.settle(identity)
     settings = settings_digest(identity)
-    keywords["dtype"] = getattr(torch, walk.dtype)
+    keywords |= {"dtype": getattr(torch, walk.dtype), "memory_budget": memory}
     notices = [suite.notice] if suite.notice else []
     if joined:
         where = walk.scores or "the suite's own, zero-shot"
@@ -200,6 +207,9 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
 
     model, tokenizer = plan.load(directory)
     fingerprint = integrity.fingerprint(model.state_dict().items())
+    resident = plan.device.type != "cpu" and _weights(model) <= plan.measure["memory_budget"] // 2
+    if resident:  # else they stay in their files' pages, and pass through memory block by block
+        model.to(plan.device)
     unit = measure(model, plan.inputs, tokenizer=tokenizer, device=plan.device, **plan.measure)
     listing = plan.listings.get(checkpoint.name)
     unit = unit.assign_coords(
@@ -216,7 +226,12 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
     unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
+    unit.attrs["weights_kept"] = "on the device" if resident else "in their files"
     return unit
+
+
+def _weights(model: "torch.nn.Module") -> int:
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
@@ -281,8 +296,17 @@ def numbers(option: str, text: int | str) -> list[int]:
         raise ValueError(f"{option} {text!r}; give whole numbers with commas between them") from error
 
 
-def _bytes(size: str) -> int:
+def _memory(device: "torch.device") -> int:
+    """What a walk works with unless it is told: it depends on the machine, not on what happens to be free."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def _bytes(option: str, size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", size.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"--disk_budget {size!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
+        raise ValueError(f"{option} {size!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
     return round(float(match[1]) * 1000 ** ("B", "KB", "MB", "GB", "TB").index((match[2] or "B").upper()))
