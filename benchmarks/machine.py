@@ -61,15 +61,16 @@ def reset_peak(device: str) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return status("VmRSS")
 
 
 def peak(device: str) -> int:
     """The most bytes in use since `reset_peak`."""
-    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else _status("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else status("VmHWM")
 
 
-def _status(name: str) -> int:
+def status(name: str) -> int:
+    """A figure of this process in /proc, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 

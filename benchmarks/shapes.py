@@ -21,7 +21,7 @@ PIXELS, PATCH = 32, 4
 SEED = 0
 
 
-def model(shape: str, blocks: int | None, device: str) -> nn.Module:
+def model(shape: str, blocks: int | None, device: str, vocabulary: int = VOCABULARY) -> nn.Module:
     """The model, with its first `blocks` blocks alone where that is given."""
     torch.manual_seed(SEED)
     with torch.device(device):  # large ones are slow to initialise on a CPU
@@ -34,7 +34,7 @@ def model(shape: str, blocks: int | None, device: str) -> nn.Module:
 
         width, depth, heads = PYTHIA[shape]
         config = GPTNeoXConfig(
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             hidden_size=width,
             num_hidden_layers=blocks or depth,
             num_attention_heads=heads,

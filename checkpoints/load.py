@@ -18,35 +18,54 @@ REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
 
 def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model of a fetched checkpoint, in the dtype it is stored in, and its tokenizer.
+    """The model of a fetched checkpoint and its tokenizer.
+
+    Raises:
+        CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged or missing.
+    """
+    from transformers import AutoTokenizer
+
+    model = load_model(directory)
+    with _readable(directory):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    if len(tokenizer) == 0:
+        raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files beside the weights")
+    return model, tokenizer
+
+
+def load_model(directory: Path) -> "PreTrainedModel":
+    """The model of a fetched checkpoint, in the dtype it is stored in; its weights are the pages of its files.
 
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged.
     """
     # Else transformers starts a thread that converts legacy weights over the network.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    with _readable(directory), without_progress_bars():
+        config = AutoConfig.from_pretrained(directory)
+        auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        loaded: Any = auto.from_pretrained(
+            directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, info = loaded
+    _refuse_other_tensors(directory, info)
+    return model
+
+
+@contextmanager
+def _readable(directory: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
-        with without_progress_bars():
-            config = AutoConfig.from_pretrained(directory)
-            auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-            loaded: Any = auto.from_pretrained(
-                directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        model, info = loaded
-        if len(tokenizer) == 0:
-            raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files beside the weights")
+        yield
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{directory} can't be loaded ({type(error).__name__}: {first_line(error)}); if a file is missing or damaged, "
             "fetch it again"
         ) from error
-    _refuse_other_tensors(directory, info)
-    return model, tokenizer
 
 
 def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":

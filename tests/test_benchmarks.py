@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import coupling, figures
+from benchmarks import coupling, figures, streaming
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -114,3 +114,13 @@ def test_an_unknown_shape_says_which_there_are(capsys):
     with pytest.raises(SystemExit) as stop:
         coupling.main(["--shape", "3b"])
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
+
+
+def test_streaming_agrees_in_both_formats_and_says_what_memory_it_took(tmp_path, capsys):
+    file = tmp_path / "streaming.json"
+    assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0
+    ways = json.loads(file.read_text())["ways"]
+    assert list(ways) == ["streamed, safetensors", "streamed, bin", "in memory"]
+    assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
+    assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
+    assert "anonymous, GB" in capsys.readouterr().out

@@ -48,6 +48,26 @@ def test_rows_of_several_samples_a_few_at_a_time():
     np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-7)
 
 
+def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
+    model, given = build("gpt_neox", Size(width=192))
+    options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}
+    held = tracker.measure(model, given, **options)
+    operators = []
+    operator = depthwise.Jacobians.operator
+    monkeypatch.setattr(
+        depthwise.Jacobians, "operator", lambda *arguments: operators.append(arguments) or operator(*arguments)
+    )
+    blocks, one = held.sizes["layer"], 192**2 * 8  # bytes of one block's Jacobian at one row
+    for rows_at_once in (1, blocks - 1):
+        operators.clear()
+        again = tracker.measure(model, given, **options, memory_budget=2 * rows_at_once * one)
+        assert len(operators) >= blocks and again.formed.all()
+        np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-10)
+    operators.clear()
+    tracker.measure(model, given, **options, memory_budget=2 * blocks * one)
+    assert not operators
+
+
 def test_chosen_by_counted_columns(monkeypatch):
     assert 0.2 < depthwise.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
     assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024

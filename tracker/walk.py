@@ -276,7 +276,7 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     if walk.module is None:
         if walk.inputs is None:
             return load.load
-        return lambda directory: (load.load(directory)[0], None)
+        return lambda directory: (load.load_model(directory), None)
     if walk.inputs is None and walk.tokenizer is None:
         raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
     load_file = load.lightning_loader(walk.module)

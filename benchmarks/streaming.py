@@ -1,0 +1,179 @@
+"""What a measurement of a checkpoint larger than its memory takes: `python -m benchmarks.streaming --shape 2.8b`.
+
+A checkpoint with random weights is written in the published dtype and both published formats, and measured in fresh
+processes: streamed, as the walk does it, its weights left in their files; and with all weights in memory.
+"""
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+INTERVAL = 0.01  # seconds between two looks at the memory in use
+
+
+@dataclass
+class Streaming:
+    """Measure a random checkpoint streamed from its files and with its weights in memory: time and memory.
+
+    Args:
+        shape: a Pythia size from 14m to 12b.
+        blocks: of the shape's. Default: all.
+        tokens: of each prompt.
+        prompts: how many.
+        k: singular vectors.
+        memory_budget: bytes for the streamed measurement; the other has the default of `tracker.measure`.
+        repeats: alternating runs; medians are reported.
+        device: cpu, cuda, cuda:1 and so on.
+        out: write the result to this JSON file.
+    """
+
+    shape: str = "2.8b"
+    blocks: int | None = None
+    tokens: int = 32
+    prompts: int = 2
+    k: int = 10
+    memory_budget: int = 1 << 30
+    repeats: int = 1
+    device: str = "cpu"
+    out: Path | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    description = (Streaming.__doc__ or "").partition("\n")[0]
+    parser = ArgumentParser(prog="python -m benchmarks.streaming", description=description)
+    parser.add_class_arguments(Streaming, as_group=False)
+    settings = Streaming(**parser.parse_args(arguments).as_dict())
+    result = streaming(settings)
+    print(table(result))
+    if settings.out:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        settings.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(settings.out)
+    return 0
+
+
+def streaming(settings: Streaming) -> dict[str, Any]:
+    """Both ways in turn, each in a process of its own."""
+    from benchmarks import machine
+
+    environment = machine.environment(settings.device)
+    with tempfile.TemporaryDirectory() as directory:
+        weights = _alone(write_checkpoint, settings, Path(directory))
+        runs: dict[str, list[dict[str, Any]]] = {"streamed, safetensors": [], "streamed, bin": [], "in memory": []}
+        for repeat in range(settings.repeats):
+            for name, made in runs.items():
+                print(f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True)
+                place = Path(directory) / ("bin" if name.endswith("bin") else "safetensors")
+                made.append(_alone(measure, settings, place, name == "in memory"))
+    values = {name: made[0].pop("values") for name, made in runs.items()}
+    reference = values["in memory"]
+    return {
+        "what": "streaming",
+        "settings": {k: v for k, v in asdict(settings).items() if k != "out"},
+        "environment": environment,
+        "weights_bytes": weights,
+        "ways": {
+            name: {
+                "seconds": median(run["seconds"] for run in made),
+                "anonymous_bytes": max(run["anonymous_bytes"] for run in made),
+                "error": max(abs(a - b) for a, b in zip(values[name], reference, strict=True)),
+            }
+            for name, made in runs.items()
+        },
+    }
+
+
+def _alone(function: Any, *arguments: Any) -> Any:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def write_checkpoint(settings: Streaming, directory: Path) -> int:
+    """The same weights as safetensors and as three legacy shards; returns their bytes."""
+    import torch
+
+    from benchmarks import shapes
+
+    torch.set_default_dtype(torch.float16)
+    model: Any = shapes.model(settings.shape, settings.blocks, "cpu", vocabulary=50304)
+    model.save_pretrained(directory / "safetensors", max_shard_size="2GB")
+    model.config.save_pretrained(directory / "bin")
+    state = model.state_dict()
+    total, passed, index = sum(t.nbytes for t in state.values()), 0, {}
+    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+    for name, tensor in state.items():
+        shard = min(2, 3 * passed // total)
+        shards[shard][name] = tensor
+        index[name] = f"pytorch_model-{shard + 1:05}-of-00003.bin"
+        passed += tensor.nbytes
+    for i, shard in enumerate(shards):
+        torch.save(shard, directory / "bin" / f"pytorch_model-{i + 1:05}-of-00003.bin")
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (directory / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+    return total
+
+
+def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]:
+    """Load, fingerprint and measure; anonymous memory is counted above that of the libraries."""
+    import transformers  # noqa: F401
+    import xarray  # noqa: F401
+
+    import tracker
+    from benchmarks import machine, shapes
+    from checkpoints import integrity
+    from checkpoints.load import load_model
+    from tracker.measurement import MEMORY_BUDGET
+
+    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)
+    before, seen, done = machine.status("RssAnon"), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(INTERVAL):
+            seen[0] = max(seen[0], machine.status("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    model = load_model(place)
+    integrity.fingerprint(model.state_dict().items())
+    if in_memory:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    budget = MEMORY_BUDGET if in_memory else settings.memory_budget
+    dataset = tracker.measure(
+        model, inputs, k=settings.k, device=settings.device, measures="coupling", memory_budget=budget
+    )
+    seconds = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    values = [float(v) for name in ("miscoupling", "singular_value") for v in dataset[name].values.ravel()]
+    return {"seconds": seconds, "anonymous_bytes": seen[0] - before, "values": values}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for a terminal."""
+    given, ways = result["settings"], result["ways"]
+    lines = [
+        f"{given['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {given['prompts']} prompts of "
+        f"{given['tokens']} tokens, K = {given['k']}, {given['device']}, {given['memory_budget'] / 1e9:.2f} GB to work with",
+        f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'difference':>12}",
+    ]
+    for name, way in ways.items():
+        lines.append(f"{name:24}{way['seconds']:9.1f}{way['anonymous_bytes'] / 1e9:15.2f}{way['error']:12.1e}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
