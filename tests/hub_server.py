@@ -1,7 +1,7 @@
 """A local server that speaks enough of the hub's protocol for the real huggingface_hub client, and fails as it is told.
 
-It serves the repositories of a directory laid out like the hub's cache (models--ORG--NAME/refs, /snapshots). Weight files
-are in LFS: their ETag is their SHA-256; other files have a git hash.
+It serves the repositories of a directory laid out like the hub's cache (models--ORG--NAME/refs, /snapshots, and
+datasets--ORG--NAME). Weight files are in LFS: their ETag is their SHA-256; other files have a git hash.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 WEIGHTS = (".safetensors", ".bin")
 
@@ -68,6 +68,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(body=True)
 
+    def do_POST(self):
+        self.answer(body=True)
+
     def answer(self, body: bool):
         request = f"{self.command} {unquote(self.path)}"
         self.hub.requests.append(request)
@@ -79,8 +82,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault.status:
                 return self.reply(b"", True, fault.headers, fault.status)
         parts = unquote(self.path.split("?")[0]).strip("/").split("/")
-        if parts[:2] == ["api", "models"] and len(parts) >= 5:
-            repo, what = self.repo(parts[2], parts[3]), parts[4]
+        if parts[0] == "api" and parts[1] in ("models", "datasets") and len(parts) >= 4:
+            repo, what = self.repo(*parts[1:4]), parts[4] if len(parts) > 4 else "revision"
             if not repo.is_dir():
                 return self.error(404, "RepoNotFound")
             if what == "refs":
@@ -89,18 +92,27 @@ class Handler(BaseHTTPRequestHandler):
                     {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()} for f in references
                 ]
                 return self.reply(json.dumps({"branches": branches, "converts": [], "tags": []}).encode(), body)
-            commit = self.commit(repo, parts[5])
+            commit = self.commit(repo, parts[5] if len(parts) > 5 else "main")
             if commit is None:
                 return self.error(404, "RevisionNotFound")
-            siblings = [sibling(file) for file in sorted((repo / "snapshots" / commit).iterdir())]
+            snapshot = repo / "snapshots" / commit
+            if what == "tree":
+                return self.reply(json.dumps(listed(snapshot, "/".join(parts[6:]))).encode(), body)
+            if what == "paths-info":
+                sent = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                found = [entry for entry in listed(snapshot, "") if entry["path"] in sent["paths"]]
+                return self.reply(json.dumps(found).encode(), body)
+            siblings = [sibling(file, snapshot) for file in sorted(snapshot.rglob("*")) if file.is_file()]
             info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
             return self.reply(json.dumps(info).encode(), body)
-        if len(parts) == 5 and parts[2] == "resolve":
-            repo = self.repo(parts[0], parts[1])
+        kind = "datasets" if parts[0] == "datasets" else "models"
+        parts = parts[1:] if kind == "datasets" else parts
+        if len(parts) >= 5 and parts[2] == "resolve":
+            repo = self.repo(kind, parts[0], parts[1])
             commit = self.commit(repo, parts[3])
             if commit is None:
                 return self.error(404, "RevisionNotFound")
-            file = repo / "snapshots" / commit / parts[4]
+            file = repo.joinpath("snapshots", commit, *parts[4:])
             if not file.is_file():
                 return self.error(404, "EntryNotFound")
             return self.file(file, commit, body, fault or Fault(""))
@@ -134,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         return int(asked[1]) if asked else None
 
-    def repo(self, organisation: str, name: str) -> Path:
-        return self.root / f"models--{organisation}--{name}"
+    def repo(self, kind: str, organisation: str, name: str) -> Path:
+        return self.root / f"{kind}--{organisation}--{name}"
 
     def commit(self, repo: Path, revision: str) -> str | None:
         reference = repo / "refs" / revision
@@ -158,9 +170,24 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(b"", True, {"X-Error-Code": code, "X-Error-Message": code}, status)
 
 
-def sibling(file: Path) -> dict:
+def listed(snapshot: Path, under: str) -> list[dict]:
+    """Everything below a folder, as the hub lists a tree."""
+    return [
+        {"type": "directory", "path": str(path.relative_to(snapshot)), "oid": "0" * 40, "size": 0}
+        if path.is_dir()
+        else {
+            "type": "file",
+            "path": str(path.relative_to(snapshot)),
+            "oid": git_hash(path),
+            "size": path.stat().st_size,
+        }
+        for path in sorted((snapshot / under).rglob("*"))
+    ]
+
+
+def sibling(file: Path, snapshot: Path) -> dict:
     """A file as the hub describes it with its metadata."""
-    described = {"rfilename": file.name, "size": file.stat().st_size, "blobId": git_hash(file)}
+    described = {"rfilename": str(file.relative_to(snapshot)), "size": file.stat().st_size, "blobId": git_hash(file)}
     if file.name.endswith(WEIGHTS):
         described["lfs"] = {"sha256": blob(file), "size": file.stat().st_size, "pointerSize": 134}
     return described

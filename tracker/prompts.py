@@ -1,25 +1,31 @@
-"""Prompt sets: the one that ships with the package, and a user's own files."""
+"""Prompt sets: the one that ships with the package, those of the hub, and a user's own files."""
 
 import hashlib
 import json
 from pathlib import Path
 
+from tracker.openllm import SETS, hub_prompts
+
 BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
 
 
 def load_prompts(source: str) -> list[str]:
-    r"""The prompts of a set: "builtin", or a file.
+    r"""The prompts of a set: "builtin", "openllm", "wikitext", or a file.
 
     A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
     with the prompt under "prompt". Blank lines are left out.
 
     Raises:
-        ValueError: if the file is not there, holds no prompt, or a line of it is not as described.
+        ValueError: if the file is not there, holds no prompt, or a line of it is not as described; if a set of the hub
+            can't be fetched.
     """
+    if source in SETS:
+        return hub_prompts(source)
     file = BUILTIN if source == "builtin" else Path(source)
     if not file.is_file():
         raise ValueError(
-            f"no prompt file {source!r}; give 'builtin', a text file with one prompt a line, or a .jsonl file"
+            f"no prompt file {source!r}; give 'builtin', 'openllm', 'wikitext', a text file with one prompt a line, or a "
+            ".jsonl file"
         )
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

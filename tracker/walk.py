@@ -43,7 +43,8 @@ class Walk:
         module: the class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
         tokenizer: of Lightning checkpoints, a repository or directory; the module's forward takes what it gives.
         inputs: a .pt file with what the model's forward takes, in place of prompts.
-        prompts: builtin, or a file: text with one prompt a line, or JSONL with "prompt".
+        prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
+            or a file: text with one prompt a line, or JSONL with "prompt".
         k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
             the model's width.
         tokens: whose Jacobians: last, cls, all, or positions such as 0,-1.

@@ -1,0 +1,108 @@
+"""Prompt sets from the hub: the six benchmarks of the Open LLM Leaderboard, and WikiText-2.
+
+The paper draws prompts from the test sets of ARC, GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande (section 4.2; 1,200 in
+Fig. 5) and 100 from WikiText-2 (Fig. 26), and prints no format. These are the zero-shot forms of the leaderboard's own
+harness: what a model reads before it answers. Sets whose test answers are secret give their validation split.
+
+A set is drawn once, by a fixed seed, and kept: later runs need no network, and measure the same prompts.
+"""
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints.files import cache_root, write_whole
+
+SEED = 0
+VERSION = 1  # of formats and sampling: raised when a set comes to mean other prompts
+PARAGRAPH = 40  # words: what is shorter in WikiText is a heading or a fragment
+CHOICES = "ABCD"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a data set on the hub, and what becomes of one."""
+
+    repository: str
+    config: str | None
+    split: str
+    prompt: Callable[[Row], str]
+    count: int
+    wanted: Callable[[Row], bool] = lambda row: True
+
+
+def _multiple_choice(row: Row) -> str:
+    options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(CHOICES, row["choices"], strict=True))
+    return f"{row['question'].strip()}\n{options}Answer:"
+
+
+def _question(row: Row) -> str:
+    return f"Question: {row['question']}\nAnswer:"
+
+
+def _activity(row: Row) -> str:
+    text = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return re.sub(r"\[.*?\]", "", text.replace(" [title]", ". ")).replace("  ", " ").strip()
+
+
+OPENLLM = (
+    Source("allenai/ai2_arc", "ARC-Challenge", "test", _question, 200),
+    Source("openai/gsm8k", "main", "test", _question, 200),
+    Source("Rowan/hellaswag", None, "validation", _activity, 200),
+    Source("cais/mmlu", "all", "test", _multiple_choice, 200),
+    Source("truthfulqa/truthful_qa", "generation", "validation", lambda row: f"Q: {row['question']}\nA:", 200),
+    Source("allenai/winogrande", "winogrande_xl", "validation", lambda row: row["sentence"].split("_")[0].strip(), 200),
+)
+WIKITEXT = (
+    Source(
+        "Salesforce/wikitext",
+        "wikitext-2-raw-v1",
+        "test",
+        lambda row: row["text"].strip(),
+        100,
+        lambda row: len(row["text"].split()) >= PARAGRAPH,
+    ),
+)
+SETS = {"openllm": OPENLLM, "wikitext": WIKITEXT}
+
+
+def hub_prompts(name: str) -> list[str]:
+    """The prompts of a set, from the cache or drawn anew.
+
+    Raises:
+        ValueError: if a data set can't be fetched, or the package that does it is not installed.
+    """
+    file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
+    try:
+        return json.loads(file.read_text())["prompts"]
+    except (OSError, ValueError, KeyError):
+        pass  # not drawn yet, or not readable: draw it
+    prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps({"prompts": prompts, "seed": SEED}).encode())
+    return prompts
+
+
+def _drawn(name: str, source: Source) -> list[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"--prompts {name} needs the package datasets: pip install 'block-coupling-tracker[prompts]'"
+        ) from error
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        rows: Any = datasets.load_dataset(source.repository, source.config, split=source.split)
+    except (DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--prompts {name}: {source.repository} can't be fetched ({str(error).splitlines()[0]}); go online once, or give a "
+            "file of prompts"
+        ) from error
+    candidates = [prompt for row in rows if source.wanted(row) and (prompt := source.prompt(row))]
+    return random.Random(SEED).sample(candidates, min(source.count, len(candidates)))
