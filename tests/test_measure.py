@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import timm
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -285,6 +286,27 @@ def test_bad_inputs(case):
     inputs, message = BAD_INPUTS[case]
     with pytest.raises(UsageError, match=message):
         tracker.measure(neox(), inputs, tokenizer=tokenizer())
+
+
+def test_inputs_that_the_forward_does_not_take():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2)
+    with pytest.raises(UsageError, match="forward of VisionTransformer does not take these inputs: missing.*'x'"):
+        tracker.measure(model, {"pixels": torch.randn(1, 3, 32, 32)})
+
+
+def test_prompts_for_a_forward_that_calls_its_tokens_something_else():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = neox()
+
+        def forward(self, ids):
+            return self.model(ids).logits
+
+    model = Own()
+    ds = tracker.measure(model, ["the cat"], tokenizer=tokenizer(), k=2)
+    inner = tracker.measure(model.model, ["the cat"], tokenizer=tokenizer(), k=2)
+    np.testing.assert_array_equal(ds.miscoupling, inner.miscoupling)
 
 
 def test_prompts_without_a_tokenizer():

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tracker.blocks import UsageError, huggingface_owner, token_embedding
+from tracker.blocks import UsageError, huggingface_owner, token_embedding, unwrap
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def batches(
         UsageError: for inputs that are empty, longer than the model's context, hold ids beyond its vocabulary, or are
             of another kind, and for prompts without a tokenizer.
     """
-    model = huggingface_owner(model) or model
+    model = unwrap(model)
     if isinstance(inputs, str):
         inputs = [inputs]
     if isinstance(inputs, Tensor):
@@ -62,24 +62,34 @@ def batches(
 def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:
     if not prompt.strip():
         raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
-    known = inspect.signature(model.forward).parameters  # some tokenizers give more than their model takes
-    encoded = {name: value for name, value in tokenizer(prompt, return_tensors="pt").items() if name in known}
-    ids = encoded["input_ids"]
-    if max_tokens is not None and ids.shape[1] > max_tokens:
+    encoded = dict(tokenizer(prompt, return_tensors="pt"))
+    tokens = encoded["input_ids"].shape[1]
+    if max_tokens is not None and tokens > max_tokens:
         if max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens}; at least one token of each prompt must be left")
-        warnings.warn(f"prompt {i} has {ids.shape[1]} tokens; cut to its first {max_tokens} as asked", stacklevel=4)
+        warnings.warn(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} as asked", stacklevel=4)
         encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
+    ids = encoded["input_ids"]
     try:
-        _check_ids(model, encoded["input_ids"])
+        _check_ids(model, ids)
     except UsageError as error:
         raise UsageError(f"prompt {i} ({_short(prompt)}): {error}") from error
-    return _batch(model, (), encoded, encoded["input_ids"], None, [prompt])
+    known = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and "input_ids" not in known:
+        known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # handed on to it
+    # Some tokenizers give more than their model takes; some forwards call their tokens something else.
+    keywords = {name: value for name, value in encoded.items() if name in known}
+    arguments = () if "input_ids" in keywords else (ids,)
+    return _batch(model, arguments, keywords, ids, None, [prompt])
 
 
 def _batch(
     model: nn.Module, arguments: tuple, keywords: dict, main: Tensor, mask: Any, labels: list[str] | None = None
 ) -> Batch:
+    try:
+        inspect.signature(model.forward).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise UsageError(f"the forward of {type(model).__name__} does not take these inputs: {error}") from error
     if main.dim() < 2:
         raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
     if not main.is_floating_point():
@@ -91,6 +101,7 @@ def _batch(
 
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
+    model = huggingface_owner(model) or model
     table, context = token_embedding(model), getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if ids.shape[1] == 0:
         raise UsageError("no tokens; every prompt needs at least one")
