@@ -1,10 +1,13 @@
 """Walks over a served suite with planted faults, walks that share a store, and other sources of checkpoints."""
 
+import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -261,6 +264,33 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
     assert killed.count(-signal.SIGKILL) > 10 and max(moments) > 0, (killed, moments)
     assert_same_results(walker.directory / "out", tmp_path / "undisturbed")
     assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_workers_on_ray_one_of_them_killed(walker, tmp_path):
+    assert walker.run("--out", str(tmp_path / "undisturbed"))[0] == 0
+    process = walker.start("--workers", "2")
+    store, killed = Store(walker.directory / "out"), 0
+    while not killed and process.poll() is None:
+        time.sleep(0.02)
+        for step in STEPS:
+            match = re.search(r"process (\d+)", store.claimant(step))
+            if match and int(match[1]) != process.pid:
+                killed = int(match[1])
+    os.kill(killed, signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "measured by another walk" in out or "waiting for it" in out
+    assert_same_results(walker.directory / "out", tmp_path / "undisturbed")
+
+
+def test_workers_without_ray(walker, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert pythia.main(walker.arguments("--workers", "2")) == 2
+    assert "pip install 'block-coupling-tracker[ray]'" in capsys.readouterr().err
+    assert pythia.main(walker.arguments("--workers", "-1")) == 2
+    assert "--workers -1" in capsys.readouterr().err
 
 
 def test_the_embedded_suite_is_listed(suite, monkeypatch, capsys):

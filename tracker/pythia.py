@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkpoints import nano
@@ -107,7 +108,7 @@ def run(walk: Walk) -> int:
             raise UsageError("every checkpoint that was asked for is doubted; --allow_suspect measures and marks them")
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
-        with _wandb(plan, mode, walk) as log, progress(len(missing)) as shown:
+        with _wandb(plan, mode, walk) as log, progress(len(missing)) as shown, _beside(walk, plan, len(missing)):
             for step, unit in units.items():
                 units[step] = _rescored(plan, step, unit)
                 log(units[step])
@@ -207,6 +208,24 @@ def _headline(unit: "xr.Dataset") -> str:
     at = {"k": k, "pairs": "mean_offdiag"}
     value, null = float(points["miscoupling"].sel(at)), float(points["miscoupling_null"].sel(at))
     return f"miscoupling {value:.3f} (null {null:.3f}, K={k})  LSS {float(points['lss'].sel(statistic='median')):.2f}"
+
+
+@contextmanager
+def _beside(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
+    """The walk's workers, if it has any and there is work for them."""
+    if not walk.workers or missing < 2:
+        yield
+        return
+    from tracker import pythia  # this module by its name, which workers can import, also where it is __main__
+    from tracker.blocks import UsageError
+    from tracker.cluster import walkers
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(walkers(pythia.run, replace(walk, out=plan.store.path)))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        yield
 
 
 def _usage_error(error: Exception) -> int:

@@ -61,6 +61,8 @@ class Walk:
         wandb: auto is online where a key is set up, else offline.
         project: the W&B project.
         seed: of the embedded suite's training.
+        workers: so many further walks on Ray, beside this one; they share the revisions out among them.
+        address: of a Ray cluster; without it the workers are on this machine.
     """
 
     model: str
@@ -85,6 +87,8 @@ class Walk:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling"
     seed: int = 0
+    workers: int = 0
+    address: str | None = None
 
 
 @dataclass
@@ -150,6 +154,8 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         "final_norm": walk.final_norm,
         "max_tokens": walk.max_tokens,
     }
+    if walk.workers < 0 or (walk.address and not walk.workers):
+        raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     if keywords["k"] and keywords["k"][0] < 1:
         raise ValueError(f"--k {walk.k}; each K must be at least 1")
     disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes("--disk_budget", walk.disk_budget))
