@@ -35,7 +35,7 @@ STAGES = (  # of `tracker.measure`, and the functions whose time they are
     ("forward", "tracker.measurement", "record"),
     ("jacobian", "tracker.rows:Jacobians", "__call__"),
     ("proofs", "tracker.rows", "derivative_error"),  # within the stage before
-    ("svd", "tracker.depthwise", "top_singular_triplets"),
+    ("svd", "tracker.depthwise", "triplets_of_each"),
     ("svd", "tracker.depthwise", "triplets_by_products"),
     ("pairs", "tracker.depthwise", "pairs"),
 )

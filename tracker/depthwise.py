@@ -12,7 +12,7 @@ products, as in Hutch++ (Meyer et al. 2021).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Literal, get_args
@@ -28,7 +28,7 @@ from tracker.krylov import basis_size, expected_columns, has_room
 from tracker.recording import Recording
 from tracker.restriction import Selection
 from tracker.rows import Evidence, Jacobians, Rows
-from tracker.svd import Triplets, top_singular_triplets, triplets_by_products
+from tracker.svd import Triplets, triplets_by_products, triplets_of_each
 
 Method = Literal["auto", "full", "krylov", "matrix-free"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -86,13 +86,13 @@ def depthwise_couplings(
     first = selected[0][0]
     rows = sum(len(rows.sample) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method)
-    keep = fits(first, memory)
-    find = _by_products if matrix_free else partial(_dense, keep=keep)
     for group in _groups(selected, rows if matrix_free else _formed_at_once(first, memory)):
-        layers = [
-            find(jacobians, [(recording.calls[l], rows) for recording, rows in group], max(ks), method)
-            for l in range(len(first.calls))
-        ]
+        blocks = [[(recording.calls[l], rows) for recording, rows in group] for l in range(len(first.calls))]
+        if fits(first, memory) and not matrix_free:
+            layers = _dense(jacobians, blocks, max(ks), method)
+        else:
+            find = _by_products if matrix_free else _passing
+            layers = [find(jacobians, selections, max(ks), method) for selections in blocks]
         for r, values in enumerate(pairs(layers, ks)):
             for name, part in (
                 ("singular_value", "S"),
@@ -142,13 +142,25 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
         yield group
 
 
-def _dense(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, keep: bool = True) -> Layer:
-    results = jacobians(selections)
-    J = torch.cat([J for J, _ in results])
-    triplets = top_singular_triplets(J, K, "auto" if method == "matrix-free" else method)
-    evidence = _for_each_row([found for _, found in results], selections)
-    product = J.matmul if keep else partial(_product, jacobians, selections)
-    return Layer(triplets, product, torch.linalg.matrix_norm(J), evidence, True)
+def _dense(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], K: int, method: Method) -> list[Layer]:
+    """Layers that keep their Jacobians."""
+    Js, evidence = zip(*(_formed(jacobians, selections) for selections in blocks), strict=True)
+    triplets = triplets_of_each(Js, K, "auto" if method == "matrix-free" else method)
+    return [
+        Layer(found, J.matmul, torch.linalg.matrix_norm(J), proved, True)
+        for found, J, proved in zip(triplets, Js, evidence, strict=True)
+    ]
+
+
+def _formed(jacobians: Jacobians, selections: Sequence[Selection]) -> tuple[Float[Tensor, "R d d"], list[Evidence]]:
+    Js, evidence = zip(*jacobians(selections), strict=True)
+    return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(evidence, selections)
+
+
+def _passing(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
+    """A layer that finds its products anew."""
+    (layer,) = _dense(jacobians, [selections], K, method)
+    return replace(layer, product=partial(_product, jacobians, selections))
 
 
 def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
@@ -156,7 +168,7 @@ def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, 
     like = torch.cat([rows.of(call.x) for call, rows in selections])
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
-        return _dense(jacobians, selections, K, "full", keep=False)
+        return _passing(jacobians, selections, K, "full")
     product = partial(_product, jacobians, selections)
     return Layer(triplets, product, _frobenius(operator, triplets), _for_each_row(evidence, selections), False)
 

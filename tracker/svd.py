@@ -13,9 +13,11 @@ Golub-Kahan (`krylov`), 4 d^2 m + 4 d m^2 for m columns. What misses its toleran
 full instead. The certificate costs one product of the size of J.
 """
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,6 +33,7 @@ GROUP = 1 << 24  # scalars of the matrices taken together: 64 MB in float32
 PANEL = 512  # columns of the symmetric product of which only the lower half is computed
 
 Method = Literal["auto", "full", "krylov"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
     with float32_products("ieee"):
         groups = [way(some, K) for some in J.split(max(1, GROUP // d**2))]
     return Triplets(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Triplets)))
+
+
+def triplets_of_each(Js: Sequence[Float[Tensor, "B d d"]], K: int, method: Method = "auto") -> list[Triplets]:
+    """The same for several batches; on the CPU at once, each on cores of its own: their many small products share badly."""
+    find = partial(top_singular_triplets, K=K, method=method)
+    return [find(J) for J in Js] if Js[0].device.type != "cpu" else _at_once(find, Js)
 
 
 def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[Tensor, "B d"], K: int) -> Triplets:
@@ -148,16 +157,24 @@ def _decompose(J: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     The eigenvectors of J^T J are no way out: half the digits are lost in float32, and in float64 they cost an SVD.
     """
-    cores = torch.get_num_threads()
-    if J.shape[-1] > SMALL or len(J) == 1 or cores == 1:
+    if J.shape[-1] > SMALL or len(J) == 1:
         return torch.linalg.svd(J, full_matrices=False)
-    try:
-        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            parts = list(pool.map(torch.linalg.svd, J.cpu().chunk(cores)))
-    finally:
-        torch.set_num_threads(cores)
+    parts = _at_once(torch.linalg.svd, J.cpu().chunk(torch.get_num_threads()))
     U, S, Vh = (torch.cat(part).to(J.device) for part in zip(*parts, strict=True))
     return U, S, Vh
+
+
+def _at_once(function: Callable[[Tensor], Result], parts: Sequence[Tensor]) -> list[Result]:
+    """The function of every part, the CPU's cores shared out among them."""
+    cores = torch.get_num_threads()
+    if len(parts) == 1 or cores == 1:
+        return [function(part) for part in parts]
+    at_once = min(len(parts), cores)
+    try:
+        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)) as pool:
+            return list(pool.map(function, parts))
+    finally:
+        torch.set_num_threads(cores)
 
 
 def _by_products(apply: Product, apply_transpose: Product, like: Tensor, K: int) -> Triplets:
