@@ -133,6 +133,9 @@ def run(walk: Walk) -> int:
                         continue
                     plan.store.write(checkpoint.step, unit)
                     units[checkpoint.step] = unit
+                    if checkpoint is missing[0]:
+                        budget = plan.measure["memory_budget"] / 1e9
+                        shown.say(f"weights are kept {unit.attrs['weights_kept']}; {budget:.3g} GB to work with")
                     log(unit)
                     shown.advance(f"step {checkpoint.step}: {_headline(unit)}  ({time.perf_counter() - started:.1f} s)")
         _say_what_repeats(units)

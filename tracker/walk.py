@@ -233,7 +233,8 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
     unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
-    unit.attrs["weights_kept"] = "on the device" if resident else "in their files"
+    elsewhere = "in their files" if directory.is_dir() else "in memory"
+    unit.attrs["weights_kept"] = "on the device" if resident else elsewhere
     return unit
 
 
