@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="of the results to draw")
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for cost.png")
     parsed = parser.parse_args(arguments)
-    found = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
+    everything = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
+    found = [result for result in everything if result.get("what") in ("coupling", "scaling")]
     wanted = {"k": parsed.k, "device": parsed.device}
     chosen = [result for result in found if result["settings"] | wanted == result["settings"]]
     if not chosen:
