@@ -8,7 +8,6 @@ go with the square of their number.
 `--what scaling` times `tracker.measure` alone, over prompt lengths and over numbers of prompts.
 """
 
-import json
 import multiprocessing
 import pkgutil
 import sys
@@ -92,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
             return 2
 
+    from benchmarks.machine import keep
     from tracker.blocks import UsageError
     from tracker.provenance import usable_device
 
@@ -103,9 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(coupling_table(result) if settings.what == "coupling" else scaling_table(result))
     if settings.out:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(settings.out)
+        keep(result, settings.out)
     return 0
 
 

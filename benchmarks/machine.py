@@ -1,5 +1,6 @@
 """The machine under a benchmark: its clock, its matrix products, its memory, and what it is."""
 
+import json
 import os
 import platform
 import time
@@ -73,6 +74,13 @@ def status(name: str) -> int:
     """A figure of this process in /proc, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+def keep(result: dict[str, Any], file: Path) -> None:
+    """Write a result, and say where."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(file)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -55,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.streaming", description=description)
     parser.add_class_arguments(Streaming, as_group=False)
     settings = Streaming(**parser.parse_args(arguments).as_dict())
+    from benchmarks.machine import keep
+
     result = streaming(settings)
     print(table(result))
     if settings.out:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(settings.out)
+        keep(result, settings.out)
     return 0
 
 
