@@ -1,6 +1,5 @@
 """The grid as people run it: real processes, killed and resumed, with Ray and without."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -139,7 +138,6 @@ def test_a_cell_that_diverges_or_fails_leaves_the_others_alone(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_ray_makes_the_same_cells(whole, tmp_path):
     status, out, err = run(tmp_path, engine="ray")
     assert status == 0 and "; ray; " in out and "[4/4]" in out, err

@@ -1,6 +1,5 @@
 """Walks over a served suite with planted faults, walks that share a store, and other sources of checkpoints."""
 
-import importlib.util
 import json
 import os
 import random
@@ -267,7 +266,6 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "undisturbed-cache"
