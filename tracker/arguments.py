@@ -34,7 +34,7 @@ class Rows:
 
     def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """These rows of a hidden state."""
-        return X[self.sample, self.token]
+        return X[self.sample.to(X.device), self.token.to(X.device)]
 
     def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
         """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""

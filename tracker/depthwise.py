@@ -165,7 +165,7 @@ def _passing(jacobians: Jacobians, selections: Sequence[Selection], K: int, meth
 
 def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
     operator, evidence = jacobians.operator(selections)
-    like = torch.cat([rows.of(call.x) for call, rows in selections])
+    like = torch.cat([rows.of(call.x).to(jacobians.replica.device) for call, rows in selections])
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
         return _passing(jacobians, selections, K, "full")

@@ -2,7 +2,8 @@
 
 For each forward call: record it once (`recording`); from the states the trajectory measures; then, for the token rows of
 one call or several, their couplings (`depthwise`); at last one labelled Dataset (`dataset`). Memory: the recordings of
-the calls whose rows are measured together, and what their couplings take, each a part of a declared budget.
+the calls whose rows are measured together (beyond their part of a declared budget, in files), and what their couplings
+take, another part of it.
 """
 
 import time
@@ -240,15 +241,16 @@ def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recordi
         replica,
         [_convert(replica, argument) for argument in batch.arguments],
         {name: _convert(replica, value) for name, value in batch.keywords.items()},
+        settings.memory_budget // 4,
     )
     convention = settings.convention(recording, replica.description.include_final_norm)
     norm = recording.final_norm[0] if recording.final_norm else ""
     if convention == "drop":
         recording = recording.without_last_block()
-    raw = recording.states
+    raw, depth = recording, len(recording.calls)
     if convention == "include":
         recording = recording.fold_final_norm()
-    _, B, n, d = raw.shape
+    B, n, d = raw.calls[0].x.shape
     if B != len(batch.labels):
         raise UsageError(
             f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
@@ -258,9 +260,9 @@ def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recordi
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     tokens = settings.chosen_tokens(replica.description)
     chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
-    window = settings.window or trajectory.default_width(len(recording.calls))
-    if settings.window is not None and window > len(raw):
-        raise UsageError(f"window={window} states, but a trajectory through this model has {len(raw)}")
+    window = settings.window or trajectory.default_width(depth)
+    if settings.window is not None and window > depth + 1:
+        raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
     ks = settings.ks(d)
 
     attributes = {
@@ -271,15 +273,26 @@ def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recordi
     }
     samples = [Sample(label, n, at, ks, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     if "trajectory" in settings.measures:
-        states = recording.states
+        at_once = max(1, settings.memory(16) // ((depth + 1) * d))  # several copies of as many are made
         for b, sample in enumerate(samples):
-            sample.values |= _trajectory(states[:, b], raw[:, b], valid[b], window)
-    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=raw.device)
+            parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
+            some = [
+                _trajectory(
+                    recording.states(b, part, replica.device), raw.states(b, part, replica.device), window=window
+                )
+                for part in parts
+            ]
+            padding = np.ones(n, dtype=bool)
+            padding[valid[b]] = False
+            for name in some[0]:
+                values = np.concatenate([of_part[name] for of_part in some], axis=-1)
+                sample.values[name] = np.where(padding, np.nan, values)
+    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
     return recording, Rows(*rows.unbind(1)), samples
 
 
-def _trajectory(states: Tensor, raw: Tensor, valid: list[int], window: int) -> dict[str, np.ndarray]:
-    """Trajectory measures of one sample: states with the final norm as the convention has it, and without."""
+def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, np.ndarray]:
+    """Trajectory measures of tokens: states with the final norm as the convention has it, and without."""
     measured = {
         "lss": trajectory.lss(states),
         "lss_window": trajectory.lss_window(states, window),
@@ -294,9 +307,7 @@ def _trajectory(states: Tensor, raw: Tensor, valid: list[int], window: int) -> d
         "norm": trajectory.norms(states),
         "norm_raw": trajectory.norms(raw),
     }
-    padding = torch.ones(states.shape[1], dtype=torch.bool, device=states.device)
-    padding[valid] = False
-    return {name: value.masked_fill(padding, torch.nan).cpu().numpy() for name, value in measured.items()}
+    return {name: value.cpu().numpy() for name, value in measured.items()}
 
 
 def _convert(replica: Replica, value: Any) -> Any:

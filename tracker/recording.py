@@ -1,7 +1,7 @@
 """One forward pass recorded as replayable block calls: every block's arguments, input, output, keys and values.
 
-The pass runs through a replica, so that all of it shares the measuring dtype; memory is that of the hidden states and
-of every block's keys and values.
+The pass runs through a replica, so that all of it shares the measuring dtype. Memory: the hidden states and every block's
+keys and values, beyond a budget in files (`shelf`).
 """
 
 import inspect
@@ -23,6 +23,7 @@ from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
 from tracker.precision import float32_products
 from tracker.replica import Replica
+from tracker.shelf import Shelf
 
 
 @dataclass
@@ -50,13 +51,21 @@ class BlockCall:
     final_norm: nn.Module | None = None
     attention: list[AttentionCall] = field(default_factory=list)
 
-    def to(self, dtype: torch.dtype) -> "BlockCall":
-        """The same call with its recorded tensors in another dtype."""
-        if self.x.dtype == dtype:
+    def kept(self) -> Iterator[Tensor]:
+        """What was recorded."""
+        yield from (self.x, self.y)
+        for attention in self.attention:
+            yield from (attention.key, attention.value)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> "BlockCall":
+        """The same call with its recorded tensors in this dtype and on this device."""
+        if all(t.dtype == dtype and t.device == device for t in self.kept()):
             return self
 
         def convert(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
         arguments = {name: tree_map(convert, value) for name, value in self.arguments.arguments.items()}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
@@ -83,15 +92,14 @@ class Recording:
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
 
-    @property
-    def states(self) -> Float[Tensor, "depth B n d"]:
-        """x^0 .. x^L as the calls have them."""
-        return torch.stack([self.calls[0].x, *(call.y for call in self.calls)])
+    def states(self, sample: int, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
+        """x^0 .. x^L of a sample at these tokens, as the calls have them."""
+        recorded = (self.calls[0].x, *(call.y for call in self.calls))
+        return torch.stack([x[sample, tokens].to(device) for x in recorded])
 
     def scalars(self) -> int:
         """How many it holds: hidden states, keys and values."""
-        kept = [t for call in self.calls for t in (call.x, *(t for a in call.attention for t in (a.key, a.value)))]
-        return sum(t.numel() for t in kept)
+        return sum({id(t): t.numel() for call in self.calls for t in call.kept()}.values())
 
     def without_last_block(self) -> "Recording":
         """The same pass up to the last block's input."""
@@ -135,15 +143,15 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
-def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Recording:
-    """Run the model once and keep every block's call. Call inside `undisturbed`.
+def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
+    """Run the model once and keep every block's call, beyond `memory` bytes in files. Call inside `undisturbed`.
 
     Raises:
         UsageError: if a block was not reached, is not residual (input and output differ in shape), or the next block got
             something other than its output.
         FloatingPointError: if a block gave a value that is not finite.
     """
-    recorder = _Recorder(replica)
+    recorder = _Recorder(replica, Shelf(memory))
     with ExitStack() as stack:
         stack.enter_context(replica.weights(replica.module, but=replica.blocks))
         for handle in recorder.hooks():
@@ -154,8 +162,9 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
 
 
 class _Recorder:
-    def __init__(self, replica: Replica):
+    def __init__(self, replica: Replica, shelf: Shelf):
         self.replica = replica
+        self.shelf = shelf
         self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
@@ -182,10 +191,19 @@ class _Recorder:
                 f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
             )
         batch_first = self.replica.description.batch_first
+        x = x if batch_first else x.transpose(0, 1)
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
-        x = (x if batch_first else x.transpose(0, 1)).clone()
         if not self.calls:
             self.check_finite(x, f"the model, before its first block ({name}),")
+            x = self.shelf.keep(x.clone())
+        elif self.same_as_last_output(x):
+            x = self.calls[-1].y
+        else:
+            raise UsageError(
+                f"the model changes the hidden state between {self.calls[-1].name} and {name}; "
+                "name consecutive blocks, so that each takes the output of the one before"
+            )
+        bound.arguments[state] = None  # given at every call; here it would keep the original alive
         self.running = BlockCall(len(self.calls) + 1, name, block, bound, state, batch_first, x)
 
     def attend(
@@ -206,22 +224,22 @@ class _Recorder:
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
             )
         self.check_finite(y, f"block {call.layer} ({call.name})")
-        if self.calls and not torch.equal(self.calls[-1].y, call.x):
-            raise UsageError(
-                f"the model changes the hidden state between {self.calls[-1].name} and {call.name}; "
-                "name consecutive blocks, so that each takes the output of the one before"
-            )
-        call.y = y.clone()
+        call.y = self.shelf.keep(y.clone())
+        for attention in call.attention:
+            attention.key, attention.value = self.shelf.keep(attention.key), self.shelf.keep(attention.value)
         self.calls.append(call)
         self.normed = None  # a norm met so far took an earlier block's output
 
     def norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Keep the first norm that is handed the last block's output itself."""
         if self.calls and self.normed is None and args and isinstance(args[0], Tensor):
-            last = self.calls[-1]
-            taken = args[0] if last.batch_first else args[0].transpose(0, 1)
-            if taken.shape == last.y.shape and torch.equal(taken, last.y):
-                self.normed = (name, module, output if last.batch_first else output.transpose(0, 1))
+            batch_first = self.calls[-1].batch_first
+            if self.same_as_last_output(args[0] if batch_first else args[0].transpose(0, 1)):
+                self.normed = (name, module, output if batch_first else output.transpose(0, 1))
+
+    def same_as_last_output(self, x: Tensor) -> bool:
+        last = self.calls[-1].y
+        return x.shape == last.shape and torch.equal(x, last.to(x.device))
 
     def finished(self) -> Recording:
         reached = {call.name for call in self.calls}

@@ -118,7 +118,7 @@ class Jacobians:
             operator = stacked_operator(operators, sizes)
             R, d = sum(sizes), call.x.shape[-1]
             generator = torch.Generator().manual_seed(0)
-            probes = torch.randn(R, d, PROBES, generator=generator, dtype=torch.float64).to(call.x.device, inside)
+            probes = torch.randn(R, d, PROBES, generator=generator, dtype=torch.float64).to(self.replica.device, inside)
             products = operator.apply_transpose(probes) * (d / PROBES) ** 0.5  # as large as J itself, on average
             _check_finite(products, call)
             if inside == torch.float64 or not _hidden_by_rounding(products, dtype):
@@ -130,7 +130,7 @@ class Jacobians:
         self, dtype: torch.dtype, selections: Sequence[Selection]
     ) -> list[tuple[LinearOperator, Sequence[Selection], list[Evidence]]]:
         """For all selections together where some path proves itself on them all, else for each by itself."""
-        selections = [(call.to(dtype), rows) for call, rows in selections]
+        selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
             try:
