@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,18 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
         points = [point for result in drawn for point in _points(result)]
         for name, colour in (("ours", OURS), ("published", PUBLISHED), ("matrix products", PRODUCTS)):
             here = [point for point in points if point["name"] == name]
-            for value in sorted({point[fixed] for point in here}):
+            for style, value in zip(
+                cycle(("-", "--", ":", "-.")), sorted({point[fixed] for point in here}), strict=False
+            ):
                 line = sorted({point[x]: point["seconds"] for point in here if point[fixed] == value}.items())
-                axes.plot(*zip(*line, strict=True), color=colour, marker="o", ms=3, label=f"{name}, {fixed} = {value}")
+                axes.plot(
+                    *zip(*line, strict=True),
+                    color=colour,
+                    ls=style,
+                    marker="o",
+                    ms=3,
+                    label=f"{name}, {fixed} = {value}",
+                )
         ticks = sorted({point[x] for point in points})
         axes.set(xscale="log", yscale="log", ylabel="seconds per block and prompt")
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -65,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     everything = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
     found = [result for result in everything if result.get("what") in ("coupling", "scaling")]
-    wanted = {"k": parsed.k, "device": parsed.device}
+    wanted = {"k": parsed.k, "device": parsed.device, "precision": "float32"}
     chosen = [result for result in found if result["settings"] | wanted == result["settings"]]
     if not chosen:
         have = sorted({(r["settings"]["k"], r["settings"]["device"]) for r in found})

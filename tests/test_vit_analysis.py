@@ -5,15 +5,13 @@ import json
 
 import numpy as np
 import pandas as pd
-import pytest
 import xarray as xr
-from scipy import stats
 
 from tracker.coupling import MEASURES
 from tracker.statistics import PAIRS
 from vit.analysis import main, write_analysis
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
-from vit.statistics import cell_table, correlations, holm, regress
+from vit.statistics import cell_table, correlations
 
 AT = {"measure": "offdiag_normalized", "k": 10, "pairs": "mean_offdiag"}
 
@@ -48,58 +46,6 @@ def planted(seed: int = 0) -> xr.Dataset:
         },
         attrs={"unfinished": ["wd1_sd0_seed0: <diverged>"], "images": 10_000, "data": "cifar10"},
     )
-
-
-def test_regression_is_scipys_without_groups():
-    x, y = np.random.default_rng(0).standard_normal((2, 9))
-    fit, oracle = regress(x, y), stats.linregress(x, y)
-    assert fit["r"] == pytest.approx(oracle.rvalue) and fit["r2"] == pytest.approx(oracle.rvalue**2)
-    assert fit["slope"] == pytest.approx(oracle.slope) and fit["p"] == pytest.approx(oracle.pvalue)
-    assert 0 <= fit["r2_low"] < fit["r2"] < fit["r2_high"] <= 1 and fit["n"] == 9
-
-
-def test_at_fixed_group_it_is_the_regression_with_a_dummy_for_each():
-    """Frisch and Waugh: slope and p of x beside group dummies, by least squares."""
-    random = np.random.default_rng(1)
-    groups = np.repeat([0, 1, 2], 6)
-    x = random.standard_normal(18) + 5 * groups
-    y = 0.5 * x - 9 * groups + random.standard_normal(18)
-    design = np.column_stack([x, *(groups == g for g in range(3))])
-    weights, residual, *_ = np.linalg.lstsq(design, y, rcond=None)
-    df = 18 - 4
-    error = np.sqrt(residual[0] / df * np.linalg.inv(design.T @ design)[0, 0])
-    fit = regress(x, y, groups)
-    assert fit["slope"] == pytest.approx(weights[0])
-    assert fit["p"] == pytest.approx(2 * stats.t.sf(abs(weights[0] / error), df))
-    assert regress(x, y)["slope"] < 0 < fit["slope"]  # Simpson's paradox is what the groups are for
-
-
-@pytest.mark.parametrize("x, y", [([1.0, 2, 3], [1.0, 2, 4]), ([1.0] * 5, range(5)), (range(5), [2.0] * 5)])
-def test_nothing_is_said_of_three_cells_or_without_spread(x, y):
-    fit = regress(np.array(x, float), np.array(y, float))
-    assert np.isnan([fit[name] for name in ("r", "r2", "slope", "p", "r2_low", "r2_high")]).all() and fit["n"] == len(x)
-
-
-def test_interval_narrows_with_cells():
-    random = np.random.default_rng(2)
-    widths = []
-    for n in (8, 200):
-        x = random.standard_normal(n)
-        fit = regress(x, x + random.standard_normal(n))
-        widths.append(fit["r2_high"] - fit["r2_low"])
-    assert widths[1] < 0.5 * widths[0]
-
-
-def test_holm_by_its_definition():
-    p = np.random.default_rng(3).random(20) ** 4
-    order = np.argsort(p)
-    for alpha in np.linspace(0.001, 0.6, 97):
-        rejected = np.zeros(20, bool)
-        for i, j in enumerate(order):
-            if p[j] > alpha / (20 - i):
-                break
-            rejected[j] = True
-        np.testing.assert_array_equal(holm(p) <= alpha, rejected)
 
 
 def test_the_planted_relation_is_found_and_nothing_else():

@@ -27,21 +27,38 @@ class NotSliceable(Exception):
 
 @dataclass(frozen=True)
 class Rows:
-    """R token rows, each a sample (index into the batch) and a position."""
+    """R token rows, each a sample (index into the batch) and a position.
+
+    `source` is the position whose input a row's output is differentiated by, where that is another than its own.
+    """
 
     sample: Int[Tensor, " R"]
     token: Int[Tensor, " R"]
+    source: Int[Tensor, " R"] | None = None
+
+    @property
+    def live(self) -> Int[Tensor, " R"]:
+        """The position whose key and value are not frozen."""
+        return self.token if self.source is None else self.source
 
     def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """These rows of a hidden state."""
         return X[self.sample.to(X.device), self.token.to(X.device)]
+
+    def sources_of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+        """The rows of a hidden state that these are differentiated by."""
+        return X[self.sample.to(X.device), self.live.to(X.device)]
+
+    def at(self, index: Tensor | slice) -> "Rows":
+        """Some of the rows."""
+        return Rows(self.sample[index], self.token[index], None if self.source is None else self.source[index])
 
     def waves(self) -> Iterator[tuple[Tensor, "Rows"]]:
         """Split so that no two rows of a wave share a sample; yields each wave with its indices into the R rows."""
         order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # how many rows of its sample come before
         for wave in order.unique():
             index = torch.nonzero(order == wave).squeeze(-1)
-            yield index, Rows(self.sample[index], self.token[index])
+            yield index, self.at(index)
 
 
 def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:

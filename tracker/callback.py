@@ -29,12 +29,13 @@ from tracker import probe as probes
 from tracker import schedule as schedules
 from tracker.blocks import UsageError
 from tracker.dataset import Sample
-from tracker.figures import coupling_heatmap, pixels
+from tracker.drawing import coupling_heatmap, pixels
 from tracker.inputs import whole_numbers
-from tracker.measurement import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures, labelled, measure_samples
+from tracker.measurement import labelled, measure_samples
 from tracker.provenance import SCHEMA, digest, settings_digest
 from tracker.results import Store
 from tracker.rows import Precision
+from tracker.settings import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures
 from tracker.statistics import scalars
 from tracker.subject import Forward, Subject, find_subject
 

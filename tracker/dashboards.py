@@ -113,7 +113,7 @@ class WandbLog:
 def _pictures(unit: xr.Dataset) -> dict[str, Any]:
     import wandb
 
-    from tracker.figures import coupling_heatmap, pixels
+    from tracker.drawing import coupling_heatmap, pixels
 
     images = {f"coupling/heatmap/k{k}": wandb.Image(pixels(coupling_heatmap(unit, int(k)))) for k in unit["k"].values}
     pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()

@@ -11,18 +11,29 @@ import xarray as xr
 from tracker.coupling import MEASURES as COUPLINGS
 
 PAIR = ("token", "k", "layer", "layer_other")
+TOKENS = ("k", "layer", "pair_token", "pair_token_other")  # within a block
+TOKENWISE = ("self", "fixed_input", "fixed_output")
 DIMS: dict[str, tuple[str, ...]] = {
     "token_position": ("token",),
     **{name: PAIR for name in COUPLINGS},
     **{f"{name}_null": PAIR[:-1] for name in COUPLINGS},
+    **{f"{name}_vju": PAIR for name in COUPLINGS},
+    "matrix": ("token", "layer", "layer_other", "row", "column"),
+    "pair_position": ("pair_token",),
+    **{f"{kind}_{name}": TOKENS for kind in TOKENWISE for name in COUPLINGS},
+    **{f"{kind}_{name}_null": TOKENS[:-1] for kind in TOKENWISE for name in COUPLINGS},
+    **{f"{kind}_matrix": (*TOKENS[1:], "row", "column") for kind in TOKENWISE},
     **dict.fromkeys(("singular_value", "singular_gap"), ("token", "layer", "rank")),
     **dict.fromkeys(("residual", "complete", "formed", "full_svd", "sliced"), ("token", "layer")),
     **dict.fromkeys(("value_error", "derivative_error"), ("token", "layer")),
     **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
     **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
     **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
-    **dict.fromkeys(("norm", "norm_raw"), ("depth", "position")),
+    **dict.fromkeys(("norm", "norm_raw", "entropy"), ("depth", "position")),
+    "pca": ("depth", "position", "component"),
+    "noise_similarity": ("noise", "depth", "position"),
 }
+FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
 BY_POSITION = tuple(name for name, dims in DIMS.items() if dims == ("position",))
 
 
@@ -34,6 +45,7 @@ class Sample:
     length: int
     tokens: list[int]
     ks: tuple[int, ...]
+    noise: tuple[float, ...]  # levels
     attributes: dict[str, Any]  # the conventions resolved for it, the same for all samples of a measurement
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)  # layer -> why the full sequence served
@@ -51,17 +63,18 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     """Stack the samples along `prompt`; positions and tokens that a shorter one lacks are NaN."""
     first = samples[0]
     labels = np.asarray([sample.label for sample in samples], dtype=object)
+    pair_tokens = max(len(s.values.get("pair_position", ())) for s in samples)
     sizes = {"position": max(s.length for s in samples), "token": max(len(s.tokens) for s in samples)}
+    sizes |= dict.fromkeys(("pair_token", "pair_token_other"), pair_tokens)
     variables = {
         name: (("prompt", *dims), np.stack([_padded(np.asarray(s.values[name]), dims, sizes) for s in samples]))
         for name, dims in DIMS.items()
         if name in first.values
     }
-    coords: dict[str, Any] = {"prompt_text": ("prompt", labels)}
-    dataset = xr.Dataset(variables, coords | ({"k": list(first.ks)} if "miscoupling" in variables else {}))
-    starts = {"layer": 1, "layer_other": 1, "rank": 1}
-    counted = {dim: np.arange(size) + starts.get(str(dim), 0) for dim, size in dataset.sizes.items() if dim != "k"}
-    dataset = dataset.assign_coords(counted)
+    dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
+    labelled = {"k": list(first.ks), "noise": list(first.noise)}
+    counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
+    dataset = dataset.assign_coords({dim: labelled.get(str(dim), count) for dim, count in counted.items()})
     dataset["undefined"] = _undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}

@@ -80,9 +80,18 @@ def _formed_at_once(recording: Recording, memory: int) -> int:
 
 
 def depthwise_couplings(
-    jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], ks: Sequence[int], method: Method, memory: int
+    jacobians: Jacobians,
+    selected: Sequence[tuple[Recording, Rows]],
+    ks: Sequence[int],
+    method: Method,
+    memory: int,
+    beside: Sequence[str] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The coupling measures of every row selected of the recordings, with the dimensions of `dataset.DIMS`."""
+    """The coupling measures of every row selected of the recordings, with the dimensions of `dataset.DIMS`.
+
+    Args:
+        beside: as in `pairs`.
+    """
     first = selected[0][0]
     rows = sum(len(rows.sample) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method)
@@ -93,7 +102,7 @@ def depthwise_couplings(
         else:
             find = _by_products if matrix_free else _passing
             layers = [find(jacobians, selections, max(ks), method) for selections in blocks]
-        for r, values in enumerate(pairs(layers, ks)):
+        for r, values in enumerate(pairs(layers, ks, beside)):
             for name, part in (
                 ("singular_value", "S"),
                 ("singular_gap", "gap"),
@@ -108,22 +117,43 @@ def depthwise_couplings(
             yield {name: value.cpu().numpy() for name, value in values.items()}
 
 
-def pairs(layers: Sequence[Layer], ks: Sequence[int]) -> list[dict[str, Tensor]]:
-    """All couplings of every row, over (k, layer, layer_other)."""
+def pairs(layers: Sequence[Layer], ks: Sequence[int], beside: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+    """All couplings of every row, over (k, layer, layer_other).
+
+    Args:
+        beside: "vju": the same with U and V of the bases swapped; "matrices": A itself for the smallest K, over
+            (layer, layer_other, row, column).
+    """
     U, V = (torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for part in "UV")
     S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
-    columns = coupling.side_by_side(V)
-    A = torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)  # (R, L, L, K, K)
-    d = U.shape[-2]
+    A = _coupling_matrices(layers, U, V)
+    swapped = _coupling_matrices(layers, V, U) if "vju" in beside else None
     rows = []
-    for A_r, S_r, norm in zip(A, S, frobenius, strict=True):
-        by_k = [
-            coupling.miscouplings(A_r[..., :k, :k], S_r[:, :k], d)
-            | {f"{name}_null": v for name, v in coupling.null_levels(S_r[:, :k], norm, d).items()}
-            for k in ks
-        ]
-        rows.append({name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]})
+    for r, (A_r, S_r, norm) in enumerate(zip(A, S, frobenius, strict=True)):
+        values = _of_each_k(A_r, S_r, norm, U.shape[-2], ks)
+        if swapped is not None:
+            of_swapped = _of_each_k(swapped[r], S_r, norm, U.shape[-2], ks)
+            values |= {f"{name}_vju": of_swapped[name] for name in coupling.MEASURES}
+        if "matrices" in beside:
+            values["matrix"] = A_r[..., : ks[0], : ks[0]]
+        rows.append(values)
     return rows
+
+
+def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L L K K"]:
+    """Every Jacobian in all bases."""
+    columns = coupling.side_by_side(V)
+    return torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)
+
+
+def _of_each_k(A: Tensor, S: Tensor, frobenius: Tensor, d: int, ks: Sequence[int]) -> dict[str, Tensor]:
+    """Mis-couplings, (k, L, L), and their null levels, (k, L)."""
+    by_k = [
+        coupling.miscouplings(A[..., :k, :k], S[:, :k], d)
+        | {f"{name}_null": level for name, level in coupling.null_levels(S[:, :k], frobenius, d).items()}
+        for k in ks
+    ]
+    return {name: torch.stack([of_k[name] for of_k in by_k]) for name in by_k[0]}
 
 
 def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:
@@ -132,7 +162,7 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
     for recording, rows in selected:
         start = 0
         while start < len(rows.sample):
-            some = Rows(rows.sample[start : start + room], rows.token[start : start + room])
+            some = rows.at(slice(start, start + room))
             group.append((recording, some))
             start, room = start + len(some.sample), room - len(some.sample)
             if room == 0:

@@ -1,97 +1,25 @@
-"""Matplotlib figures from labelled results: `python -m tracker.figures curves RESULTS --out DIR`."""
+"""Figures from results: `python -m tracker.figures 1b results/nano --out figures`, each as PDF, PNG and CSV.
+
+`python -m tracker.figures list RESULTS` says what each figure shows and needs, and which the given results can make.
+"""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import xarray as xr
 
 from tracker.results import open_results
-from tracker.statistics import curves, suspect
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
-# Okabe-Ito: told apart by colour-blind readers and in grey print.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6E6E6E"
-
-
-def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> "Figure":
-    """The (L, L) matrix of one step: rows the block described, columns the block that lends its basis."""
-    from matplotlib.figure import Figure
-
-    matrix = unit[measure].sel(k=k).mean(("prompt", "token"))
-    L = matrix.sizes["layer"]
-    figure = Figure(figsize=(4.6, 4), layout="constrained")
-    axes = figure.subplots()
-    top = max(1.0, float(matrix.max()))
-    image = axes.imshow(matrix, cmap="viridis_r", vmin=0, vmax=top, extent=(0.5, L + 0.5, L + 0.5, 0.5))
-    axes.set(xlabel="basis of block l'", ylabel="block l", title=f"{measure}, K = {k}")
-    figure.colorbar(image, label="0 = perfectly coupled")
-    return figure
-
-
-def pixels(figure: "Figure") -> np.ndarray:
-    """A figure as an image, (height, width, 4), for loggers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
-
-
-def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
-    """Mis-coupling, LSS and expodistance over training steps, from `statistics.curves`; quartile bands, null level."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    coupling, lss, growth = figure.subplots(1, 3)
-    step = points["step"].values
-    at = {"k": k, "pairs": "mean_offdiag"}
-    for measure, colour, label in (
-        ("miscoupling", BLUE, "miscoupling"),
-        ("offdiag_normalized", ORANGE, "offdiag normalized"),
-    ):
-        coupling.fill_between(
-            step, points[f"{measure}_q25"].sel(at), points[f"{measure}_q75"].sel(at), color=colour, alpha=0.2, lw=0
-        )
-        coupling.plot(step, points[measure].sel(at), color=colour, marker="o", ms=3, label=label)
-        coupling.plot(step, points[f"{measure}_null"].sel(at), color=colour, ls=":", label="its null level")
-    coupling.set(title=f"Mis-coupling, l ≠ l', K = {k}", ylim=(0, None))
-    coupling.legend(fontsize=7)
-    for axes, name, heading in (
-        (lss, "lss", "Line-shape score"),
-        (growth, "expodistance_raw", "Expodistance, before final norm"),
-    ):
-        low, middle, high = (points[name].sel(statistic=s) for s in ("q25", "median", "q75"))
-        axes.fill_between(step, low, high, color=GREEN, alpha=0.2, lw=0)
-        axes.plot(step, middle, color=GREEN, marker="o", ms=3)
-        axes.set(title=heading)
-    growth.set_yscale("log")
-    growth.yaxis.set_major_formatter("{x:g}")
-    growth.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
-    doubted = suspect(points) != ""
-    if doubted.any():
-        for axes, values in (
-            (coupling, points["miscoupling"].sel(at)),
-            (lss, points["lss"].sel(statistic="median")),
-            (growth, points["expodistance_raw"].sel(statistic="median")),
-        ):
-            axes.plot(step[doubted], values[doubted], "x", color=ORANGE, ms=9, label="suspect checkpoint")
-        lss.legend(fontsize=7)
-    for axes in (coupling, lss, growth):
-        axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
-        axes.set_xlim(-0.2, 1.3 * step[-1])
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_xlabel("training step")
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    return figure
-
-
-NAMES = ("curves", "heatmap")
+OWN = {
+    "curves": "mis-coupling, line-shape score and expodistance over training, with null level and quartiles",
+    "heatmap": "the matrix of layer pairs after the last step",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,32 +27,113 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog="python -m tracker.figures", description="Draw a figure from a walk's or a run's results."
+        prog="python -m tracker.figures",
+        description="Draw the paper's figures, and others, from a walk's or a run's results.",
     )
-    parser.add_argument("name", choices=NAMES, help="curves over training, or the heat map of the last step")
-    parser.add_argument("results", type=Path, help="the directory that a walk wrote (--out)")
-    parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.png")
+    parser.add_argument("name", type=str, help="a figure of the paper (1a to 36), curves, heatmap, all, or list")
+    parser.add_argument(
+        "results", type=list[Path], nargs="*", help="directories that walks or runs wrote (--out, save_dir)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv")
     parser.add_argument("--k", type=int, help="number of singular vectors; default: the smallest measured")
     parsed = parser.parse_args(arguments)
     try:
-        dataset = open_results(parsed.results)
+        results = _open(parsed.results)
+        return _run(parsed.name, results, parsed.k, parsed.out)
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ks = [int(k) for k in dataset["k"].values]
-    k = parsed.k or ks[0]
-    if k not in ks:
-        print(f"error: --k {k} was not measured; there are {', '.join(map(str, ks))}", file=sys.stderr)
-        return 2
-    if parsed.name == "curves":
-        figure = training_curves(curves(dataset), k, dataset.attrs.get("suite", ""))
-    else:
-        figure = coupling_heatmap(dataset.isel(step=-1), k)
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    file = parsed.out / f"{parsed.name}.png"
-    figure.savefig(file, dpi=150)
-    print(file)
+
+
+def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
+    names = [directory.resolve().name for directory in directories]
+    names = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
+    return {name: open_results(directory) for name, directory in zip(names, directories, strict=True)}
+
+
+def _run(name: str, results: dict[str, xr.Dataset], k: int | None, out: Path) -> int:
+    from tracker.paper import ELSEWHERE, FIGURES, SAME
+
+    if name == "list":
+        _list(results)
+        return 0
+    if name in ELSEWHERE:
+        raise ValueError(f"figure {name} is of a grid of vision transformers: {ELSEWHERE[name]}")
+    wanted = SAME.get(name, name)
+    if name != "all" and wanted not in {*FIGURES, *OWN}:
+        raise ValueError(
+            f"{name!r} is no figure; choose from all, list, {', '.join([*OWN, *FIGURES, *SAME, *ELSEWHERE])}"
+        )
+    if not results:
+        raise ValueError(f"figure {name} of what? give a directory of results")
+    if name != "all":
+        _save(wanted, *_draw(wanted, results, k), out)
+        return 0
+    for one in (*OWN, *FIGURES):
+        try:
+            _save(one, *_draw(one, results, k), out)
+        except ValueError as error:
+            print(f"{one}: {error}")
     return 0
+
+
+def _draw(name: str, results: dict[str, xr.Dataset], k: int | None) -> "tuple[Figure, pd.DataFrame]":
+    """One figure and its numbers.
+
+    Raises:
+        ValueError: if the results can't make it; says what to run.
+    """
+    from tracker.paper import FIGURES, lacks
+
+    if name not in OWN and (why := lacks(FIGURES[name], results)):
+        raise ValueError(f"figure {name} can't be drawn: {why}")
+    first = next(iter(results.values()))
+    ks = [int(value) for value in first["k"].values] if "k" in first.coords else [0]
+    if k is not None and any(k not in ds.coords.get("k", ()) for ds in results.values()):
+        raise ValueError(f"--k {k} was not measured; there are {', '.join(map(str, ks))}")
+    k = ks[0] if k is None else k
+    if name in OWN:
+        return _own(name, results, k)
+    figure, table = FIGURES[name].draw(results, k)
+    figure.suptitle(FIGURES[name].title, fontsize=10)
+    return figure, table
+
+
+def _own(name: str, results: dict[str, xr.Dataset], k: int) -> "tuple[Figure, pd.DataFrame]":
+    from tracker.drawing import coupling_heatmap, training_curves
+    from tracker.statistics import curves
+
+    if len(results) > 1 or "miscoupling" not in next(iter(results.values())):
+        raise ValueError(f"figure {name} is drawn of one directory of results with coupling in it")
+    (ds,) = results.values()
+    if name == "heatmap":
+        last = ds.isel(step=-1)
+        return coupling_heatmap(last, k), last["miscoupling"].sel(k=k).mean(("prompt", "token")).to_dataframe()
+    points = curves(ds)
+    return training_curves(points, k, ds.attrs.get("suite", "")), points.sel(k=k, pairs="mean_offdiag").to_dataframe()
+
+
+def _save(name: str, figure: "Figure", table: "pd.DataFrame", out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out / f"{name}.pdf")
+    figure.savefig(out / f"{name}.png", dpi=150)
+    table.to_csv(out / f"{name}.csv")
+    print(out / f"{name}.png")
+
+
+def _list(results: dict[str, xr.Dataset]) -> None:
+    """Every figure: its number, what it shows, and what is still needed for it."""
+    from tracker.paper import ELSEWHERE, FIGURES, SAME, lacks
+
+    for name, what in OWN.items():
+        print(f"{name:8} {what}")
+    for name, figure in FIGURES.items():
+        again = "".join(f", {other}" for other, same in SAME.items() if same == name)
+        needs = ", ".join(figure.needs)
+        said = (lacks(figure, results) or "can be made") if results else f"needs {needs}"
+        print(f"{name + again:8} {figure.title}; {said}")
+    for name, command in ELSEWHERE.items():
+        print(f"{name:8} of a grid of vision transformers: {command}")
 
 
 if __name__ == "__main__":

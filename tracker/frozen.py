@@ -39,8 +39,8 @@ def by_formula(
     Args:
         attend: the model's own attention.
         query: the rows' queries; query head h meets key head h // (H / G).
-        key: the rows' own keys.
-        value: the rows' own values.
+        key: the keys that are not frozen: the rows' own, or those of the rows that they are differentiated by.
+        value: the values beside them.
         frozen: the recorded attentions, each with those of the R rows that belong to it.
 
     Raises:
@@ -57,10 +57,10 @@ def by_formula(
             mask = mask_of_rows(past.mask, past.causal, past.key.shape[-2], rows)
             for index, wave in rows.waves():
                 K, V = past.key[samples_of(past.key, wave)], past.value[samples_of(past.value, wave)]
-                K[range(len(index)), :, wave.token] = key[start + index, :, 0]
-                V[range(len(index)), :, wave.token] = value[start + index, :, 0]
+                K[range(len(index)), :, wave.live] = key[start + index, :, 0]
+                V[range(len(index)), :, wave.live] = value[start + index, :, 0]
                 seen = None if mask is None else mask[index]
-                expansion.put(start + index, expand(attend.formula, query[start + index], K, V, wave.token, seen))
+                expansion.put(start + index, expand(attend.formula, query[start + index], K, V, wave.live, seen))
             start += len(rows.sample)
     with torch.autocast(query.device.type, enabled=False):
         return attend.returned(expansion(query, key, value))
@@ -78,7 +78,7 @@ def by_own_code(
     outputs = []
     for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         n = past.key.shape[-2]
-        own = (torch.arange(n, device=q.device) == rows.token[:, None])[:, None, :, None]  # (R, 1, n, 1)
+        own = (torch.arange(n, device=q.device) == rows.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
         K = torch.where(own, k, past.key[samples_of(past.key, rows)])
         V = torch.where(own, v, past.value[samples_of(past.value, rows)])
         outputs.append(attend(q, K, V, mask_of_rows(past.mask, past.causal, n, rows), False))

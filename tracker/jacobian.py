@@ -99,16 +99,16 @@ class LinearOperator:
     dense: Callable[[], Tensor]  # () -> (R, d, d)
 
 
-def residual_operator(block: Linearization, chunk: int) -> LinearOperator:
-    """J of a block less the identity, at most `chunk` products at a time."""
+def residual_operator(block: Linearization, chunk: int, identity: bool = True) -> LinearOperator:
+    """J of a block less the identity, if that is in it, at most `chunk` products at a time."""
 
     def less_identity(product: Callable[[Tensor], Tensor], X: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
         columns = X.movedim(-1, 0).contiguous()  # with columns for rows, the products take five times as long
-        return torch.cat([product(some) - some for some in columns.split(chunk)]).movedim(0, -1)
+        return torch.cat([product(some) - identity * some for some in columns.split(chunk)]).movedim(0, -1)
 
     def dense() -> Float[Tensor, "R d d"]:
         J = dense_jacobian(block.pullback, block.y, chunk)
-        J.diagonal(dim1=-2, dim2=-1).sub_(1)
+        J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
         return J
 
     return LinearOperator(partial(less_identity, block.pushforward), partial(less_identity, block.pullback), dense)

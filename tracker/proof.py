@@ -31,7 +31,12 @@ WINDOW = 16
 def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
     """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
     of every sample; the last position of the sequence instead, where only position 0 is asked for.
+
+    Of rows with other sources, at the first and the last of every sample.
     """
+    if rows.source is not None:
+        waves = [wave for _, wave in rows.waves()]
+        return max(_derivative_error_at(call, wave, answered) for wave in (waves[0], waves[-1]))
     n, device = call.x.shape[1], call.x.device
     samples = rows.sample.unique()
     asked = [rows.token[rows.sample == sample] for sample in samples]
@@ -56,13 +61,14 @@ def _derivative_error_in_window(call: BlockCall, rows: Rows, answered: Answered)
 
 
 def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> float:
-    x = rows.of(call.x)
+    x = rows.sources_of(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
     sliced = on_single_rows(restrict([(call, rows)], answered), x)
     with sdpa_kernel(SDPBackend.MATH):
         expected = linearize(full_sequence(call, rows), x).pullback(u[None])[0]
-    return relative_error(sliced.pullback(u[None])[0] - u, expected - u, u, x.dtype)
+    identity = u if rows.source is None else torch.zeros_like(u)
+    return relative_error(sliced.pullback(u[None])[0] - identity, expected - identity, u, x.dtype)
 
 
 def relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.dtype) -> float:

@@ -9,6 +9,7 @@ product of (cotangents x rows) by its weights.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import OutOfMemoryError, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,10 +26,15 @@ Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCal
 def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
     """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
 
+    Rows that are differentiated by others are of one call; the function is then of the sources.
+
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
+    if selections[0][1].source is not None:
+        ((call, rows),) = selections
+        return _restrict_to_sources(call, rows, answered)
     call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
     divided = [
         {name: of_rows(name, v, call, rows) for name, v in call.arguments.arguments.items() if name != call.state}
@@ -62,11 +68,30 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
     return f
 
 
+def _restrict_to_sources(call: BlockCall, rows: Rows, answered: Answered) -> RowFunction:
+    """What reaches the rows through attention: sources and targets run as 2 R sequences of length one, and a target's
+    query meets its source's live key.
+    """
+    R, targets = len(rows.sample), rows.of(call.x)
+    both = Rows(rows.sample.repeat(2), torch.cat([rows.live, rows.token]))
+
+    def of_targets(
+        attend: Attend, query: Tensor, key: Tensor, value: Tensor, frozen: Sequence[tuple[AttentionCall, Rows]]
+    ) -> Any:
+        output = answered(attend, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
+        found = output[0] if isinstance(output, tuple) else output
+        padded = torch.cat([torch.zeros_like(found), found])  # nobody asks for what the sources see
+        return (padded, *output[1:]) if isinstance(output, tuple) else padded
+
+    f = restrict([(call, both)], of_targets)
+    return lambda x: f(torch.cat([x, targets]))[R:]
+
+
 def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows within their full sequences; no two rows of one sample."""
+    """The block as a function of the rows (or of their sources) within their full sequences; no two rows of one sample."""
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        X = call.x.index_put((rows.sample, rows.token), x)
+        X = call.x.index_put((rows.sample, rows.live), x)
         return rows.of(call(X))
 
     return f

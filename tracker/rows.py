@@ -83,7 +83,8 @@ class Jacobians:
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
         """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
-        The calls are of one block, in one recording or several; their rows pass through its weights together.
+        The calls are of one block, in one recording or several; their rows pass through its weights together. At rows
+        that have other sources: J_{t1 t2}, t1 the source; such rows are asked for of one call at a time.
 
         Raises:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
@@ -155,7 +156,7 @@ class Jacobians:
 
     def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
         J, value_error = full(call, rows, self.replica.dtype, self.memory)
-        J.diagonal(dim1=-2, dim2=-1).sub_(1)
+        J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
             warnings.warn(
                 f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {reason}", stacklevel=5
@@ -165,26 +166,27 @@ class Jacobians:
 
     def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
         sizes = [len(rows.sample) for _, rows in selections]
-        x = torch.cat([rows.of(call.x) for call, rows in selections])
+        x = torch.cat([rows.sources_of(call.x) for call, rows in selections])
         block = on_single_rows(restrict(selections, PATHS[path]), x)
         evidence, keys = [], 0
-        for (call, rows), x_, y_ in zip(selections, x.split(sizes), block.y.split(sizes), strict=True):
-            recorded = rows.of(call.y)
-            value_error = relative_error(y_ - x_, recorded - x_, recorded, self.replica.dtype)
+        for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
+            before, recorded = rows.of(call.x), rows.of(call.y)
+            value_error = relative_error(y - before, recorded - before, recorded, self.replica.dtype)
             if not value_error <= TOLERANCE[self.replica.dtype]:
                 raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
-            kind = (path, *kind_of(call))
+            kind = (path, rows.source is None, *kind_of(call))
             if kind not in self._proved:
                 self._proved[kind] = derivative_error(call, rows, PATHS[path])
             if not self._proved[kind] <= TOLERANCE[x.dtype]:
                 raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
             evidence.append(Evidence(path, value_error, self._proved[kind]))
             if path == "own code":
-                keys += sum(len(x_) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
+                keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = on_single_rows(restrict(selections, PATHS[path]), x)
-        operator = residual_operator(block, _chunk(16 * x.numel() + 2 * keys, x, self.memory))
+        chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
+        operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
         return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
 
 
@@ -213,7 +215,7 @@ def full(
 
     One row of every sample at a time: samples do not mix in a block, tokens do.
     """
-    x, recorded = rows.of(call.x), rows.of(call.y)
+    x, before, recorded = rows.sources_of(call.x), rows.of(call.x), rows.of(call.y)
     J = x.new_empty(*x.shape, x.shape[-1])
     B, n, d = call.x.shape
     y = torch.empty_like(x)
@@ -222,7 +224,7 @@ def full(
             block = linearize(full_sequence(call, wave), x[index])
             J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
             y[index] = block.y
-    value_error = relative_error(y - x, recorded - x, recorded, recorded_in)
+    value_error = relative_error(y - before, recorded - before, recorded, recorded_in)
     if not value_error <= TOLERANCE[recorded_in]:
         raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "

@@ -49,7 +49,7 @@ def curves(results: xr.Dataset) -> xr.Dataset:
             spread = quartiles(by_prompt, ("prompt", "token"))
             for q in ("q25", "q75"):
                 out[f"{name}_{q}"] = spread.sel(statistic=q, drop=True)
-            out[f"{name}_null"] = over_pairs(_null_matrix(results, name)).mean(("prompt", "token"))
+            out[f"{name}_null"] = over_pairs(null_matrix(results, name)).mean(("prompt", "token"))
     for name in TRAJECTORY:
         if name in results:
             out[name] = quartiles(results[name], ("prompt", "position"))
@@ -65,7 +65,7 @@ def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
     return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
 
 
-def _null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
+def null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
     """The null level of every layer pair that has a value: that of the block described; 0 on the trivial diagonal."""
     measured = results[name]
     off_diagonal = measured["layer"] != measured["layer_other"]

@@ -6,10 +6,17 @@
     equidistance  Std_l |x^l - x^{l-1}| / Avg_l |x^l - x^{l-1}|          Fig. 25
 
 States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.
+Beside them, what a state would predict if it were the last, and where the states lie in the plane that the last ones span:
+
+    entropy       - sum_v p_v ln p_v,  p = softmax(M norm(x^l)), M the unembedding       in nats, Fig. 26
+    PCA           x^l on the two principal axes of the rows of X^L                        appendix A.2.1
+
 What is undefined is NaN, never a made-up number: a zero step has no direction, a mean growth that is zero to rounding
 no scale.
 Cost O(L n d).
 """
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -66,6 +73,27 @@ def expodistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
 def equidistance(X: States) -> Float[Tensor, " n"]:
     """Coefficient of variation of the step length over depth (Fig. 25)."""
     return _squared_variation(torch.linalg.vector_norm(steps(X), dim=-1).movedim(0, -1), 0.0).sqrt()
+
+
+def entropy(
+    X: States, norm: Callable[[Tensor], Tensor], unembedding: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "depth n"]:
+    """Entropy of the next token's distribution as each state has it, in nats."""
+    log_p = unembedding(norm(X)).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d 2"]]:
+    """The mean of the rows and the two axes along which they vary most; an axis along which they do not is NaN.
+
+    An axis points to where its largest entry is positive.
+    """
+    mean = x.mean(0)
+    _, s, axes = torch.linalg.svd(x - mean, full_matrices=False)
+    s, axes = (torch.nn.functional.pad(v, (0,) * (2 * v.dim() - 1) + (2,))[:2] for v in (s, axes))
+    largest = axes.take_along_dim(axes.abs().argmax(-1, keepdim=True), -1)
+    there = s > x.shape[0] * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(x)
+    return mean, torch.where(there[:, None], axes * largest.sign(), torch.nan).mT
 
 
 def default_width(L: int) -> int:

@@ -45,6 +45,9 @@ class Walk:
         inputs: a .pt file with what the model's forward takes, in place of prompts.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             or a file: text with one prompt a line, or JSONL with "prompt".
+        suffix: text to append to every prompt, such as " Let's think step by step.".
+        measures: all, or some of coupling, trajectory, vju, matrices, tokenwise, entropy, pca and noise (see
+            `tracker.measure`), with commas between them. Default: coupling,trajectory.
         k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
             the model's width.
         tokens: whose Jacobians: last, cls, all, or positions such as 0,-1.
@@ -76,6 +79,8 @@ class Walk:
     tokenizer: str | None = None
     inputs: Path | None = None
     prompts: str = "builtin"
+    suffix: str = ""
+    measures: str | None = None
     k: int | str | None = None
     tokens: int | str = "last"
     final_norm: Literal["auto", "include", "exclude", "drop"] = "auto"
@@ -141,6 +146,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
 
     from tracker.provenance import SCHEMA, settings_digest, usable_device
     from tracker.results import Store
+    from tracker.settings import Settings
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
     joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
@@ -154,6 +160,8 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         "final_norm": walk.final_norm,
         "max_tokens": walk.max_tokens,
     }
+    if walk.measures is not None:
+        keywords["measures"] = list(Settings(measures=tuple(sorted(set(walk.measures.split(","))))).measures)
     if walk.workers < 0 or (walk.address and not walk.workers):
         raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     if keywords["k"] and keywords["k"][0] < 1:
@@ -167,7 +175,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
 
     store = Store(walk.out or Path("results") / suite.name)
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
-    # Named only where given, so that a store keeps its identity when an option is added here.
+    # Named only where given, like the measures: a store keeps its identity when an option is added here.
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
     identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
     if suite.cache_dir is not None:
@@ -264,7 +272,7 @@ def _inputs(walk: Walk) -> tuple[str, Any]:
     from tracker.provenance import digest
 
     if walk.inputs is None:
-        prompts = load_prompts(walk.prompts)
+        prompts = [prompt + walk.suffix for prompt in load_prompts(walk.prompts)]
         return prompts_digest(prompts), prompts
     import torch
 

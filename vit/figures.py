@@ -1,19 +1,15 @@
 """Figures of a grid: the paper's Figs 6a, 6b and 10, coupling over training, and what follows accuracy most."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from tracker.figures import BLUE, GREY, ORANGE
-from vit.statistics import FEWEST
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from tracker.drawing import BLUE, GREY, ORANGE, panels, shades, training_axis
+from tracker.regression import FEWEST
 
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
@@ -21,7 +17,7 @@ PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": 
 def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:
     """Fig. 6a."""
     rates = sorted(set(grid["drop_path"].values))
-    figure, axes = _panels(len(rates), sharey=True)
+    figure, axes = panels(len(rates), sharey=True)
     decays = sorted(set(grid["weight_decay"].values))
     fits = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
     for panel, rate in zip(axes, rates, strict=True):
@@ -50,7 +46,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
 
 def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence[float]) -> Figure:
     """Fig. 6b with one weight decay, Fig. 10 with all."""
-    figure, axes = _panels(len(decays), sharey=True)
+    figure, axes = panels(len(decays), sharey=True)
     for panel, decay in zip(axes, decays, strict=True):
         cells = grid.isel(cell=np.flatnonzero(grid["weight_decay"] == decay)).sortby("drop_path")
         x, y = cells["drop_path"].values, -cells["miscoupling"].isel(step=-1).sel(at).values
@@ -73,19 +69,14 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     rates = sorted(set(grid["drop_path"].values))
     step = grid["step"].values
-    for i, rate in enumerate(rates):
+    for rate, colour in zip(rates, shades(len(rates)), strict=True):
         cells = -grid["miscoupling"].sel(at).isel(cell=np.flatnonzero(grid["drop_path"] == rate))
-        colour = colormaps["viridis"](0.9 * i / max(len(rates) - 1, 1))
         axes.fill_between(step, cells.min("cell"), cells.max("cell"), color=colour, alpha=0.12, lw=0)
         axes.plot(step, cells.mean("cell"), color=colour, marker="o", ms=3, label=f"stochastic depth {rate:g}")
     axes.plot(step, -grid["null"].sel(at).mean("cell"), color=GREY, ls=":", label="null level")
-    axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
-    axes.set_xlim(-0.2, 1.3 * step[-1])
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("training step")
+    training_axis(axes, step[-1])
     axes.set_ylabel(coupling_label(at), fontsize=9)
     axes.legend(fontsize=7)
-    axes.grid(alpha=0.3)
     return figure
 
 
@@ -107,20 +98,6 @@ def what_follows_accuracy(table: pd.DataFrame) -> Figure:
     axes.set_yticks(range(len(kinds)), [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in kinds], fontsize=8)
     figure.colorbar(image, label="r of coupling and accuracy")
     return figure
-
-
-def _panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
-    columns = min(count, 4)
-    rows = -(-count // columns)
-    figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
-    for unused in axes[count:]:
-        unused.remove()
-    for panel in axes[:count]:
-        panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=7)
-        panel.locator_params(axis="x", nbins=5)
-    return figure, list(axes[:count])
 
 
 def coupling_label(at: dict[str, Any]) -> str:

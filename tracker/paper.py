@@ -1,0 +1,255 @@
+"""The paper's figures by their numbers: what each needs, how it is drawn, and where it differs from the paper's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from tracker import plots
+
+if TYPE_CHECKING:
+    from tracker.plots import Plotted
+
+NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
+SCORED = "results with scores (a Pythia walk has its own, --scores FILE joins others), of several models"
+ALIKE = ("final_norm", "dtype", "tokens", "inputs_sha256")  # what results in one figure have to share
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One of the paper's figures."""
+
+    title: str
+    draw: "Callable[[plots.Results, int], Plotted]"
+    needs: tuple[str, ...] = ()  # variables
+    measures: str = ""  # what a walk is to be asked for, beyond the usual
+    steps: int = 1  # how many at least
+    results: int = 1
+    differs: str = ""  # from the paper's
+    may_differ: tuple[str, ...] = ()  # of `ALIKE`, what is being compared
+
+
+def _layer_plot(variable: str, **more: Any) -> "Callable[[plots.Results, int], Plotted]":
+    return lambda results, k: plots.matrix_grid(results, variable, **more)
+
+
+def _coupling(k: int) -> Callable[[xr.Dataset], float]:
+    def take(ds: xr.Dataset) -> float:
+        by_prompt = plots.prompt_couplings(ds, NORMALISED, PAIRS, k)["coupling"]
+        return float(by_prompt.isel(step=-1).mean())
+
+    return take
+
+
+def _score(ds: xr.Dataset) -> float:
+    return float(ds["score"].isel(step=-1).mean())
+
+
+def _attribute(name: str) -> Callable[[xr.Dataset], float]:
+    return lambda ds: float(ds.attrs[name])
+
+
+def _against_score(k: int, exponential: bool = False) -> "Callable[[plots.Results], Plotted]":
+    return lambda results: plots.models(
+        results, [(f"coupling, K = {k}", _coupling(k)), ("score", _score)], "score", exponential
+    )
+
+
+def _every_k(results: "plots.Results", _: int) -> "Plotted":
+    ks = [int(k) for k in next(iter(results.values()))["k"].values]
+    return plots.models(results, [*((f"coupling, K = {k}", _coupling(k)) for k in ks), ("score", _score)], "score")
+
+
+def _sizes(results: "plots.Results", k: int) -> "Plotted":
+    columns = [
+        ("blocks", lambda ds: float(ds.sizes["layer"])),
+        ("width", _attribute("width")),
+        ("parameters", _attribute("parameters")),
+        (f"coupling, K = {k}", _coupling(k)),
+        ("score", _score),
+    ]
+    return plots.models(results, columns, "score")
+
+
+def _tokens_seen(results: "plots.Results", k: int) -> "Plotted":
+    tokens = ("training tokens", lambda ds: float(ds["tokens_seen"].isel(step=-1)))
+    return plots.models(
+        results, [tokens, ("score", _score), (f"coupling, K = {k}", _coupling(k))], f"coupling, K = {k}"
+    )
+
+
+MATRICES = "matrices of the smallest K, of one prompt; the first and the last step stand for untrained and trained"
+WINDOWS = "the window is 11 states where the model has 20 blocks or more, else narrower: the results say which"
+FIGURES: Mapping[str, PaperFigure] = {
+    "1a": PaperFigure(
+        "Coupling against benchmark score",
+        lambda results, k: _against_score(k)(results),
+        ("miscoupling", "score"),
+        results=4,
+        differs="coupling over l ≠ l', after the last step",
+    ),
+    "1b": PaperFigure(
+        "Coupling over training",
+        lambda results, k: plots.coupling_over_training(results, NORMALISED, PAIRS, k),
+        (NORMALISED,),
+        steps=2,
+        differs="with its interval over prompts, its null level and its onset; over l ≠ l'",
+    ),
+    "1c": PaperFigure(
+        "Layers as nodes, edges by coupling (Figs 1c to 1e)",
+        lambda results, k: plots.layer_graph(results, NORMALISED, k),
+        (NORMALISED,),
+        differs="edges show how far coupling is above its null level, both directions averaged",
+    ),
+    "3": PaperFigure(
+        "Coupling matrices across depth", _layer_plot("matrix"), ("matrix",), "matrices", differs=MATRICES
+    ),
+    "4": PaperFigure(
+        "Coupling matrices across tokens, self-coupling",
+        _layer_plot("self_matrix"),
+        ("self_matrix",),
+        "tokenwise,matrices",
+        differs=f"{MATRICES}; l' = l, the middle layer",
+    ),
+    "5": PaperFigure(
+        "Line-shape score and expodistance, untrained and trained",
+        lambda results, _: plots.of_models(
+            results, {"lss": "LSS", "expodistance_raw": "expodistance, before final norm"}
+        ),
+        ("lss", "expodistance_raw"),
+        steps=2,
+        differs="untrained is the first step, not a fresh initialisation",
+    ),
+    "7": PaperFigure(
+        "Exponential fit between coupling and score",
+        lambda results, k: _against_score(k, exponential=True)(results),
+        ("miscoupling", "score"),
+        results=4,
+    ),
+    "8": PaperFigure("Training tokens against coupling", _tokens_seen, ("miscoupling", "score"), results=4),
+    "9": PaperFigure(
+        "Coupling of each prompt against its length",
+        lambda results, k: plots.prompts(results, NORMALISED, PAIRS, k),
+        (NORMALISED, "norm_raw"),
+        differs="the left half, against difficulty, is not drawn",
+    ),
+    "12": PaperFigure(
+        "Token trajectories on a principal plane", lambda results, _: plots.principal_planes(results), ("pca",), "pca"
+    ),
+    "15": PaperFigure(
+        "Coupling by layer: plain prompts and others",
+        lambda results, k: plots.coupling_by_layer(results, NORMALISED, k),
+        (NORMALISED,),
+        results=2,
+        differs="",
+        may_differ=("inputs_sha256",),
+    ),
+    "18": PaperFigure(
+        "Coupling matrices across tokens, fixed input",
+        _layer_plot("fixed_input_matrix"),
+        ("fixed_input_matrix",),
+        "tokenwise,matrices",
+        differs=f"{MATRICES}; l' = l, the middle layer; the input is the first token",
+    ),
+    "19": PaperFigure(
+        "Coupling matrices across tokens, fixed output",
+        _layer_plot("fixed_output_matrix"),
+        ("fixed_output_matrix",),
+        "tokenwise,matrices",
+        differs=f"{MATRICES}; l' = l, the middle layer; the output is the last token compared",
+    ),
+    "25": PaperFigure(
+        "Variation of step lengths at initialisation",
+        lambda results, _: plots.of_models(results, {"equidistance": "variation of step lengths"}, ("first",)),
+        ("equidistance",),
+    ),
+    "26": PaperFigure(
+        "Norm, line-shape score and entropy by depth",
+        lambda results, _: plots.by_depth(
+            results,
+            {"norm_raw": "norm", "lss_window": "LSS in windows", "entropy": "logit entropy, nats"},
+            log=("norm_raw",),
+        ),
+        ("norm_raw", "lss_window", "entropy"),
+        "entropy",
+        differs=f"the row of step lengths by depth is not drawn; {WINDOWS}",
+    ),
+    "27": PaperFigure(
+        "Line-shape score over training",
+        lambda results, _: plots.over_training(results, "lss", "line-shape score"),
+        ("lss",),
+        steps=2,
+        differs="the right half is Fig. 26's second panel",
+    ),
+    "28": PaperFigure(
+        "Linearity at fixed layers over training",
+        lambda results, _: plots.at_depths(results, "lss_window", "−LSS in windows", sign=-1),
+        ("lss_window",),
+        steps=2,
+        differs=WINDOWS,
+    ),
+    "29": PaperFigure(
+        "Expodistance at fixed layers over training",
+        lambda results, _: plots.at_depths(results, "expodistance_raw_window", "expodistance in windows", log=True),
+        ("expodistance_raw_window",),
+        steps=2,
+        differs=f"before the final norm; {WINDOWS}",
+    ),
+    "30": PaperFigure(
+        "Norm and expodistance by depth during training",
+        lambda results, _: plots.by_depth(
+            results,
+            {"norm_raw": "norm", "expodistance_raw_window": "expodistance in windows"},
+            log=("norm_raw", "expodistance_raw_window"),
+        ),
+        ("norm_raw", "expodistance_raw_window"),
+        steps=2,
+        differs=f"before the final norm; {WINDOWS}",
+    ),
+    "32": PaperFigure(
+        "Response to noise on the embeddings",
+        lambda results, _: plots.noise_response(results),
+        ("noise_similarity",),
+        "noise",
+        differs="one draw of noise for each prompt",
+    ),
+    "33": PaperFigure(
+        "Singular values by depth, untrained",
+        lambda results, _: plots.singular_values(results, "first"),
+        ("singular_value",),
+        differs="untrained is the first step",
+    ),
+    "34": PaperFigure(
+        "Singular values by depth, trained",
+        lambda results, _: plots.singular_values(results, "last"),
+        ("singular_value",),
+    ),
+    "35": PaperFigure(
+        "Depth, width, parameters and coupling against score", _sizes, ("miscoupling", "score"), results=4
+    ),
+    "36": PaperFigure("Coupling against score for every K", _every_k, ("miscoupling", "score"), results=4),
+}
+SAME = {"20": "3", "21": "4", "22": "18", "23": "19", "13": "12"}  # more of the same in the paper's appendix
+ELSEWHERE = {"6": "python -m vit.analysis GRID", "10": "python -m vit.analysis GRID"}
+
+
+def lacks(figure: PaperFigure, results: "plots.Results") -> str:
+    """What keeps these results from this figure, and what to run; "" where nothing does."""
+    for name, ds in results.items():
+        missing = [variable for variable in figure.needs if variable not in ds]
+        if "score" in missing:
+            return f"{name} has no scores; it takes {SCORED}"
+        if missing:
+            asked = f" --measures coupling,trajectory,{figure.measures}" if figure.measures else ""
+            return f"{name} lacks {', '.join(missing)}; walk again: python -m tracker.pythia --model ...{asked} --out OTHER"
+        if ds.sizes["step"] < figure.steps:
+            return f"{name} has {ds.sizes['step']} step(s), it takes {figure.steps}; walk more: --steps ..."
+    if len(results) < figure.results:
+        return f"it compares at least {figure.results} results; {len(results)} given"
+    for key in ALIKE:
+        held = {name: ds.attrs.get(key) for name, ds in results.items()}
+        if key not in figure.may_differ and len(set(held.values())) > 1:
+            said = ", ".join(f"{name}: {value}" for name, value in held.items())
+            return f"the results differ in {key} ({said}); one figure shows one convention"
+    return ""

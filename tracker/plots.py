@@ -1,0 +1,359 @@
+"""The kinds of plots that the paper's figures are made of. Each gives the figure and the numbers it plots, as a table.
+
+Results come by name, each with a `step` dimension; "first" and "last" are its first and last steps. Coupling is minus
+mis-coupling. Bands and bars: 95 % bootstrap intervals of means over prompts, quartiles where medians are drawn.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.drawing import BLUE, GREY, ORANGE, panels, shades, training_axis
+from tracker.regression import exponential_fit, linear_fit, mean_interval, onset
+from tracker.statistics import null_matrix, over_pairs, quartiles
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    Plotted = tuple[Figure, pd.DataFrame]
+
+Results = Mapping[str, xr.Dataset]
+TILES = 8  # matrices along a side of a grid of them
+
+
+def coupling_over_training(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
+    """Mean over prompts, its interval, the null level, and the step at which the curve leaves it."""
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        by_prompt = prompt_couplings(ds, measure, pairs, k)
+        null = by_prompt["null"].mean("prompt").values
+        mean = by_prompt["coupling"].mean("prompt").values
+        low, high = mean_interval(by_prompt["coupling"].transpose("step", "prompt").values)
+        left = onset(ds["step"].values, (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values)
+        step = ds["step"].values
+        panel.fill_between(step, low, high, color=BLUE, alpha=0.25, lw=0)
+        panel.plot(step, mean, color=BLUE, marker="o", ms=3)
+        panel.plot(step, null, color=GREY, ls=":", label="null level")
+        if np.isfinite(left["step"]):
+            panel.axvspan(left["low"], left["high"], color=ORANGE, alpha=0.2, lw=0)
+            panel.axvline(left["step"], color=ORANGE, lw=1, label=f"onset: step {left['step']:.3g}")
+        training_axis(panel, step[-1])
+        panel.set_title(name, fontsize=9)
+        panel.legend(fontsize=7)
+        columns = {"step": step, "coupling": mean, "low": low, "high": high, "null": null, "onset": left["step"]}
+        rows.append(pd.DataFrame({"result": name, **columns}))
+    figure.supylabel(f"−{measure}, K = {k}", fontsize=9)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def layer_graph(results: Results, measure: str, k: int) -> "Plotted":
+    """Layers as nodes on a circle; a line's width and opacity: how much more than their null level two layers couple."""
+    shown = [(name, ds, i) for name, ds in results.items() for i in _some(ds.sizes["step"], 3)]
+    figure, axes = panels(len(shown))
+    rows = []
+    for name, ds, i in shown:
+        at = ds.isel(step=i).sel(k=k)
+        gain = (at[f"{measure}_null"] - at[measure]).mean(("prompt", "token")).transpose("layer", "layer_other").values
+        gain = (gain + gain.T) / 2  # an edge has no direction
+        first, second = np.triu_indices(len(gain), 1)
+        step = int(ds["step"][i])
+        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": gain[first, second]}
+        rows.append(pd.DataFrame({"result": name, "step": step, **edges}))
+    table = pd.concat(rows, ignore_index=True)
+    top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
+    for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
+        angle = np.pi / 2 - 2 * np.pi * np.arange(ds.sizes["layer"]) / ds.sizes["layer"]
+        x, y = np.cos(angle), np.sin(angle)
+        for a, b, value in part[["layer", "layer_other", "coupling_above_null"]].itertuples(index=False):
+            weight = max(0.0, value / top)
+            panel.plot(x[[a - 1, b - 1]], y[[a - 1, b - 1]], color=BLUE, lw=0.3 + 2.5 * weight, alpha=weight, zorder=1)
+        panel.scatter(x, y, s=90, color="white", edgecolor=GREY, zorder=2)
+        for layer in range(len(x)):
+            panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
+        panel.set(aspect="equal", title=f"{name}, step {int(ds['step'][i]):,}")
+        panel.title.set_fontsize(8)
+        panel.axis("off")
+    return figure, table
+
+
+def matrix_grid(results: Results, variable: str, layer: int | None = None) -> "Plotted":
+    """|A| of the first prompt, a tile for each pair: of layers at the first token measured, or of tokens in a layer.
+
+    At most eight along a side, about the middle of the layers; columns lend the basis.
+    """
+    shown = [(name, ds, i) for name, ds in results.items() for i in _some(ds.sizes["step"], 2)]
+    figure, axes = panels(len(shown))
+    rows = []
+    for panel, (name, ds, i) in zip(axes, shown, strict=True):
+        A = abs(ds[variable].isel(step=i, prompt=0))
+        if "token" in A.dims:
+            A = A.isel(token=0).transpose("layer", "layer_other", "row", "column")
+            of, start = "block", max(0, (A.sizes["layer"] - TILES) // 2)
+            labels = A["layer"].values[start : start + TILES]
+            A = A.values[start : start + TILES, start : start + TILES]
+        else:
+            chosen = int(ds.sizes["layer"] + 1) // 2 if layer is None else layer
+            there = ds["pair_position"].isel(step=i, prompt=0).dropna("pair_token")
+            labels, of = there.values[:TILES].astype(int), "token"
+            A = A.sel(layer=chosen).transpose("pair_token", "pair_token_other", "row", "column")
+            A = A.values[: len(labels), : len(labels)]
+        T, _, K, _ = A.shape
+        tiles = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
+        for a, b in np.ndindex(T, T):
+            tiles[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = A[a, b]
+        panel.imshow(tiles, cmap="magma", vmin=0, vmax=np.nanmax(tiles))
+        middle = np.arange(T) * (K + 1) + (K - 1) / 2
+        panel.set_xticks(middle, labels)
+        panel.set_yticks(middle, labels)
+        panel.grid(False)
+        panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
+        panel.set(xlabel=f"basis of {of}", ylabel=of)
+        index = np.indices(A.shape).reshape(4, -1)
+        columns = {of: labels[index[0]], f"{of}_other": labels[index[1]], "row": index[2] + 1, "column": index[3] + 1}
+        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **columns, "value": A.ravel()}))
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def by_depth(results: Results, variables: Mapping[str, str], log: Sequence[str] = (), count: int = 4) -> "Plotted":
+    """Medians and quartiles over prompts and positions against depth, a line for each of some steps.
+
+    Args:
+        variables: name in the results -> what it is, for the axis.
+    """
+    shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
+    figure, axes = panels(len(shown))
+    rows = []
+    for panel, (name, ds, variable) in zip(axes, shown, strict=True):
+        values = ds[variable]
+        axis = "depth" if "depth" in values.dims else "layer"
+        steps = _some(ds.sizes["step"], count)
+        for i, colour in zip(steps, shades(len(steps)), strict=True):
+            over = tuple(dim for dim in values.dims if dim in ("prompt", "position", "token"))
+            spread = quartiles(values.isel(step=i), over)
+            low, middle, high = (spread.sel(statistic=s).values for s in ("q25", "median", "q75"))
+            step = int(ds["step"][i])
+            panel.fill_between(values[axis], low, high, color=colour, alpha=0.15, lw=0)
+            panel.plot(values[axis], middle, color=colour, marker="o", ms=2, label=f"step {step:,}")
+            columns = {"depth": values[axis].values, "median": middle, "q25": low, "q75": high}
+            rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
+        if variable in log:
+            panel.set_yscale("log")
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel(axis, fontsize=8)
+        panel.set_ylabel(variables[variable], fontsize=8)
+    axes[0].legend(fontsize=6)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def at_depths(results: Results, variable: str, label: str, sign: int = 1, log: bool = False) -> "Plotted":
+    """Means over prompts and positions against the training step, a line for each of some layers (an early, a middle, a late)."""
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
+        layers = [int(defined[i]) for i in _some(len(defined), 3)]
+        for layer, colour in zip(layers, shades(len(layers)), strict=True):
+            by_prompt = sign * ds[variable].sel(layer=layer).mean("position").transpose("step", "prompt").values
+            mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt)
+            panel.fill_between(ds["step"], low, high, color=colour, alpha=0.15, lw=0)
+            panel.plot(ds["step"], mean, color=colour, marker="o", ms=3, label=f"layer {layer}")
+            columns = {"step": ds["step"].values, "mean": mean, "low": low, "high": high}
+            rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
+        training_axis(panel, ds["step"].values[-1])
+        if log:
+            panel.set_yscale("log")
+        panel.set_title(name, fontsize=8)
+        panel.set_ylabel(label, fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def over_training(results: Results, variable: str, label: str) -> "Plotted":
+    """Medians and quartiles over prompts and positions against the training step, a line for each result."""
+    figure, (axes,) = panels(1)
+    rows = []
+    for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
+        spread = quartiles(ds[variable], ("prompt", "position")).transpose("step", "statistic")
+        low, middle, high = spread.values.T
+        axes.fill_between(ds["step"], low, high, color=colour, alpha=0.15, lw=0)
+        axes.plot(ds["step"], middle, color=colour, marker="o", ms=3, label=name)
+        rows.append(pd.DataFrame({"result": name, "step": ds["step"], "median": middle, "q25": low, "q75": high}))
+    training_axis(axes, max(float(ds["step"][-1]) for ds in results.values()))
+    axes.set_ylabel(label, fontsize=8)
+    axes.legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def of_models(results: Results, variables: Mapping[str, str], steps: Sequence[str] = ("first", "last")) -> "Plotted":
+    """Median and quartiles over prompts and positions of each result, untrained (first step) and trained (last)."""
+    figure, axes = panels(len(variables))
+    rows = []
+    for panel, (variable, label) in zip(axes, variables.items(), strict=True):
+        for which, colour, shift in (("first", BLUE, -0.12), ("last", "black", 0.12)):
+            if which not in steps:
+                continue
+            for x, (name, ds) in enumerate(results.items()):
+                at = ds.isel(step=0 if which == "first" else -1)
+                low, middle, high = quartiles(at[variable], ("prompt", "position")).values
+                panel.errorbar(
+                    x + shift, middle, [[middle - low], [high - middle]], color=colour, marker="o", ms=4, capsize=2
+                )
+                columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
+                rows.append({"result": name, "variable": variable, **columns})
+        panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
+        panel.set_ylabel(label, fontsize=8)
+        panel.set_title("blue: first step, black: last", fontsize=7)
+    return figure, pd.DataFrame(rows)
+
+
+def principal_planes(results: Results) -> "Plotted":
+    """Trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black."""
+    shown = [(name, ds, i) for name, ds in results.items() for i in _some(ds.sizes["step"], 2)]
+    figure, axes = panels(len(shown))
+    rows = []
+    for panel, (name, ds, i) in zip(axes, shown, strict=True):
+        plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
+        plane = plane[np.isfinite(plane).all((1, 2))]
+        for position, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
+            panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if position == len(plane) - 1 else 2)
+        panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
+        index = np.indices(plane.shape[:2]).reshape(2, -1)
+        columns = {
+            "position": index[0],
+            "depth": index[1],
+            "first": plane[..., 0].ravel(),
+            "second": plane[..., 1].ravel(),
+        }
+        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **columns}))
+    figure.supxlabel("first principal axis", fontsize=8)
+    figure.supylabel("second", fontsize=8)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def noise_response(results: Results) -> "Plotted":
+    """Cosine similarity of noisy to clean states at the first and the last layer, after the last step."""
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        at = ds["noise_similarity"].isel(step=-1)
+        for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
+            by_prompt = at.sel(depth=depth).mean("position").transpose("noise", "prompt").values
+            mean, (low, high) = by_prompt.mean(-1), mean_interval(by_prompt)
+            panel.fill_between(at["noise"], low, high, color=colour, alpha=0.2, lw=0)
+            panel.plot(at["noise"], mean, color=colour, marker="o", ms=3, label=f"after block {depth}")
+            columns = {"noise": at["noise"].values, "mean": mean, "low": low, "high": high}
+            rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
+        panel.set_xscale("log")
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel("noise / embedding", fontsize=8)
+    axes[0].set_ylabel("cosine similarity", fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def singular_values(results: Results, which: str) -> "Plotted":
+    """Top singular values by layer, medians over prompts and tokens; the fit of 1 / s_1 against depth by a straight line."""
+    figure, axes = panels(len(results))
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        at = ds["singular_value"].isel(step=0 if which == "first" else -1).median(("prompt", "token"))
+        layers = at["layer"].values
+        ranks = [int(rank) for rank in (1, 2, 5, 10, 30, 50) if rank <= at.sizes["rank"]]
+        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
+            panel.plot(layers, at.sel(rank=rank), color=colour, marker="o", ms=3, label=f"rank {rank}")
+            rows.append(
+                pd.DataFrame({"result": name, "rank": rank, "layer": layers, "value": at.sel(rank=rank).values})
+            )
+        fit = linear_fit(layers, 1 / at.sel(rank=1).values)
+        rows[-len(ranks)] = rows[-len(ranks)].assign(r2=fit["r2"], slope=fit["slope"])
+        panel.set_title(f"{name}: 1 / s₁ against depth, R² = {fit['r2']:.2f}", fontsize=8)
+        panel.set(xlabel="layer", yscale="log")
+    axes[0].set_ylabel("singular value", fontsize=8)
+    axes[0].legend(fontsize=6)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def coupling_by_layer(results: Results, measure: str, k: int) -> "Plotted":
+    """How much each layer couples with all others after the last step, a line for each result."""
+    figure, (axes,) = panels(1)
+    rows = []
+    for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
+        matrices = -ds[measure].isel(step=-1).sel(k=k).mean("token")
+        others = matrices.where(matrices["layer"] != matrices["layer_other"]).mean("layer_other")
+        by_prompt = others.transpose("layer", "prompt").values
+        mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt)
+        axes.fill_between(ds["layer"], low, high, color=colour, alpha=0.2, lw=0)
+        axes.plot(ds["layer"], mean, color=colour, marker="o", ms=3, label=name)
+        columns = {"layer": ds["layer"].values, "coupling": mean, "low": low, "high": high}
+        rows.append(pd.DataFrame({"result": name, **columns}))
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel(f"−{measure}, K = {k}", fontsize=8)
+    axes.legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def prompts(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
+    """Coupling of each prompt after the last step against its length in tokens."""
+    figure, axes = panels(len(results))
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        last = ds.isel(step=-1)
+        y = prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values
+        x = last["norm_raw"].isel(depth=0).notnull().sum("position").values
+        panel.scatter(x, y, s=12, color=BLUE)
+        panel.set_title(f"{name}\n{_line(panel, x, y)}", fontsize=8)
+        panel.set_xlabel("tokens", fontsize=8)
+        rows.append(pd.DataFrame({"result": name, "prompt": last["prompt_text"].values, "tokens": x, "coupling": y}))
+    axes[0].set_ylabel(f"−{measure}, K = {k}", fontsize=8)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def models(
+    results: Results, columns: Sequence[tuple[str, Callable[[xr.Dataset], float]]], y: str, exponential: bool = False
+) -> "Plotted":
+    """A point for each result, a panel for each of its properties, against the property `y`; with the fit.
+
+    Args:
+        columns: what to take from each result, `y` among them.
+    """
+    table = pd.DataFrame([{"result": name, **{c: take(ds) for c, take in columns}} for name, ds in results.items()])
+    against = [name for name, _ in columns if name != y]
+    figure, axes = panels(len(against), sharey=True)
+    for panel, name in zip(axes, against, strict=True):
+        panel.scatter(table[name], table[y], s=16, color=BLUE, zorder=3)
+        said = _line(panel, table[name].values, table[y].values)
+        if exponential:
+            fit = exponential_fit(table[name].values, table[y].values)
+            said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
+            x = np.linspace(table[name].min(), table[name].max(), 50)
+            panel.plot(x, fit["a"] * np.exp(fit["b"] * x), color=ORANGE, ls="--", lw=1)
+        panel.set_title(said, fontsize=8)
+        panel.set_xlabel(name, fontsize=8)
+    axes[0].set_ylabel(y, fontsize=8)
+    return figure, table
+
+
+def _line(panel: Any, x: np.ndarray, y: np.ndarray) -> str:
+    """Draw the straight line, and say how good it is."""
+    fit = linear_fit(x, y)
+    if not np.isfinite(fit["r2"]):
+        return "no line: fewer than 4 points, or no spread"
+    ends = np.array([np.min(x), np.max(x)])
+    panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
+    return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
+
+
+def prompt_couplings(ds: xr.Dataset, measure: str, pairs: str, k: int) -> xr.Dataset:
+    """Coupling and its null level, (step, prompt), over the layer pairs chosen."""
+    at = ds.sel(k=k)
+    both = {"coupling": at[measure], "null": null_matrix(at, measure)}
+    return xr.Dataset({name: -over_pairs(m).sel(pairs=pairs).mean("token") for name, m in both.items()})
+
+
+def _some(size: int, count: int) -> list[int]:
+    """At most `count` evenly spaced indices, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})
