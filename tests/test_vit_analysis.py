@@ -81,3 +81,11 @@ def test_command_line_says_what_is_missing(tmp_path, capsys):
     (cell / "result.json").write_text(json.dumps({"status": "diverged", "reason": "nan"}))
     assert main([str(tmp_path)]) == 2
     assert "no finished cell" in capsys.readouterr().err
+
+
+def test_the_page_says_how_coupling_goes_with_stochastic_depth(tmp_path):
+    """In the planted grid it rises by 0.4 for each unit of the rate, noise aside."""
+    grid = planted()
+    page = write_analysis(grid, correlations(grid), AT, tmp_path, "planted").read_text()
+    said = page.split("against stochastic depth: coupling has r = ")[1]
+    assert float(said.split(" ")[0]) > 0.9 and "accuracy has r = -" in said

@@ -96,7 +96,8 @@ class Jacobians:
             J = operator.dense().split([len(rows.sample) for _, rows in some])
             results += zip(J, evidence, strict=True)
         for i, (J, _) in enumerate(results):
-            if _hidden_by_rounding(J, dtype):
+            # Where rows have other sources no identity was subtracted, in which small entries could have drowned.
+            if selections[i][1].source is None and _hidden_by_rounding(J, dtype):
                 ((operator, _, (evidence,)),) = self._operators(torch.float64, selections[i : i + 1])
                 results[i] = operator.dense().to(dtype), evidence
             _check_finite(results[i][0], selections[i][0])

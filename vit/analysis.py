@@ -78,12 +78,20 @@ def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> s
     from vit.figures import coupling_label
 
     decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
-    accuracy = grid["accuracy"]
+    accuracy, last = grid["accuracy"], grid["miscoupling"].isel(step=-1)
     return (
         f"{grid.sizes['cell']} vision transformers on {grid.attrs['data']}: {decays} weight decays, {rates} stochastic depth "
         f"rates, {seeds} seeds. Accuracy on {grid.attrs['images']:,} test images from {float(accuracy.min()):.4f} to "
-        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; {len(table)} correlations were tried."
+        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; {len(table)} correlations were tried. At fixed weight "
+        f"decay, against stochastic depth: {_trend('coupling', grid, -last.sel(at))}; {_trend('accuracy', grid, accuracy)}."
     )
+
+
+def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
+    from tracker.regression import linear_fit
+
+    fit = linear_fit(grid["drop_path"].values, values.values, grid["weight_decay"].values)
+    return f"{what} has r = {fit['r']:.2f} (p = {fit['p']:.2g}, R² {fit['r2_low']:.2f} to {fit['r2_high']:.2f})"
 
 
 def _figure(key: str, picture: bytes) -> str:

@@ -1,0 +1,253 @@
+"""The paper's figures: each is drawn, and what it plots is computed here once more, by other means."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from tests.models import VOCABULARY, Size, neox
+from tracker.figures import main
+from tracker.paper import ELSEWHERE, FIGURES, SAME
+from tracker.results import Store, open_results
+
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "35", "36")
+
+
+def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
+    """Results of a random model, another at every step, with scores."""
+    made = Store(path)
+    made.settle({"model": path.name})
+    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    for step in steps:
+        torch.manual_seed(1000 * seed + step)
+        unit = tracker.measure(neox(size=size), inputs, k=[K, 8], measures=measures, pair_tokens=[0, 2, 6], **options)
+        unit["score"] = xr.DataArray([0.1 * seed + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task")
+        made.write(step, unit.assign_coords(step=step, tokens_seen=1e6 * (step + seed)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return store(tmp_path_factory.mktemp("one") / "toy")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Models of different sizes."""
+    place = tmp_path_factory.mktemp("several")
+    sizes = [Size(32, 3), Size(40, 4), Size(48, 3), Size(56, 5), Size(64, 4)]
+    return [
+        store(place / f"model{i}", i, size, ["coupling", "trajectory"], steps=(0, 2000)) for i, size in enumerate(sizes)
+    ]
+
+
+def drawn(name, results, out):
+    assert main([name, *map(str, results if isinstance(results, list) else [results]), "--out", str(out)]) == 0
+    for suffix in ("pdf", "png", "csv"):
+        assert (out / f"{SAME.get(name, name)}.{suffix}").stat().st_size > 0
+    return pd.read_csv(out / f"{SAME.get(name, name)}.csv")
+
+
+def close(seen, expected, **options):
+    np.testing.assert_allclose(np.asarray(seen, float), np.asarray(expected, float), **{"rtol": 1e-6, **options})
+
+
+def off_diagonal(matrices):
+    """Mean over l != l' of (..., L, L)."""
+    L = matrices.shape[-1]
+    return np.stack([matrices[..., l, m] for l in range(L) for m in range(L) if l != m]).mean(0)
+
+
+def test_1b(one, tmp_path):
+    table, ds = drawn("1b", one, tmp_path), open_results(one)
+    m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
+    close(table.coupling, -off_diagonal(m).mean(1))
+    close(table.null, -np.sqrt((K - 1) / K))
+    assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
+
+
+def test_1c(one, tmp_path):
+    table, ds = drawn("1c", one, tmp_path), open_results(one)
+    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3
+    row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
+    last = ds.offdiag_normalized.sel(k=K, step=2000)
+    both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
+    close(row.coupling_above_null, np.sqrt((K - 1) / K) - both, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, variable",
+    [("3", "matrix"), ("4", "self_matrix"), ("22", "fixed_input_matrix"), ("19", "fixed_output_matrix")],
+)
+def test_matrices(name, variable, one, tmp_path):
+    table, ds = drawn(name, one, tmp_path), open_results(one)
+    at = ds[variable].sel(step=2000).isel(prompt=0)
+    if name == "3":
+        part = table[(table.step == 2000) & (table.block == 1) & (table.block_other == 3)]
+        expected = at.isel(token=0).sel(layer=1, layer_other=3)
+    else:
+        part = table[(table.step == 2000) & (table.token == 0) & (table.token_other == 6)]
+        expected = at.sel(layer=2).isel(pair_token=0, pair_token_other=2)
+    assert len(part) == K * K and set(table.step) == {0, 2000}
+    for _, entry in part.iterrows():
+        close(entry.value, abs(expected.sel(row=entry.row, column=entry.column)))
+
+
+def test_5_and_25(one, tmp_path):
+    table, ds = drawn("5", one, tmp_path), open_results(one)
+    row = table[(table.variable == "lss") & (table.step == 2000)]
+    close(row[["q25", "median", "q75"]].values[0], np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]))
+    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance.sel(step=0)))
+
+
+def test_9(one, tmp_path):
+    table, ds = drawn("9", one, tmp_path), open_results(one)
+    m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
+    close(table.coupling, -off_diagonal(m))
+    assert (table.tokens == 7).all()
+
+
+def test_12(one, tmp_path):
+    table, ds = drawn("13", one, tmp_path), open_results(one)
+    row = table[(table.step == 0) & (table.position == 3) & (table.depth == 2)]
+    close(row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0))
+
+
+def test_15(one, tmp_path):
+    other = store(tmp_path / "other", seed=3, measures=["coupling", "trajectory"], steps=(0, 2000))
+    table = drawn("15", [one, other], tmp_path)
+    m = open_results(other).offdiag_normalized.sel(k=K, step=2000).values[:, 0]
+    expected = [-(m[:, l].sum(-1) - m[:, l, l]).mean() / 2 for l in range(3)]
+    close(table[table.result == "other"].coupling, expected)
+
+
+def test_26_and_30(one, tmp_path):
+    table, ds = drawn("26", one, tmp_path), open_results(one)
+    row = table[(table.variable == "entropy") & (table.step == 8) & (table.depth == 1)]
+    close(row["median"], np.median(ds.entropy.sel(step=8, depth=1)))
+    row = drawn("30", one, tmp_path)
+    row = row[(row.variable == "norm_raw") & (row.step == 2000) & (row.depth == 3)]
+    close(row["q75"], np.quantile(ds.norm_raw.sel(step=2000, depth=3), 0.75))
+
+
+def test_27_to_29(one, tmp_path):
+    ds = open_results(one)
+    close(drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS])
+    table = drawn("28", one, tmp_path)
+    layer = table.layer.iloc[0]
+    close(table[table.layer == layer]["mean"], -ds.lss_window.sel(layer=layer).mean(("prompt", "position")))
+    table = drawn("29", one, tmp_path)
+    expected = ds.expodistance_raw_window.sel(layer=layer).mean(("prompt", "position"))
+    close(table[table.layer == layer]["mean"], expected)
+
+
+def test_32(one, tmp_path):
+    table, ds = drawn("32", one, tmp_path), open_results(one)
+    row = table[(table.depth == 3) & (table.noise == 0.1)]
+    close(row["mean"], ds.noise_similarity.sel(step=2000, depth=3, noise=0.1).mean())
+
+
+def test_33_and_34(one, tmp_path):
+    from scipy import stats
+
+    ds = open_results(one)
+    for name, step in (("33", 0), ("34", 2000)):
+        table = drawn(name, one, tmp_path)
+        s = np.median(ds.singular_value.sel(step=step, rank=1).values[:, 0], 0)
+        close(table[table["rank"] == 1].value, s)
+        assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
+    deep = store(tmp_path / "deep", size=Size(32, 5), measures=["coupling", "trajectory"], steps=(0, 1))
+    table = drawn("34", deep, tmp_path)
+    s = table[table["rank"] == 1]
+    close(s.r2, stats.linregress(s.layer, 1 / s.value).rvalue ** 2)
+
+
+def test_of_several_models(several, tmp_path):
+    couplings, scores = [], []
+    for path in several:
+        last = open_results(path).sel(step=2000)
+        couplings.append(-off_diagonal(last.offdiag_normalized.sel(k=K).values[:, 0]).mean())
+        scores.append(float(last.score.mean()))
+    for name in ("1a", "7"):
+        table = drawn(name, several, tmp_path)
+        close(table[f"coupling, K = {K}"], couplings)
+        close(table.score, scores)
+    table = drawn("35", several, tmp_path)
+    assert table.blocks.tolist() == [3, 4, 3, 5, 4] and table.width.tolist() == [32, 40, 48, 56, 64]
+    assert drawn("8", several, tmp_path)["training tokens"].tolist() == [1e6 * (2000 + i) for i in range(5)]
+    assert {f"coupling, K = {K}", "coupling, K = 8"} < set(drawn("36", several, tmp_path))
+
+
+def test_every_figure_has_a_test_here_or_elsewhere():
+    tested = {
+        "1b",
+        "1c",
+        "3",
+        "4",
+        "5",
+        "9",
+        "12",
+        "15",
+        "18",
+        "19",
+        "25",
+        "26",
+        "27",
+        "28",
+        "29",
+        "30",
+        "32",
+        "33",
+        "34",
+    }
+    assert set(FIGURES) == tested | set(SCORED)
+
+
+def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
+    assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
+    said = capsys.readouterr().out
+    assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in said
+    made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
+    assert made == {"curves", "heatmap", *FIGURES} - {*SCORED, "15"}
+
+
+def test_list(one, capsys):
+    assert main(["list", str(one)]) == 0
+    lines = capsys.readouterr().out
+    assert "12, 13" in lines and "can be made" in lines and "python -m vit.analysis" in lines
+    assert main(["list"]) == 0
+    assert "needs pca" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_figures_of_the_grid_are_vit_s(name, one, capsys):
+    assert main([name, str(one)]) == 2
+    assert "python -m vit.analysis" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("99", "is no figure; choose from"),
+        ("3", "lacks matrix; walk again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices"),
+        ("1a", "compares at least 4 results; 1 given"),
+    ],
+)
+def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
+    assert main([name, str(several[0]), "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_mixed_conventions_are_refused(one, tmp_path, capsys):
+    other = store(tmp_path / "other", measures=["coupling", "trajectory"], steps=(0, 2000), final_norm="exclude")
+    assert main(["1b", str(one), str(other), "--out", str(tmp_path)]) == 2
+    assert "the results differ in final_norm (toy: include, other: exclude)" in capsys.readouterr().err
+
+
+def test_no_results(capsys):
+    assert main(["1b"]) == 2
+    assert "give a directory of results" in capsys.readouterr().err
+    assert main(["1b", "nowhere"]) == 2
