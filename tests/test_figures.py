@@ -7,6 +7,7 @@ import torch
 import xarray as xr
 
 import tracker
+from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.figures import main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
@@ -251,3 +252,9 @@ def test_no_results(capsys):
     assert main(["1b"]) == 2
     assert "give a directory of results" in capsys.readouterr().err
     assert main(["1b", "nowhere"]) == 2
+
+
+def test_the_table_in_the_docs_is_that_of_the_registry():
+    listed = (ROOT / "docs" / "figures.md").read_text()
+    for name, figure in FIGURES.items():
+        assert f"| {figure.title} |" in listed and f"| {figure.differs} |" in listed, name

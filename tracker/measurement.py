@@ -80,6 +80,8 @@ def measure(
         blocks: what `find_blocks` takes or gives, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
         window: states in a windowed measure, odd; None: 11 where L >= 20, else the largest odd number <= L/2 + 1.
+        pair_tokens: whose Jacobians "tokenwise" compares: how many tokens of each sample, evenly spaced from the first to
+            the last, or their positions.
 
     Returns:
         A Dataset over prompt, token (the chosen rows), position (all rows), k, layer 1..L, layer_other, depth 0..L.

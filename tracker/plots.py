@@ -83,7 +83,8 @@ def layer_graph(results: Results, measure: str, k: int) -> "Plotted":
 def matrix_grid(results: Results, variable: str, layer: int | None = None) -> "Plotted":
     """|A| of the first prompt, a tile for each pair: of layers at the first token measured, or of tokens in a layer.
 
-    At most eight along a side, about the middle of the layers; columns lend the basis.
+    At most eight along a side, about the middle of the layers; columns lend the basis. Colours are relative to the largest
+    singular value of the row's Jacobian, the numbers are |A| itself.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in _some(ds.sizes["step"], 2)]
     figure, axes = panels(len(shown))
@@ -104,8 +105,9 @@ def matrix_grid(results: Results, variable: str, layer: int | None = None) -> "P
         T, _, K, _ = A.shape
         tiles = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
         for a, b in np.ndindex(T, T):
-            tiles[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = A[a, b]
-        panel.imshow(tiles, cmap="magma", vmin=0, vmax=np.nanmax(tiles))
+            top = max(A[a, a].max(), np.finfo(A.dtype).tiny)  # its own basis shows its singular values
+            tiles[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = A[a, b] / top
+        panel.imshow(tiles, cmap="magma", vmin=0, vmax=1)
         middle = np.arange(T) * (K + 1) + (K - 1) / 2
         panel.set_xticks(middle, labels)
         panel.set_yticks(middle, labels)
@@ -204,6 +206,7 @@ def of_models(results: Results, variables: Mapping[str, str], steps: Sequence[st
                 )
                 columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
                 rows.append({"result": name, "variable": variable, **columns})
+        panel.set_xlim(-0.6, len(results) - 0.4)
         panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
         panel.set_ylabel(label, fontsize=8)
         panel.set_title("blue: first step, black: last", fontsize=7)
@@ -324,12 +327,13 @@ def models(
     against = [name for name, _ in columns if name != y]
     figure, axes = panels(len(against), sharey=True)
     for panel, name in zip(axes, against, strict=True):
-        panel.scatter(table[name], table[y], s=16, color=BLUE, zorder=3)
-        said = _line(panel, table[name].values, table[y].values)
+        at, value = table[name].to_numpy(), table[y].to_numpy()
+        panel.scatter(at, value, s=16, color=BLUE, zorder=3)
+        said = _line(panel, at, value)
         if exponential:
-            fit = exponential_fit(table[name].values, table[y].values)
+            fit = exponential_fit(at, value)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
-            x = np.linspace(table[name].min(), table[name].max(), 50)
+            x = np.linspace(at.min(), at.max(), 50)
             panel.plot(x, fit["a"] * np.exp(fit["b"] * x), color=ORANGE, ls="--", lw=1)
         panel.set_title(said, fontsize=8)
         panel.set_xlabel(name, fontsize=8)

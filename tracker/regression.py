@@ -43,11 +43,11 @@ def partial_correlation(x: ndarray, y: ndarray, others: Sequence[ndarray]) -> di
     """
     given = np.column_stack([np.ones(len(x)), *others])
     x, y = (np.asarray(v, float) for v in (x, y))
-    left = [v - given @ np.linalg.lstsq(given, v, rcond=None)[0] for v in (x, y)]
-    explained = [np.linalg.norm(rest) <= 1e-10 * np.linalg.norm(v) for rest, v in zip(left, (x, y), strict=True)]
-    if any(explained):  # rounding is no spread
-        left = [np.zeros_like(x), np.zeros_like(y)]
-    return _line(*left, len(x) - int(np.linalg.matrix_rank(given)) - 1)
+    left_x, left_y = (v - given @ np.linalg.lstsq(given, v, rcond=None)[0] for v in (x, y))
+    norm = np.linalg.norm
+    if norm(left_x) <= 1e-10 * norm(x) or norm(left_y) <= 1e-10 * norm(y):  # rounding is no spread
+        left_x, left_y = np.zeros_like(x), np.zeros_like(y)
+    return _line(left_x, left_y, len(x) - int(np.linalg.matrix_rank(given)) - 1)
 
 
 def _line(x: ndarray, y: ndarray, df: int) -> dict[str, float]:
@@ -125,10 +125,9 @@ def onset(steps: Float[ndarray, " S"], departure: Float[ndarray, "S prompts"]) -
         never left.
     """
     steps, departure = np.asarray(steps, float), np.asarray(departure, float)
-    nothing = dict.fromkeys(("step", "low", "high"), float("nan"))
     peak = departure.mean(-1).argmax()
     if departure.shape[-1] < 2 or not mean_interval(departure[peak])[0] > 0:
-        return nothing
+        return {"step": float("nan"), "low": float("nan"), "high": float("nan")}
     low, high = interval(lambda *by_step, axis: _onset(steps, np.stack(by_step).mean(axis)), *departure)
     return {"step": float(_onset(steps, departure.mean(-1))), "low": float(low), "high": float(high)}
 

@@ -17,7 +17,7 @@ RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
 USUAL = ("coupling", "trajectory")
 MEASURES = (*USUAL, "vju", "matrices", "tokenwise", "entropy", "pca", "noise")
-PAIR_TOKENS = 8
+PAIR_TOKENS = 6
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
 
