@@ -459,7 +459,7 @@ def test_refused_at_setup(module, options, message):
         (dict(max_overhead=5), "a share of the run's time"),
         (dict(max_overhead=None, thin=True), "needs a share"),
         (dict(max_samples=0), "max_samples=0"),
-        (dict(measures="couplings"), "choose from coupling, trajectory"),
+        (dict(measures="couplings"), "choose from all, coupling, trajectory"),
         (dict(dtype=torch.bfloat16), "float32 or torch.float64"),
     ],
 )

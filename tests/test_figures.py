@@ -100,7 +100,7 @@ def test_5_and_25(one, tmp_path):
     table, ds = drawn("5", one, tmp_path), open_results(one)
     row = table[(table.variable == "lss") & (table.step == 2000)]
     close(row[["q25", "median", "q75"]].values[0], np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]))
-    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance.sel(step=0)))
+    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance_raw.sel(step=0)))
 
 
 def test_9(one, tmp_path):
@@ -136,12 +136,11 @@ def test_26_and_30(one, tmp_path):
 def test_27_to_29(one, tmp_path):
     ds = open_results(one)
     close(drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS])
-    table = drawn("28", one, tmp_path)
-    layer = table.layer.iloc[0]
-    close(table[table.layer == layer]["mean"], -ds.lss_window.sel(layer=layer).mean(("prompt", "position")))
-    table = drawn("29", one, tmp_path)
-    expected = ds.expodistance_raw_window.sel(layer=layer).mean(("prompt", "position"))
-    close(table[table.layer == layer]["mean"], expected)
+    for name, variable, sign in (("28", "lss_window", -1), ("29", "expodistance_raw_window", 1)):
+        table = drawn(name, one, tmp_path)
+        layer = table.layer.iloc[0]
+        expected = [np.median(sign * ds[variable].sel(layer=layer, step=step)) for step in STEPS]
+        close(table[table.layer == layer]["median"], expected)
 
 
 def test_32(one, tmp_path):
@@ -234,6 +233,7 @@ def test_figures_of_the_grid_are_vit_s(name, one, capsys):
         ("99", "is no figure; choose from"),
         ("3", "lacks matrix; walk again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices"),
         ("1a", "compares at least 4 results; 1 given"),
+        ("32", "lacks noise_similarity"),
     ],
 )
 def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
@@ -246,6 +246,34 @@ def test_mixed_conventions_are_refused(one, tmp_path, capsys):
     other = store(tmp_path / "other", measures=["coupling", "trajectory"], steps=(0, 2000), final_norm="exclude")
     assert main(["1b", str(one), str(other), "--out", str(tmp_path)]) == 2
     assert "the results differ in final_norm (toy: include, other: exclude)" in capsys.readouterr().err
+
+
+def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
+    other = store(tmp_path / "other", seed=9, measures=["coupling", "trajectory"], steps=(0, 2000))
+    made = Store(other)
+    for step in (0, 2000):
+        unit = made.read(step).drop_dims("task")
+        unit["score"] = xr.DataArray([0.7], {"task": ["wino"]}, "task")
+        made.write(step, unit)
+    table = drawn("1a", [*several, other], tmp_path)
+    close(table.score, [0.3] * 5 + [0.7])
+
+
+def test_untrained_is_step_0(tmp_path, capsys):
+    late = store(tmp_path / "late", measures=["coupling", "trajectory"], steps=(8, 2000))
+    assert main(["33", str(late), "--out", str(tmp_path)]) == 2
+    assert "late begins at step 8, and the untrained model is wanted" in capsys.readouterr().err
+
+
+def test_results_that_share_no_k(one, tmp_path, capsys):
+    other = tmp_path / "other"
+    made = Store(other)
+    made.settle({"model": "other"})
+    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    for step in STEPS:
+        made.write(step, tracker.measure(neox(), inputs, k=2).assign_coords(step=step))
+    assert main(["1b", str(one), str(other)]) == 2
+    assert "was not measured in all results; they share none" in capsys.readouterr().err
 
 
 def test_no_results(capsys):

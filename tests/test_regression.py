@@ -139,10 +139,23 @@ def test_onset_of_a_ramp():
     assert found["step"] == pytest.approx(expected) and found["low"] <= found["step"] <= found["high"]
 
 
-def test_a_curve_that_never_leaves_has_no_onset():
-    noise = np.random.default_rng(11).normal(-0.1, 1, (9, 20))
-    noise[:, 0] = -5
-    assert np.isnan(list(onset(STEPS, noise - 1).values())).all()
+def test_a_curve_that_never_leaves_has_no_onset_but_by_chance():
+    """Noise about the null level: at most some 5 % of curves seem to leave it, though the largest of nine steps is looked at."""
+    random = np.random.default_rng(11)
+    left = [np.isfinite(onset(STEPS, random.normal(0, 1, (9, 40)))["step"]) for _ in range(60)]
+    assert np.mean(left) <= 0.1
+
+
+def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
+    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4])
+    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
+    broken = prompts.copy()
+    broken[-1, 3] = broken[2, 5] = np.nan
+    assert onset(STEPS, broken)["step"] == pytest.approx(onset(STEPS, np.delete(prompts, [3, 5], 1))["step"])
+    broken = prompts.copy()
+    broken[0] = np.nan
+    assert onset(STEPS, broken)["step"] == pytest.approx(onset(STEPS[1:], prompts[1:])["step"])
+    assert np.isnan(onset(STEPS, np.full((9, 20), np.nan))["step"])
 
 
 def test_onset_at_the_first_step():

@@ -43,6 +43,13 @@ def test_values_are_kept_in_memory_and_beyond_it(directory, dtype):
     assert not any(directory.iterdir())
 
 
+def test_what_went_to_a_file_takes_no_memory():
+    shelf = Shelf(1000)
+    shelf.keep(torch.randn(500))
+    small = torch.randn(100)
+    assert shelf.keep(small) is small
+
+
 def test_a_part_of_something_larger_is_copied_out():
     whole = torch.randn(3, 100)
     assert Shelf(10_000).keep(whole[1]).untyped_storage().nbytes() == 400
@@ -84,24 +91,30 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 
 
 FULL = """
-import tempfile
+import sys
 import torch
 from tracker.blocks import UsageError
 from tracker.shelf import Shelf
 try:
-    Shelf(0).keep(torch.randn(100_000))
+    Shelf(0).keep(torch.randn(int(sys.argv[1])))
 except UsageError as error:
     print(error)
 """
 
 
-def test_a_full_disk(tmp_path):
+@pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
+def test_a_full_disk(tmp_path, entries, room):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
     try:
         environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        full = subprocess.run([sys.executable, "-c", FULL], env=environment, capture_output=True, text=True)
+        full = subprocess.run(
+            [sys.executable, "-c", FULL, str(entries)], env=environment, capture_output=True, text=True
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert f"{tmp_path} has no room for another 0.0004 GB; name a directory with more in TMPDIR" in full.stdout
+    assert (
+        f"{tmp_path} has no room for another {4e-9 * entries:.3g} GB; name a directory with more in TMPDIR"
+        in full.stdout
+    )
     assert not any(tmp_path.iterdir())

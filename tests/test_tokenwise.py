@@ -94,6 +94,29 @@ def test_token_wise_couplings_against_brute_force(name):
                 )
 
 
+def test_certificates_and_counts_of_token_wise_couplings():
+    model, inputs = build("gpt_neox")
+    found = tracker.measure(model, inputs, k=4, measures=["tokenwise", "trajectory"], pair_tokens=np.int64(3))
+    assert found.pair_position.values.tolist() == [[0, 3, 6]] * 2
+    assert found.fixed_output_complete.all() and float(found.self_residual.max()) < 1e-5
+    assert int(found.undefined.sel(quantity="self_miscoupling")) == 0
+    alone = tracker.measure(model, inputs[:, :1], k=4, measures="tokenwise")  # one token: compared with itself
+    assert float(abs(alone.self_offdiag).max()) < 1e-5
+
+
+def test_shorter_prompts_lack_pairs():
+    model, inputs = build("gpt_neox")
+    mask = torch.ones_like(inputs)
+    mask[1, 3:] = 0
+    found = tracker.measure(model, {"input_ids": inputs, "attention_mask": mask}, k=4, measures="all", pair_tokens=5)
+    assert found.pair_position[1].values[:3].tolist() == [0, 1, 2] and found.pair_position[1, 3:].isnull().all()
+    assert found.self_offdiag[1, ..., 3:, :].isnull().all() and found.self_offdiag[1, ..., :3, :3].notnull().all()
+    assert int(found.undefined.sum()) == 0 or set(found.undefined.quantity[found.undefined > 0].values) <= {
+        "expodistance",
+        "pca",
+    }
+
+
 def test_null_levels_stand_beside_token_wise_couplings():
     model, inputs = build("gpt_neox")
     found = tracker.measure(model, inputs, k=4, measures="tokenwise", pair_tokens=3)
@@ -154,6 +177,9 @@ def test_noise_turns_states_and_none_does_not():
     at_input = found.sel(depth=0).mean(("prompt", "position"))
     np.testing.assert_allclose(at_input, 1 / np.sqrt(1 + found.noise**2), atol=0.05)
     assert (found.diff("noise").mean(("prompt", "position")) < 0).all()
+    same = tracker.measure(model, inputs, dtype=torch.float64, measures="noise").noise_similarity
+    np.testing.assert_array_equal(same, found)
+    assert not np.allclose(found[0, :, 0], found[1, :, 0])  # another draw for each prompt
     from tracker.readings import noise_similarity
 
     (batch,) = batches(model, inputs, None, None)

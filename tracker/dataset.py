@@ -22,6 +22,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     "pair_position": ("pair_token",),
     **{f"{kind}_{name}": TOKENS for kind in TOKENWISE for name in COUPLINGS},
     **{f"{kind}_{name}_null": TOKENS[:-1] for kind in TOKENWISE for name in COUPLINGS},
+    **{f"{kind}_{name}": TOKENS[1:3] for kind in TOKENWISE for name in ("residual", "complete")},
     **{f"{kind}_matrix": (*TOKENS[1:], "row", "column") for kind in TOKENWISE},
     **dict.fromkeys(("singular_value", "singular_gap"), ("token", "layer", "rank")),
     **dict.fromkeys(("residual", "complete", "formed", "full_svd", "sliced"), ("token", "layer")),
@@ -34,6 +35,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     "noise_similarity": ("noise", "depth", "position"),
 }
 FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
+READ = ("entropy", "pca", "noise_similarity")
 BY_POSITION = tuple(name for name, dims in DIMS.items() if dims == ("position",))
 
 
@@ -93,11 +95,16 @@ def _padded(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) ->
 
 def _undefined(dataset: xr.Dataset) -> xr.DataArray:
     """How many values of each measure are undefined, not counting what a shorter prompt lacks."""
-    counts = {}
-    if "lss" in dataset:
-        there = dataset["norm_raw"].isel(depth=0).notnull()
-        counts |= {name: int((dataset[name].isnull() & there).sum()) for name in BY_POSITION}
-    if "miscoupling" in dataset:
-        there = dataset["token_position"].notnull()
-        counts |= {name: int((dataset[name].isnull() & there).sum()) for name in COUPLINGS}
+    there: dict[str, xr.DataArray] = {}
+    if "norm_raw" in dataset:
+        there |= dict.fromkeys((*BY_POSITION, *READ), dataset["norm_raw"].isel(depth=0, drop=True).notnull())
+    if "token_position" in dataset:
+        there |= dict.fromkeys(
+            (*COUPLINGS, *(f"{name}_vju" for name in COUPLINGS)), dataset["token_position"].notnull()
+        )
+    if "pair_position" in dataset:
+        compared = dataset["pair_position"].notnull()
+        compared = compared & compared.rename(pair_token="pair_token_other")
+        there |= {f"{kind}_{name}": compared for kind in TOKENWISE for name in COUPLINGS}
+    counts = {name: int((dataset[name].isnull() & where).sum()) for name, where in there.items() if name in dataset}
     return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")

@@ -85,11 +85,11 @@ def _draw(name: str, results: dict[str, xr.Dataset], k: int | None) -> "tuple[Fi
 
     if name not in OWN and (why := lacks(FIGURES[name], results)):
         raise ValueError(f"figure {name} can't be drawn: {why}")
-    first = next(iter(results.values()))
-    ks = [int(value) for value in first["k"].values] if "k" in first.coords else [0]
-    if k is not None and any(k not in ds.coords.get("k", ()) for ds in results.values()):
-        raise ValueError(f"--k {k} was not measured; there are {', '.join(map(str, ks))}")
-    k = ks[0] if k is None else k
+    measured = [{int(value) for value in ds.coords["k"].values} for ds in results.values() if "k" in ds.coords]
+    ks = sorted(set.intersection(*measured)) if measured else []
+    if (k is not None and k not in ks) or (measured and not ks):
+        raise ValueError(f"--k {k} was not measured in all results; they share {', '.join(map(str, ks)) or 'none'}")
+    k = k if k is not None else ks[0] if ks else 0
     if name in OWN:
         return _own(name, results, k)
     figure, table = FIGURES[name].draw(results, k)
@@ -101,9 +101,9 @@ def _own(name: str, results: dict[str, xr.Dataset], k: int) -> "tuple[Figure, pd
     from tracker.drawing import coupling_heatmap, training_curves
     from tracker.statistics import curves
 
-    if len(results) > 1 or "miscoupling" not in next(iter(results.values())):
-        raise ValueError(f"figure {name} is drawn of one directory of results with coupling in it")
-    (ds,) = results.values()
+    ds = next(iter(results.values()))
+    if len(results) > 1 or "miscoupling" not in ds or (name == "curves" and "lss" not in ds):
+        raise ValueError(f"figure {name} is drawn of one directory of results, with the usual measures in it")
     if name == "heatmap":
         last = ds.isel(step=-1)
         return coupling_heatmap(last, k), last["miscoupling"].sel(k=k).mean(("prompt", "token")).to_dataframe()

@@ -150,7 +150,8 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
     held: list[tuple[Recording, Rows]] = []
     waiting: list[Sample] = []  # for the couplings of the held rows, in their order
     for i, batch in enumerate(calls):
-        recording, rows, of_batch = _record(jacobians.replica, batch, settings)
+        room = settings.memory(4) - sum(recording.scalars() for recording, _ in held)
+        recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, room))
         samples += of_batch
         if settings.asks("tokenwise"):
             for b, sample in enumerate(of_batch):
@@ -172,13 +173,17 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
     return samples
 
 
-def _record(replica: Replica, batch: Batch, settings: Settings) -> tuple[Recording, Rows, list[Sample]]:
-    """One forward call, the rows asked for in it, and its samples with all but their couplings."""
+def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tuple[Recording, Rows, list[Sample]]:
+    """One forward call, the rows asked for in it, and its samples with all but their couplings.
+
+    Args:
+        room: scalars to be kept in memory, the others go to files.
+    """
     recording = record(
         replica,
         [_convert(replica, argument) for argument in batch.arguments],
         {name: _convert(replica, value) for name, value in batch.keywords.items()},
-        settings.memory_budget // 4,
+        room * settings.dtype.itemsize,
     )
     convention = settings.convention(recording, replica.description.include_final_norm)
     norm, final_norm = recording.final_norm or ("", None)

@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xarray as xr
 
 from tracker import plots
+from tracker.regression import partial_correlation
 
 if TYPE_CHECKING:
     from tracker.plots import Plotted
 
 NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
 SCORED = "results with scores (a Pythia walk has its own, --scores FILE joins others), of several models"
-ALIKE = ("final_norm", "dtype", "tokens", "inputs_sha256")  # what results in one figure have to share
+ALIKE = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # what results in one figure have to share
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,14 @@ class PaperFigure:
     needs: tuple[str, ...] = ()  # variables
     measures: str = ""  # what a walk is to be asked for, beyond the usual
     steps: int = 1  # how many at least
+    untrained: bool = False  # whether the first step has to be step 0
     results: int = 1
     differs: str = ""  # from the paper's
     may_differ: tuple[str, ...] = ()  # of `ALIKE`, what is being compared
 
 
-def _layer_plot(variable: str, **more: Any) -> "Callable[[plots.Results, int], Plotted]":
-    return lambda results, k: plots.matrix_grid(results, variable, **more)
+def _matrices(variable: str) -> "Callable[[plots.Results, int], Plotted]":
+    return lambda results, k: plots.matrix_grid(results, variable)
 
 
 def _coupling(k: int) -> Callable[[xr.Dataset], float]:
@@ -42,41 +44,50 @@ def _coupling(k: int) -> Callable[[xr.Dataset], float]:
     return take
 
 
-def _score(ds: xr.Dataset) -> float:
-    return float(ds["score"].isel(step=-1).mean())
+def _scores(results: plots.Results) -> Callable[[xr.Dataset], float]:
+    """The mean score after the last step, over the benchmarks that all results have there."""
+    last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
+    shared = set.intersection(
+        *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
+    )
+    if not shared:
+        raise ValueError(
+            f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
+        )
+    return lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
 
 
 def _attribute(name: str) -> Callable[[xr.Dataset], float]:
     return lambda ds: float(ds.attrs[name])
 
 
-def _against_score(k: int, exponential: bool = False) -> "Callable[[plots.Results], Plotted]":
-    return lambda results: plots.models(
-        results, [(f"coupling, K = {k}", _coupling(k)), ("score", _score)], "score", exponential
-    )
+def _against_score(results: plots.Results, k: int, exponential: bool = False) -> "Plotted":
+    columns = [(f"coupling, K = {k}", _coupling(k)), ("score", _scores(results))]
+    return plots.models(results, columns, "score", exponential)
 
 
-def _every_k(results: "plots.Results", _: int) -> "Plotted":
-    ks = [int(k) for k in next(iter(results.values()))["k"].values]
-    return plots.models(results, [*((f"coupling, K = {k}", _coupling(k)) for k in ks), ("score", _score)], "score")
-
-
-def _sizes(results: "plots.Results", k: int) -> "Plotted":
-    columns = [
-        ("blocks", lambda ds: float(ds.sizes["layer"])),
-        ("width", _attribute("width")),
-        ("parameters", _attribute("parameters")),
-        (f"coupling, K = {k}", _coupling(k)),
-        ("score", _score),
-    ]
+def _every_k(results: plots.Results, _: int) -> "Plotted":
+    ks = sorted(set.intersection(*({int(k) for k in ds["k"].values} for ds in results.values())))
+    columns = [*((f"coupling, K = {k}", _coupling(k)) for k in ks), ("score", _scores(results))]
     return plots.models(results, columns, "score")
 
 
-def _tokens_seen(results: "plots.Results", k: int) -> "Plotted":
+def _sizes(results: plots.Results, k: int) -> "Plotted":
+    coupling = f"coupling, K = {k}"
+    sizes = [("blocks", lambda ds: float(ds.sizes["layer"])), ("width", _attribute("width"))]
+    sizes.append(("parameters", _attribute("parameters")))
+    figure, table = plots.models(results, [*sizes, (coupling, _coupling(k)), ("score", _scores(results))], "score")
+    others = [table[name].to_numpy() for name, _ in sizes]
+    fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), others)
+    said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
+    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said}", fontsize=8)
+    return figure, table
+
+
+def _tokens_seen(results: plots.Results, k: int) -> "Plotted":
     tokens = ("training tokens", lambda ds: float(ds["tokens_seen"].isel(step=-1)))
-    return plots.models(
-        results, [tokens, ("score", _score), (f"coupling, K = {k}", _coupling(k))], f"coupling, K = {k}"
-    )
+    coupling = (f"coupling, K = {k}", _coupling(k))
+    return plots.models(results, [tokens, ("score", _scores(results)), coupling], coupling[0])
 
 
 MATRICES = "matrices of the smallest K, of one prompt; the first and the last step stand for untrained and trained"
@@ -84,7 +95,7 @@ WINDOWS = "the window is 11 states where the model has 20 blocks or more, else n
 FIGURES: Mapping[str, PaperFigure] = {
     "1a": PaperFigure(
         "Coupling against benchmark score",
-        lambda results, k: _against_score(k)(results),
+        _against_score,
         ("miscoupling", "score"),
         results=4,
         differs="coupling over l ≠ l', after the last step",
@@ -102,12 +113,10 @@ FIGURES: Mapping[str, PaperFigure] = {
         (NORMALISED,),
         differs="edges show how far coupling is above its null level, both directions averaged",
     ),
-    "3": PaperFigure(
-        "Coupling matrices across depth", _layer_plot("matrix"), ("matrix",), "matrices", differs=MATRICES
-    ),
+    "3": PaperFigure("Coupling matrices across depth", _matrices("matrix"), ("matrix",), "matrices", differs=MATRICES),
     "4": PaperFigure(
         "Coupling matrices across tokens, self-coupling",
-        _layer_plot("self_matrix"),
+        _matrices("self_matrix"),
         ("self_matrix",),
         "tokenwise,matrices",
         differs=f"{MATRICES}; l' = l, the middle layer",
@@ -119,15 +128,18 @@ FIGURES: Mapping[str, PaperFigure] = {
         ),
         ("lss", "expodistance_raw"),
         steps=2,
-        differs="untrained is the first step, not a fresh initialisation",
+        untrained=True,
+        differs="untrained is step 0",
     ),
     "7": PaperFigure(
         "Exponential fit between coupling and score",
-        lambda results, k: _against_score(k, exponential=True)(results),
+        lambda results, k: _against_score(results, k, exponential=True),
         ("miscoupling", "score"),
         results=4,
     ),
-    "8": PaperFigure("Training tokens against coupling", _tokens_seen, ("miscoupling", "score"), results=4),
+    "8": PaperFigure(
+        "Training tokens against coupling", _tokens_seen, ("miscoupling", "score", "tokens_seen"), results=4
+    ),
     "9": PaperFigure(
         "Coupling of each prompt against its length",
         lambda results, k: plots.prompts(results, NORMALISED, PAIRS, k),
@@ -147,28 +159,32 @@ FIGURES: Mapping[str, PaperFigure] = {
     ),
     "18": PaperFigure(
         "Coupling matrices across tokens, fixed input",
-        _layer_plot("fixed_input_matrix"),
+        _matrices("fixed_input_matrix"),
         ("fixed_input_matrix",),
         "tokenwise,matrices",
         differs=f"{MATRICES}; l' = l, the middle layer; the input is the first token",
     ),
     "19": PaperFigure(
         "Coupling matrices across tokens, fixed output",
-        _layer_plot("fixed_output_matrix"),
+        _matrices("fixed_output_matrix"),
         ("fixed_output_matrix",),
         "tokenwise,matrices",
         differs=f"{MATRICES}; l' = l, the middle layer; the output is the last token compared",
     ),
     "25": PaperFigure(
         "Variation of step lengths at initialisation",
-        lambda results, _: plots.of_models(results, {"equidistance": "variation of step lengths"}, ("first",)),
-        ("equidistance",),
+        lambda results, _: plots.of_models(
+            results, {"equidistance_raw": "variation of step lengths, before final norm"}, trained=False
+        ),
+        ("equidistance_raw",),
+        untrained=True,
+        differs="at step 0; before the final norm",
     ),
     "26": PaperFigure(
         "Norm, line-shape score and entropy by depth",
         lambda results, _: plots.by_depth(
             results,
-            {"norm_raw": "norm", "lss_window": "LSS in windows", "entropy": "logit entropy, nats"},
+            {"norm_raw": "norm, before final norm", "lss_window": "LSS in windows", "entropy": "logit entropy, nats"},
             log=("norm_raw",),
         ),
         ("norm_raw", "lss_window", "entropy"),
@@ -187,20 +203,20 @@ FIGURES: Mapping[str, PaperFigure] = {
         lambda results, _: plots.at_depths(results, "lss_window", "−LSS in windows", sign=-1),
         ("lss_window",),
         steps=2,
-        differs=WINDOWS,
+        differs=f"medians; {WINDOWS}",
     ),
     "29": PaperFigure(
         "Expodistance at fixed layers over training",
         lambda results, _: plots.at_depths(results, "expodistance_raw_window", "expodistance in windows", log=True),
         ("expodistance_raw_window",),
         steps=2,
-        differs=f"before the final norm; {WINDOWS}",
+        differs=f"medians, before the final norm; {WINDOWS}",
     ),
     "30": PaperFigure(
         "Norm and expodistance by depth during training",
         lambda results, _: plots.by_depth(
             results,
-            {"norm_raw": "norm", "expodistance_raw_window": "expodistance in windows"},
+            {"norm_raw": "norm, before final norm", "expodistance_raw_window": "expodistance in windows"},
             log=("norm_raw", "expodistance_raw_window"),
         ),
         ("norm_raw", "expodistance_raw_window"),
@@ -212,18 +228,20 @@ FIGURES: Mapping[str, PaperFigure] = {
         lambda results, _: plots.noise_response(results),
         ("noise_similarity",),
         "noise",
-        differs="one draw of noise for each prompt",
+        differs="one draw of noise for each prompt; the last block's output with the final norm, where that is included",
     ),
     "33": PaperFigure(
         "Singular values by depth, untrained",
         lambda results, _: plots.singular_values(results, "first"),
         ("singular_value",),
-        differs="untrained is the first step",
+        untrained=True,
+        differs="untrained is step 0",
     ),
     "34": PaperFigure(
         "Singular values by depth, trained",
         lambda results, _: plots.singular_values(results, "last"),
         ("singular_value",),
+        steps=2,
     ),
     "35": PaperFigure(
         "Depth, width, parameters and coupling against score", _sizes, ("miscoupling", "score"), results=4
@@ -243,6 +261,8 @@ def lacks(figure: PaperFigure, results: "plots.Results") -> str:
         if missing:
             asked = f" --measures coupling,trajectory,{figure.measures}" if figure.measures else ""
             return f"{name} lacks {', '.join(missing)}; walk again: python -m tracker.pythia --model ...{asked} --out OTHER"
+        if figure.untrained and int(ds["step"][0]) != 0:
+            return f"{name} begins at step {int(ds['step'][0])}, and the untrained model is wanted; walk more: --steps 0,..."
         if ds.sizes["step"] < figure.steps:
             return f"{name} has {ds.sizes['step']} step(s), it takes {figure.steps}; walk more: --steps ..."
     if len(results) < figure.results:

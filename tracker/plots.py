@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.drawing import BLUE, GREY, ORANGE, panels, shades, training_axis
-from tracker.regression import exponential_fit, linear_fit, mean_interval, onset
+from tracker.regression import exponential_fit, holm, linear_fit, mean_interval, onset
 from tracker.statistics import null_matrix, over_pairs, quartiles
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ def layer_graph(results: Results, measure: str, k: int) -> "Plotted":
     return figure, table
 
 
-def matrix_grid(results: Results, variable: str, layer: int | None = None) -> "Plotted":
-    """|A| of the first prompt, a tile for each pair: of layers at the first token measured, or of tokens in a layer.
+def matrix_grid(results: Results, variable: str) -> "Plotted":
+    """|A| of the first prompt, a tile for each pair: of layers at the first token measured, or of tokens in the middle layer.
 
     At most eight along a side, about the middle of the layers; columns lend the basis. Colours are relative to the largest
     singular value of the row's Jacobian, the numbers are |A| itself.
@@ -97,10 +97,9 @@ def matrix_grid(results: Results, variable: str, layer: int | None = None) -> "P
             labels = A["layer"].values[start : start + TILES]
             A = A.values[start : start + TILES, start : start + TILES]
         else:
-            chosen = int(ds.sizes["layer"] + 1) // 2 if layer is None else layer
             there = ds["pair_position"].isel(step=i, prompt=0).dropna("pair_token")
             labels, of = there.values[:TILES].astype(int), "token"
-            A = A.sel(layer=chosen).transpose("pair_token", "pair_token_other", "row", "column")
+            A = A.sel(layer=(ds.sizes["layer"] + 1) // 2).transpose("pair_token", "pair_token_other", "row", "column")
             A = A.values[: len(labels), : len(labels)]
         T, _, K, _ = A.shape
         tiles = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
@@ -152,18 +151,22 @@ def by_depth(results: Results, variables: Mapping[str, str], log: Sequence[str] 
 
 
 def at_depths(results: Results, variable: str, label: str, sign: int = 1, log: bool = False) -> "Plotted":
-    """Means over prompts and positions against the training step, a line for each of some layers (an early, a middle, a late)."""
+    """Medians and quartiles over prompts and positions against the training step, at an early, a middle and a late layer."""
     figure, axes = panels(len(results), sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
+        if not len(defined):
+            raise ValueError(f"{name} has too few blocks for a window: {variable} is nowhere defined")
         layers = [int(defined[i]) for i in _some(len(defined), 3)]
         for layer, colour in zip(layers, shades(len(layers)), strict=True):
-            by_prompt = sign * ds[variable].sel(layer=layer).mean("position").transpose("step", "prompt").values
-            mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt)
+            spread = quartiles(sign * ds[variable].sel(layer=layer), ("prompt", "position")).transpose(
+                "statistic", "step"
+            )
+            low, middle, high = spread.values
             panel.fill_between(ds["step"], low, high, color=colour, alpha=0.15, lw=0)
-            panel.plot(ds["step"], mean, color=colour, marker="o", ms=3, label=f"layer {layer}")
-            columns = {"step": ds["step"].values, "mean": mean, "low": low, "high": high}
+            panel.plot(ds["step"], middle, color=colour, marker="o", ms=3, label=f"layer {layer}")
+            columns = {"step": ds["step"].values, "median": middle, "q25": low, "q75": high}
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
         training_axis(panel, ds["step"].values[-1])
         if log:
@@ -190,13 +193,13 @@ def over_training(results: Results, variable: str, label: str) -> "Plotted":
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def of_models(results: Results, variables: Mapping[str, str], steps: Sequence[str] = ("first", "last")) -> "Plotted":
-    """Median and quartiles over prompts and positions of each result, untrained (first step) and trained (last)."""
+def of_models(results: Results, variables: Mapping[str, str], trained: bool = True) -> "Plotted":
+    """Median and quartiles over prompts and positions of each result, at its first step and, if `trained`, at its last."""
     figure, axes = panels(len(variables))
     rows = []
     for panel, (variable, label) in zip(axes, variables.items(), strict=True):
         for which, colour, shift in (("first", BLUE, -0.12), ("last", "black", 0.12)):
-            if which not in steps:
+            if which == "last" and not trained:
                 continue
             for x, (name, ds) in enumerate(results.items()):
                 at = ds.isel(step=0 if which == "first" else -1)
@@ -209,7 +212,7 @@ def of_models(results: Results, variables: Mapping[str, str], steps: Sequence[st
         panel.set_xlim(-0.6, len(results) - 0.4)
         panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
         panel.set_ylabel(label, fontsize=8)
-        panel.set_title("blue: first step, black: last", fontsize=7)
+        panel.set_title("blue: first step" + (", black: last" if trained else ""), fontsize=7)
     return figure, pd.DataFrame(rows)
 
 
@@ -220,13 +223,16 @@ def principal_planes(results: Results) -> "Plotted":
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
-        plane = plane[np.isfinite(plane).all((1, 2))]
+        at = np.flatnonzero(np.isfinite(plane).all((1, 2)))
+        if not len(at):
+            raise ValueError(f"the first prompt of {name} has too few tokens to span a plane")
+        plane = plane[at]
         for position, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
             panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if position == len(plane) - 1 else 2)
         panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
         index = np.indices(plane.shape[:2]).reshape(2, -1)
         columns = {
-            "position": index[0],
+            "position": at[index[0]],
             "depth": index[1],
             "first": plane[..., 0].ravel(),
             "second": plane[..., 1].ravel(),
@@ -263,7 +269,8 @@ def singular_values(results: Results, which: str) -> "Plotted":
     figure, axes = panels(len(results))
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
-        at = ds["singular_value"].isel(step=0 if which == "first" else -1).median(("prompt", "token"))
+        at = ds["singular_value"].isel(step=0 if which == "first" else -1)
+        step, at = int(at["step"]), at.median(("prompt", "token"))
         layers = at["layer"].values
         ranks = [int(rank) for rank in (1, 2, 5, 10, 30, 50) if rank <= at.sizes["rank"]]
         for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
@@ -273,7 +280,7 @@ def singular_values(results: Results, which: str) -> "Plotted":
             )
         fit = linear_fit(layers, 1 / at.sel(rank=1).values)
         rows[-len(ranks)] = rows[-len(ranks)].assign(r2=fit["r2"], slope=fit["slope"])
-        panel.set_title(f"{name}: 1 / s₁ against depth, R² = {fit['r2']:.2f}", fontsize=8)
+        panel.set_title(f"{name}, step {step:,}: 1 / s₁ against depth, R² = {fit['r2']:.2f}", fontsize=8)
         panel.set(xlabel="layer", yscale="log")
     axes[0].set_ylabel("singular value", fontsize=8)
     axes[0].legend(fontsize=6)
@@ -321,15 +328,17 @@ def models(
     """A point for each result, a panel for each of its properties, against the property `y`; with the fit.
 
     Args:
-        columns: what to take from each result, `y` among them.
+        columns: what to take from each result, `y` among them; results that lack one are left out.
     """
     table = pd.DataFrame([{"result": name, **{c: take(ds) for c, take in columns}} for name, ds in results.items()])
+    table = table.dropna()
     against = [name for name, _ in columns if name != y]
     figure, axes = panels(len(against), sharey=True)
-    for panel, name in zip(axes, against, strict=True):
+    tried = holm(np.array([linear_fit(table[name].to_numpy(), table[y].to_numpy())["p"] for name in against]))
+    for panel, name, corrected in zip(axes, against, tried, strict=True):
         at, value = table[name].to_numpy(), table[y].to_numpy()
         panel.scatter(at, value, s=16, color=BLUE, zorder=3)
-        said = _line(panel, at, value)
+        said = _line(panel, at, value) + (f"\n{corrected:.2g} corrected (Holm)" if len(against) > 1 else "")
         if exponential:
             fit = exponential_fit(at, value)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"

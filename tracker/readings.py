@@ -1,8 +1,10 @@
 """What is read off the states of a recorded pass: trajectory measures, logit entropy, principal plane, response to noise.
 
-States are taken some tokens at a time, so that memory stays a part of the budget, whatever the prompt's length.
+States are taken some tokens at a time, in a part of the memory budget; noise and principal axes take whole states, one block's
+at a time.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import sqrt
@@ -20,7 +22,6 @@ from tracker.replica import Replica
 from tracker.settings import Settings
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise over the embedding's
-SEED = 0
 
 Reading = Callable[[int, slice], dict[str, Tensor]]  # of some tokens of a sample, with the dimensions of `DIMS`
 
@@ -84,11 +85,10 @@ def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float
     """Cosine of each state with what it becomes when Gaussian noise is added to the embeddings (Fig. 32).
 
     The noise of a token has `levels` times the length of its embedding, as a root mean square; the draw is the same at
-    every level.
+    every level, and another for each sample: its seed is a checksum of the embeddings. NaN where a state is zero.
     """
     first = states.calls[0].x.to(replica.device)
-    generator = torch.Generator().manual_seed(SEED)
-    drawn = torch.randn(first.shape, generator=generator, dtype=torch.float64).to(first)
+    drawn = torch.stack([_normal(x) for x in first])
     noise = drawn * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in levels]
     cosines = [_cosine(noisy, first)]
@@ -100,8 +100,14 @@ def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float
     return torch.stack(cosines, 1)
 
 
+def _normal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    seed = zlib.crc32(x.cpu().contiguous().view(torch.uint8).numpy().data)
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x)
+
+
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
-    return torch.stack([torch.cosine_similarity(x, clean, dim=-1) for x in noisy])
+    there = torch.linalg.vector_norm(clean, dim=-1) > 0
+    return torch.stack([torch.where(there, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
 
 
 def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:

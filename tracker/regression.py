@@ -4,8 +4,8 @@
     exponential  y = a exp(b x)         least squares in y; R^2 = 1 - SS_res / SS_tot    (Fig. 7)
     partial      the correlation of what a linear fit on other variables leaves of both
 
-Intervals are 95 % bootstrap percentiles over the points given: models, cells or prompts. Where many are tried, p is
-corrected by Holm's method, which holds whatever their dependence.
+Intervals are 95 % bootstrap percentiles over the points given: models, cells or prompts. Holm's method corrects p where many
+are tried, whatever their dependence.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,8 +88,8 @@ def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:
     return out | {"a": float(a * np.exp(-b * middle / width)), "b": float(b / width), "r2": float(r2)}
 
 
-def interval(statistic: Callable[..., ndarray], *samples: ndarray) -> tuple[ndarray, ndarray]:
-    """95 % bootstrap percentiles of a statistic of paired samples, resampled along their last axis.
+def interval(statistic: Callable[..., ndarray], *samples: ndarray, level: float = 0.95) -> tuple[ndarray, ndarray]:
+    """Bootstrap percentiles of a statistic of paired samples, resampled along their last axis.
 
     Args:
         statistic: takes the samples and `axis`.
@@ -101,6 +101,7 @@ def interval(statistic: Callable[..., ndarray], *samples: ndarray) -> tuple[ndar
         axis=-1,
         vectorized=True,
         n_resamples=RESAMPLES,
+        confidence_level=level,
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
@@ -121,13 +122,22 @@ def onset(steps: Float[ndarray, " S"], departure: Float[ndarray, "S prompts"]) -
     its largest departure, between two steps as a straight line over ln(1 + step).
 
     Returns:
-        step, and low, high: the interval over prompts. NaN where the largest departure's interval holds zero: the curve
-        never left.
+        step, and low, high: the interval over prompts. NaN where the largest departure may be chance, or too few prompts are
+        defined at every step that has any.
     """
     steps, departure = np.asarray(steps, float), np.asarray(departure, float)
-    peak = departure.mean(-1).argmax()
-    if departure.shape[-1] < 2 or not mean_interval(departure[peak])[0] > 0:
-        return {"step": float("nan"), "low": float("nan"), "high": float("nan")}
+    defined = np.isfinite(departure).any(1)
+    steps, departure = steps[defined], departure[defined]
+    departure = departure[
+        :, np.isfinite(departure).all(0)
+    ]  # a prompt that is undefined somewhere would bend the curve there
+    nothing = {"step": float("nan"), "low": float("nan"), "high": float("nan")}
+    if departure.shape[-1] < 2 or not len(steps):
+        return nothing
+    # The largest of many steps is above zero by chance: each is allowed its share of the 5 %.
+    peak = departure[departure.mean(-1).argmax()]
+    if not interval(lambda v, axis: v.mean(axis), peak, level=1 - 0.05 / len(steps))[0] > 0:
+        return nothing
     low, high = interval(lambda *by_step, axis: _onset(steps, np.stack(by_step).mean(axis)), *departure)
     return {"step": float(_onset(steps, departure.mean(-1))), "low": float(low), "high": float(high)}
 

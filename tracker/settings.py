@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import numpy as np
@@ -64,7 +65,9 @@ class Settings:
             raise UsageError(f"measures={self.measures!r}; choose from all, {', '.join(MEASURES)}")
         if not self.asks("coupling") and (self.asks("vju") or self.asks("matrices")):
             raise UsageError(f"measures={self.measures!r}; vju and matrices are of the layer pairs: add 'coupling'")
-        if not whole_numbers(self.pair_tokens) or (isinstance(self.pair_tokens, int) and self.pair_tokens < 2):
+        if not whole_numbers(self.pair_tokens) or (
+            isinstance(self.pair_tokens, (int, Integral)) and self.pair_tokens < 2
+        ):
             raise UsageError(f"pair_tokens={self.pair_tokens!r}; give how many, at least 2, or a list of positions")
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
             raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
@@ -79,8 +82,8 @@ class Settings:
 
     def pairs_of(self, valid: Sequence[int]) -> list[int]:
         """The positions of a sample, of its valid ones, that are compared: evenly spaced from first to last, or as named."""
-        if isinstance(self.pair_tokens, int):
-            at = np.linspace(0, len(valid) - 1, min(self.pair_tokens, len(valid))).round().astype(int)
+        if isinstance(self.pair_tokens, (int, Integral)):
+            at = np.linspace(0, len(valid) - 1, min(int(self.pair_tokens), len(valid))).round().astype(int)
             return [valid[i] for i in at]
         return sorted(set(positions(self.pair_tokens, list(valid), None)))
 

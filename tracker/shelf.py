@@ -25,25 +25,25 @@ class Shelf:
         Raises:
             UsageError: if the directory of temporary files has no room for them.
         """
-        self.memory -= tensor.nbytes
-        if self.memory < 0:
+        if tensor.nbytes > self.memory:
             return _in_file(tensor)
+        self.memory -= tensor.nbytes
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _in_file(tensor: Tensor) -> Tensor:
-    with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
-        try:
+    try:
+        with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
             file.write(
                 tensor.cpu().contiguous().view(torch.uint8).numpy().data
             )  # not mapped yet: a full disk raises here
             file.flush()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            raise UsageError(
-                f"recorded hidden states are larger than their part of the memory budget, and {tempfile.gettempdir()} has no "
-                f"room for another {tensor.nbytes / 1e9:.3g} GB; name a directory with more in TMPDIR, raise the budget, or "
-                "give shorter inputs"
-            ) from error
-        return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise UsageError(
+            f"recorded hidden states are larger than their part of the memory budget, and {tempfile.gettempdir()} has no "
+            f"room for another {tensor.nbytes / 1e9:.3g} GB; name a directory with more in TMPDIR, raise the budget, or "
+            "give shorter inputs"
+        ) from error

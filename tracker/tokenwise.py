@@ -36,12 +36,17 @@ def tokenwise_couplings(
 ) -> dict[str, np.ndarray]:
     """All kinds of every block, at these tokens of a sample, with the dimensions of `dataset.DIMS`."""
     found: dict[str, list[Tensor]] = {}
+    first, last = tokens[0], tokens[-1]
     for call in recording.calls:
-        own = _at(jacobians, call, sample, tokens, tokens)
-        first, last = tokens[0], tokens[-1]
-        sent = [own[0], *_at(jacobians, call, sample, [first] * (len(tokens) - 1), tokens[1:])]
-        taken = [*_at(jacobians, call, sample, tokens[:-1], [last] * (len(tokens) - 1)), own[-1]]
-        for kind, Js in zip(TOKENWISE, (own, sent, taken), strict=True):
+        ends: list[Tensor] = []  # J of the first and the last token, in which every kind begins or ends
+        for kind in TOKENWISE:
+            if kind == "self":
+                Js = _at(jacobians, call, sample, tokens, tokens)
+                ends = [Js[0], Js[-1]]
+            elif kind == "fixed_input":
+                Js = [ends[0], *_at(jacobians, call, sample, [first] * (len(tokens) - 1), tokens[1:])]
+            else:
+                Js = [*_at(jacobians, call, sample, tokens[:-1], [last] * (len(tokens) - 1)), ends[1]]
             for name, values in _couplings(Js, ks, method, matrices).items():
                 found.setdefault(f"{kind}_{name}", []).append(values)
     axis = {name: DIMS[name].index("layer") for name in found}
@@ -63,10 +68,12 @@ def _at(
 def _couplings(
     Js: Sequence[Float[Tensor, "1 d d"]], ks: Sequence[int], method: Method, matrices: bool
 ) -> dict[str, Tensor]:
-    """Of every pair, (k, token, token_other), and null levels, (k, token)."""
+    """Of every pair, (k, token, token_other); of every Jacobian null levels, (k, token), and its certificate, (token)."""
     triplets = triplets_of_each(Js, max(ks), "auto" if method == "matrix-free" else method)
     layers = [
         Layer(found, J.matmul, torch.linalg.matrix_norm(J), [], True) for found, J in zip(triplets, Js, strict=True)
     ]
     (values,) = pairs(layers, ks, ("matrices",) if matrices else ())
+    for name in ("residual", "complete"):
+        values[name] = torch.cat([getattr(found, name) for found in triplets])
     return values
