@@ -154,7 +154,6 @@ FIGURES: Mapping[str, PaperFigure] = {
         lambda results, k: plots.coupling_by_layer(results, NORMALISED, k),
         (NORMALISED,),
         results=2,
-        differs="",
         may_differ=("inputs_sha256",),
     ),
     "18": PaperFigure(

@@ -315,7 +315,7 @@ def prompts(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
         y = prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values
         x = last["norm_raw"].isel(depth=0).notnull().sum("position").values
         panel.scatter(x, y, s=12, color=BLUE)
-        panel.set_title(f"{name}\n{_line(panel, x, y)}", fontsize=8)
+        panel.set_title(f"{name}\n{_line(panel, x, y, linear_fit(x, y))}", fontsize=8)
         panel.set_xlabel("tokens", fontsize=8)
         rows.append(pd.DataFrame({"result": name, "prompt": last["prompt_text"].values, "tokens": x, "coupling": y}))
     axes[0].set_ylabel(f"−{measure}, K = {k}", fontsize=8)
@@ -334,11 +334,13 @@ def models(
     table = table.dropna()
     against = [name for name, _ in columns if name != y]
     figure, axes = panels(len(against), sharey=True)
-    tried = holm(np.array([linear_fit(table[name].to_numpy(), table[y].to_numpy())["p"] for name in against]))
-    for panel, name, corrected in zip(axes, against, tried, strict=True):
-        at, value = table[name].to_numpy(), table[y].to_numpy()
+    value = table[y].to_numpy()
+    lines = [linear_fit(table[name].to_numpy(), value) for name in against]
+    tried = holm(np.array([line["p"] for line in lines]))
+    for panel, name, line, corrected in zip(axes, against, lines, tried, strict=True):
+        at = table[name].to_numpy()
         panel.scatter(at, value, s=16, color=BLUE, zorder=3)
-        said = _line(panel, at, value) + (f"\n{corrected:.2g} corrected (Holm)" if len(against) > 1 else "")
+        said = _line(panel, at, value, line) + (f"\n{corrected:.2g} corrected (Holm)" if len(against) > 1 else "")
         if exponential:
             fit = exponential_fit(at, value)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
@@ -350,9 +352,8 @@ def models(
     return figure, table
 
 
-def _line(panel: Any, x: np.ndarray, y: np.ndarray) -> str:
-    """Draw the straight line, and say how good it is."""
-    fit = linear_fit(x, y)
+def _line(panel: Any, x: np.ndarray, y: np.ndarray, fit: Mapping[str, float]) -> str:
+    """Draw the straight line of `linear_fit`, and say how good it is."""
     if not np.isfinite(fit["r2"]):
         return "no line: fewer than 4 points, or no spread"
     ends = np.array([np.min(x), np.max(x)])
