@@ -138,7 +138,11 @@ FIGURES: Mapping[str, PaperFigure] = {
         results=4,
     ),
     "8": PaperFigure(
-        "Training tokens against coupling", _tokens_seen, ("miscoupling", "score", "tokens_seen"), results=4
+        "Training tokens against coupling",
+        _tokens_seen,
+        ("miscoupling", "score", "tokens_seen"),
+        results=4,
+        differs="the right panel sets coupling against score, not score against tokens",
     ),
     "9": PaperFigure(
         "Coupling of each prompt against its length",
