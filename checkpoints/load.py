@@ -55,6 +55,15 @@ def load_model(directory: Path) -> "PreTrainedModel":
     return model
 
 
+def initialised(model: "PreTrainedModel", seed: int) -> "nn.Module":
+    """An untrained model of the same configuration, as its class initialises it; the global random state is left alone."""
+    import torch
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return type(model)(model.config)
+
+
 @contextmanager
 def _readable(directory: Path) -> Iterator[None]:
     from safetensors import SafetensorError

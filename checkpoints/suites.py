@@ -8,7 +8,7 @@ directory looked through; what is not spelled like a checkpoint is none.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +19,7 @@ PYTHIA_DEDUPED = PYTHIA_SIZES[2:]
 PYTHIA_SEEDED = PYTHIA_SIZES[:5]
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
+UNKNOWN = 1  # where a checkpoint stands whose step nothing tells: after step 0, the untrained model
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
 
 
@@ -47,6 +48,7 @@ class Checkpoint:
     revision: str | None  # None for a directory or a file
     tokens: int | None = None  # seen so far, as far as the name says it
     stage: str = ""
+    seed: int | None = None  # of a random initialisation that is measured in place of the weights
 
     @property
     def name(self) -> str:
@@ -95,6 +97,16 @@ class Suite:
         if not wanted:
             raise ValueError(f"--steps {steps} leaves no checkpoint of {self.name}; published are {listed(self.steps)}")
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.step in wanted)
+
+    def untrained(self, like: Checkpoint, seed: int) -> Checkpoint:
+        """The model of a checkpoint before any training, as step 0: initialised by its class, with this seed.
+
+        Raises:
+            ValueError: if step 0 is published.
+        """
+        if self.steps[0] == 0:
+            raise ValueError(f"--untrained {seed}: {self.name} publishes its step 0; --steps 0,... measures it")
+        return replace(like, step=0, tokens=None if like.tokens is None else 0, seed=seed)
 
     def _numbers(self, steps: str) -> set[int]:
         try:
@@ -178,7 +190,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     name = path.stem if path.is_file() else path.name
     if (path / "config.json").is_file() or (lightning and path.is_file()):
         parsed = _parse(path.name, str(path), None, pattern)
-        return Suite(name, str(path), (parsed or Checkpoint(0, str(path), None),))
+        return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),))
     if lightning:
         children, sought = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
     else:
@@ -201,8 +213,8 @@ def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, s
         return _suite(name, repo, checkpoints, stage)
     if pattern:
         raise ValueError(f"no branch of {repo} is spelled {pattern.pattern!r}; it has {listed(sorted(names))}")
-    notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step 0"
-    return Suite(name, repo, (Checkpoint(0, repo, "main"),), notice=notice)
+    notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step {UNKNOWN}"
+    return Suite(name, repo, (Checkpoint(UNKNOWN, repo, "main"),), notice=notice)
 
 
 def _parse(name: str, source: str, revision: str | None, pattern: re.Pattern[str]) -> Checkpoint | None:

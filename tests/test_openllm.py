@@ -32,6 +32,7 @@ FIRST = {  # of each set: rows as published, and what a model is to read
         {"sentence": "The cup fell, so _ broke.", "option1": "a", "option2": "b", "answer": "1"},
         "The cup fell, so",
     ),
+    "furonghuang-lab/Easy2Hard-Bench": ({"question": "2 + 2?", "answer": "4", "rating": 0.25}, None),
     "Salesforce/wikitext": ({"text": " = A heading = \n"}, None),
 }
 
@@ -39,7 +40,7 @@ FIRST = {  # of each set: rows as published, and what a model is to read
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
-    for source in (*openllm.OPENLLM, *openllm.WIKITEXT):
+    for source in (*openllm.OPENLLM, *openllm.EASY2HARD, *openllm.WIKITEXT):
         row, _ = FIRST[source.repository]
         rows = [row] + ([{"text": f"{i} " + "word " * openllm.PARAGRAPH} for i in range(300)] if "text" in row else [])
         repository = root / f"datasets--{source.repository.replace('/', '--')}"
@@ -67,7 +68,7 @@ def drawn(name: str, directory, **environment: str) -> subprocess.CompletedProce
 def test_fetched_formatted_drawn_and_kept(served, tmp_path):
     process = drawn("openllm", tmp_path, **served.environment)
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout) == [said for _, said in FIRST.values() if said]
+    assert json.loads(process.stdout) == [[said, None] for _, said in FIRST.values() if said]
     assert len(served.asked(r"GET /datasets/.*parquet")) == 6
     again = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
     assert again.stdout == process.stdout
@@ -77,8 +78,14 @@ def test_a_hundred_paragraphs_the_same_every_time(served, tmp_path):
     sets = [
         json.loads(drawn("wikitext", tmp_path / which, **served.environment).stdout) for which in ("one", "another")
     ]
-    assert sets[0] == sets[1] and len(set(sets[0])) == 100
-    assert all(len(prompt.split()) > openllm.PARAGRAPH for prompt in sets[0])
+    assert sets[0] == sets[1] and len({text for text, _ in sets[0]}) == 100
+    assert all(len(text.split()) > openllm.PARAGRAPH for text, _ in sets[0])
+
+
+def test_difficulty_comes_with_the_question_and_is_kept(served, tmp_path):
+    for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
+        process = drawn("easy2hard", tmp_path, **environment)
+        assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25]], process.stderr
 
 
 def test_without_a_network_one_sentence(tmp_path):

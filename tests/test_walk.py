@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import tracker
@@ -41,6 +42,31 @@ def snapshots(cache: Path) -> Path:
 
 def commit(cache: Path, step: int) -> str:
     return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
+
+
+def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
+    """At step 0, by a seed; of a model that stands alone. With prompts whose difficulty is known."""
+    trained = tmp_path / "trained"
+    shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
+    rated = tmp_path / "rated.jsonl"
+    rated.write_text('{"prompt": "import os", "difficulty": 0.5}\n{"prompt": "for name in", "difficulty": 2}\n')
+    arguments = walker.arguments("--prompts", str(rated), "--untrained", "3", model=str(trained))
+    assert pythia.main(arguments) == 0
+    ds = tracker.open_results(tmp_path / "out")
+    assert ds.step.values.tolist() == [0, 1] and ds.difficulty.values.tolist() == [0.5, 2]
+    assert ds.revision.values.tolist() == ["untrained, seed 3", ""]
+
+    model, tokenizer = load(trained)
+    torch.manual_seed(3)
+    untrained = type(model)(model.config)
+    for step, measured in ((0, untrained), (1, model)):
+        expected = tracker.measure(measured, ["import os", "for name in"], tokenizer=tokenizer, k=[4, 8])
+        assert np.array_equal(ds.miscoupling.sel(step=step), expected.miscoupling)
+
+
+def test_untrained_where_it_can_not_be(walker, capsys):
+    assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
+    assert "nano publishes its step 0; --steps 0,... measures it" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
-"""Prompt sets from the hub: the six benchmarks of the Open LLM Leaderboard, and WikiText-2.
+"""Prompt sets from the hub: the six benchmarks of the Open LLM Leaderboard, two of their own, and WikiText-2.
 
 The paper draws prompts from the test sets of ARC, GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande (section 4.2; 1,200 in
-Fig. 5) and 100 from WikiText-2 (Fig. 26), and prints no format. These are the zero-shot forms of the leaderboard's own
-harness: what a model reads before it answers. Sets whose test answers are secret give their validation split.
+Fig. 5), from GSM8K alone (Fig. 15), from Easy2Hard-Bench, whose questions are rated by difficulty (Fig. 9; of its six parts,
+rated on scales of their own, we take GSM8K's), and 100 from WikiText-2 (Fig. 26), and prints no format. These are the
+zero-shot forms of the leaderboard's own harness: what a model reads before it answers. Sets whose test answers are secret
+give their validation split.
 
 A set is drawn once, by a fixed seed, and kept: later runs need no network, and measure the same prompts.
 """
@@ -12,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoints.files import cache_root, write_whole
 
@@ -22,6 +24,13 @@ PARAGRAPH = 40  # words: what is shorter in WikiText is a heading or a fragment
 CHOICES = "ABCD"
 
 Row = Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """What a model reads, and how hard it is, where somebody has rated that."""
+
+    text: str
+    difficulty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Source:
     prompt: Callable[[Row], str]
     count: int
     wanted: Callable[[Row], bool] = lambda row: True
+    difficulty: Callable[[Row], float | None] = lambda row: None
 
 
 def _multiple_choice(row: Row) -> str:
@@ -68,10 +78,16 @@ WIKITEXT = (
         lambda row: len(row["text"].split()) >= PARAGRAPH,
     ),
 )
-SETS = {"openllm": OPENLLM, "wikitext": WIKITEXT}
+GSM8K = (OPENLLM[1],)
+EASY2HARD = (
+    Source(
+        "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", "eval", _question, 200, difficulty=lambda row: row["rating"]
+    ),
+)
+SETS = {"openllm": OPENLLM, "gsm8k": GSM8K, "easy2hard": EASY2HARD, "wikitext": WIKITEXT}
 
 
-def hub_prompts(name: str) -> list[str]:
+def hub_prompts(name: str) -> list[Prompt]:
     """The prompts of a set, from the cache or drawn anew.
 
     Raises:
@@ -79,16 +95,18 @@ def hub_prompts(name: str) -> list[str]:
     """
     file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
     try:
-        return json.loads(file.read_text())["prompts"]
+        kept = json.loads(file.read_text())
+        return [Prompt(*prompt) for prompt in zip(kept["prompts"], kept["difficulty"], strict=True)]
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps({"prompts": prompts, "seed": SEED}).encode())
+    texts, difficulty = zip(*prompts, strict=True)
+    write_whole(file, json.dumps({"prompts": texts, "difficulty": difficulty, "seed": SEED}).encode())
     return prompts
 
 
-def _drawn(name: str, source: Source) -> list[str]:
+def _drawn(name: str, source: Source) -> list[Prompt]:
     try:
         import datasets
     except ImportError as error:
@@ -104,5 +122,11 @@ def _drawn(name: str, source: Source) -> list[str]:
             f"--prompts {name}: {source.repository} can't be fetched ({str(error).splitlines()[0]}); go online once, or give a "
             "file of prompts"
         ) from error
-    candidates = [prompt for row in rows if source.wanted(row) and (prompt := source.prompt(row))]
+    try:
+        wanted = [Prompt(source.prompt(row), source.difficulty(row)) for row in rows if source.wanted(row)]
+    except KeyError as error:
+        raise ValueError(
+            f"--prompts {name}: rows of {source.repository} have no {error} any more; give a file"
+        ) from error
+    candidates = [prompt for prompt in wanted if prompt.text]
     return random.Random(SEED).sample(candidates, min(source.count, len(candidates)))

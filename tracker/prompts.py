@@ -2,18 +2,20 @@
 
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
-from tracker.openllm import SETS, hub_prompts
+from tracker.openllm import SETS, Prompt, hub_prompts
 
 BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
 
 
-def load_prompts(source: str) -> list[str]:
-    r"""The prompts of a set: "builtin", "openllm", "wikitext", or a file.
+def load_prompts(source: str) -> list[Prompt]:
+    r"""The prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
 
     A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
-    with the prompt under "prompt". Blank lines are left out.
+    with the prompt under "prompt" and, where it is known for all, a number under "difficulty". Blank lines are left out.
 
     Raises:
         ValueError: if the file is not there, holds no prompt, or a line of it is not as described; if a set of the hub
@@ -24,7 +26,7 @@ def load_prompts(source: str) -> list[str]:
     file = BUILTIN if source == "builtin" else Path(source)
     if not file.is_file():
         raise ValueError(
-            f"no prompt file {source!r}; give 'builtin', 'openllm', 'wikitext', a text file with one prompt a line, or a "
+            f"no prompt file {source!r}; give 'builtin', {', '.join(map(repr, SETS))}, a text file with one prompt a line, or a "
             ".jsonl file"
         )
     try:
@@ -34,20 +36,30 @@ def load_prompts(source: str) -> list[str]:
     if not lines:
         raise ValueError(f"{source} holds no prompts: every line is blank")
     if file.suffix == ".jsonl":
-        return [_from_json(line, i, source) for i, line in enumerate(lines, 1)]
-    return [line.replace("\\n", "\n") for line in lines]
+        prompts = [_from_json(line, i, source) for i, line in enumerate(lines, 1)]
+        unrated = [i for i, prompt in enumerate(prompts, 1) if prompt.difficulty is None]
+        if unrated and len(unrated) < len(prompts):
+            raise ValueError(
+                f'{source}: line {unrated[0]} has no "difficulty", and others have; give it for all or for none'
+            )
+        return prompts
+    return [Prompt(line.replace("\\n", "\n")) for line in lines]
 
 
-def prompts_digest(prompts: list[str]) -> str:
-    """A hash that tells prompt sets apart."""
-    return hashlib.sha256("\0".join(prompts).encode()).hexdigest()[:16]
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A hash that tells prompt sets apart, by their texts and what is known of them."""
+    said = [prompt.text for prompt in prompts] + [repr(p.difficulty) for p in prompts if p.difficulty is not None]
+    return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
 
 
-def _from_json(line: str, i: int, source: str) -> str:
+def _from_json(line: str, i: int, source: str) -> Prompt:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        entry = json.loads(line)
+        prompt, difficulty = entry["prompt"], entry.get("difficulty")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}') from error
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"line {i} of {source}: the prompt is empty or not a string")
-    return prompt
+    if difficulty is not None and (type(difficulty) not in (int, float) or not math.isfinite(difficulty)):
+        raise ValueError(f"line {i} of {source}: difficulty {difficulty!r} is not a number")
+    return Prompt(prompt, difficulty)

@@ -20,7 +20,8 @@ from checkpoints.integrity import explained, repeats
 from checkpoints.suites import listed
 from tracker.deliveries import deliveries
 from tracker.progress import progress
-from tracker.walk import Plan, Walk, changed, make_plan, measure_checkpoint, with_scores
+from tracker.unit import changed, measure_checkpoint, with_scores
+from tracker.walk import Plan, Walk, make_plan
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -1,11 +1,11 @@
-"""What a walk is asked for, what that comes to, and one checkpoint measured.
+"""What a walk is asked for, and what that comes to, checked before anything is fetched.
 
 Nothing heavy is imported before it is needed: the command line reads this file to print its help.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,6 @@ from tracker.prompts import load_prompts, prompts_digest
 
 if TYPE_CHECKING:
     import torch
-    import xarray as xr
 
     from tracker.results import Store
 
@@ -36,6 +35,7 @@ class Walk:
         revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where
             branches or directories are not spelled like step128 or checkpoint-128.
         stage: of a suite trained in several, such as OLMo 2. Default: the first.
+        untrained: measure the model at a random initialisation of this seed too, as step 0, where none is published.
         allow_suspect: measure revisions too that seem not to hold what their name says; their points are marked.
         disk_budget: how much of the disk downloads may take, such as 60GB; measured revisions that this program fetched
             make room. Default: no limit, nothing is removed.
@@ -44,7 +44,8 @@ class Walk:
         tokenizer: of Lightning checkpoints, a repository or directory; the module's forward takes what it gives.
         inputs: a .pt file with what the model's forward takes, in place of prompts.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
-            or a file: text with one prompt a line, or JSONL with "prompt".
+            gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
+            "prompt" and perhaps "difficulty".
         suffix: text to append to every prompt, such as " Let's think step by step.".
         measures: all, or some of coupling, trajectory, vju, matrices, tokenwise, entropy, pca and noise (see
             `tracker.measure`), with commas between them. Default: coupling,trajectory.
@@ -72,6 +73,7 @@ class Walk:
     steps: int | str | None = None
     revisions: str | None = None
     stage: str | None = None
+    untrained: int | None = None
     allow_suspect: bool = False
     disk_budget: str | None = None
     scores: Path | None = None
@@ -109,6 +111,7 @@ class Plan:
     disk: Disk
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, where inputs are prompts, a tokenizer
     inputs: Any
+    difficulty: list[float] | None  # of the prompts, where it is known
     measure: dict[str, Any]  # keywords of `tracker.measure`
     device: "torch.device"
     store: "Store"
@@ -150,7 +153,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
     joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
-    prompts, inputs = _inputs(walk)
+    prompts, inputs, difficulty = _inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
@@ -172,11 +175,18 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     examined = integrity.examine(suite, chosen, say)
     excluded = {} if walk.allow_suspect else examined.doubted
     kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
+    if walk.untrained is not None and walk.module:
+        raise ValueError(
+            f"--untrained {walk.untrained}: only its own code knows how {walk.module} is initialised; leave it out"
+        )
+    if walk.untrained is not None and kept:
+        kept = (suite.untrained(kept[0], walk.untrained), *kept)
 
     store = Store(walk.out or Path("results") / suite.name)
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
     # Named only where given, like the measures: a store keeps its identity when an option is added here.
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
+    identity |= {"untrained": walk.untrained} if walk.untrained is not None else {}
     identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
     if suite.cache_dir is not None:
         identity["suite"] = suite.cache_dir.name
@@ -197,6 +207,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         disk=disk,
         load=load,
         inputs=inputs,
+        difficulty=difficulty,
         measure=keywords,
         device=device,
         store=store,
@@ -206,74 +217,14 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     )
 
 
-def changed(plan: Plan, units: Mapping[int, "xr.Dataset"]) -> list[int]:
-    """The steps whose weights are not those that the store's units were measured from."""
-    measured = {
-        c: units[c.step].coords["files_sha256"].item()
-        for c in plan.checkpoints
-        if "files_sha256" in _coords(units, c.step)
-    }
-    return [c.step for c, digest in measured.items() if plan.digest(c) not in ("", digest)]
-
-
-def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
-    """Load and measure a fetched checkpoint; the unit says which it was."""
-    from tracker.measurement import measure
-
-    model, tokenizer = plan.load(directory)
-    fingerprint = integrity.fingerprint(model.state_dict().items())
-    resident = plan.device.type != "cpu" and _weights(model) <= plan.measure["memory_budget"] // 2
-    if resident:  # else they stay in their files' pages, and pass through memory block by block
-        model.to(plan.device)
-    unit = measure(model, plan.inputs, tokenizer=tokenizer, device=plan.device, **plan.measure)
-    listing = plan.listings.get(checkpoint.name)
-    unit = unit.assign_coords(
-        step=checkpoint.step,
-        revision=checkpoint.revision or "",
-        commit=directory.name if checkpoint.revision else "",
-        files_sha256=integrity.files_digest(directory, listing),
-        fingerprint=fingerprint,
-        suspect=plan.suspect.get(checkpoint.step, ""),
-    )
-    if checkpoint.stage:
-        unit = unit.assign_coords(stage=checkpoint.stage)
-    if checkpoint.tokens is not None:
-        unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
-    unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
-    elsewhere = "in their files" if directory.is_dir() else "in memory"
-    unit.attrs["weights_kept"] = "on the device" if resident else elsewhere
-    return unit
-
-
-def _weights(model: "torch.nn.Module") -> int:
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-
-
-def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
-    """A unit with these scores beside those it has."""
-    import xarray as xr
-
-    if "score" in unit:
-        has = {str(task): float(value) for task, value in zip(unit["task"].values, unit["score"].values, strict=True)}
-        scored = has | dict(scored)
-        unit = unit.drop_dims("task")
-    if scored:
-        unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
-    return unit
-
-
-def _coords(units: Mapping[int, "xr.Dataset"], step: int) -> Any:
-    return units[step].coords if step in units else ()
-
-
-def _inputs(walk: Walk) -> tuple[str, Any]:
-    """What every checkpoint is measured on, and a hash of it."""
+def _inputs(walk: Walk) -> tuple[str, Any, list[float] | None]:
+    """A hash of what every checkpoint is measured on, it itself, and how difficult its prompts are, if that is known."""
     from tracker.provenance import digest
 
     if walk.inputs is None:
-        prompts = [prompt + walk.suffix for prompt in load_prompts(walk.prompts)]
-        return prompts_digest(prompts), prompts
+        prompts = [prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)]
+        rated = [prompt.difficulty for prompt in prompts if prompt.difficulty is not None]
+        return prompts_digest(prompts), [prompt.text for prompt in prompts], rated or None
     import torch
 
     try:
@@ -283,7 +234,7 @@ def _inputs(walk: Walk) -> tuple[str, Any]:
             f"--inputs {walk.inputs} can't be read ({hub.first_line(error)}); give a file that torch.save wrote, with a tensor "
             "or a dictionary of tensors"
         ) from error
-    return digest(inputs)[:16], inputs
+    return digest(inputs)[:16], inputs, None
 
 
 def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
