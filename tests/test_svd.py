@@ -171,8 +171,8 @@ def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
 def blind(request, monkeypatch):
     """An iteration that converges to all triplets but one."""
 
-    def overlook(apply, apply_transpose, start, K, tolerance):
-        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance)
+    def overlook(apply, apply_transpose, start, K, tolerance, dear):
+        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance, dear)
         kept = [k for k in range(K + 1) if k != request.param]
         keep = (S[:, 4] > 1.5)[:, None, None]  # in matrices larger than 1.5 nothing is overlooked
         U, V = (torch.where(keep, part[..., :K], part[..., kept]) for part in (U, V))

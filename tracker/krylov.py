@@ -43,7 +43,12 @@ def expected_columns(d: int, K: int, dtype: torch.dtype) -> int:
 
 
 def block_golub_kahan(
-    apply: Product, apply_transpose: Product, start: Float[Tensor, "*B d b"], K: int, tolerance: float
+    apply: Product,
+    apply_transpose: Product,
+    start: Float[Tensor, "*B d b"],
+    K: int,
+    tolerance: float,
+    dear: bool = False,
 ) -> tuple[Float[Tensor, "*B d K"], Float[Tensor, "*B r"], Float[Tensor, "*B d K"]]:
     """The top K triplets U, S, V of one operator or of a batch; S goes on with lower, rougher singular values.
 
@@ -54,6 +59,8 @@ def block_golub_kahan(
         apply: V -> J V.
         apply_transpose: U -> J^T U.
         start: an orthonormal block.
+        dear: whether a product costs more than a small decomposition: then every step looks whether it is the last,
+            otherwise only a full basis does.
 
     Raises:
         ValueError: if a product has entries that are not finite.
@@ -84,19 +91,27 @@ def block_golub_kahan(
             scale = torch.maximum(scale, _longest(Z))
             Z, C, _ = _orthonormalise(Z - R.mT @ V[..., new, :], scale, V[..., :size, :], generator)
             before, H = new, C
-        budget -= m - kept
-        # In float64, where it costs little and stays out of the residuals; on the CPU, as GPUs are slow at small ones.
-        P, S, Qh = torch.linalg.svd(B.double().cpu())
-        tail = C.double().cpu().mT @ P[..., -b:, :kept]
-        residual = torch.linalg.vector_norm(tail[..., :K], dim=-2).amax(-1)
-        done = bool((residual <= tolerance * S[..., 0]).all()) or budget < 0
-        P, S, Q, tail = (part.to(B) for part in (P, S, Qh.mT, tail))
-        if done:
-            return U.mT @ P[..., :K], S, V.mT @ Q[..., :K]
+            budget -= b
+            if size < m and not (dear and size > K + b):
+                continue
+            P, S, Q, tail = _ritz(B[..., :size, :size], C)
+            residual = torch.linalg.vector_norm(tail[..., :K], dim=-2).amax(-1)
+            if bool((residual <= tolerance * S[..., 0]).all()) or budget < 0:
+                return U[..., :size, :].mT @ P[..., :K], S, V[..., :size, :].mT @ Q[..., :K]
         U[..., :kept, :] = P[..., :kept].mT @ U
         V[..., :kept, :] = Q[..., :kept].mT @ V
         B = torch.diag_embed(S)
-        before, H, size = slice(0, kept), tail.mT, kept
+        before, H, size = slice(0, kept), tail[..., :kept].mT, kept
+
+
+def _ritz(B: Float[Tensor, "*B m m"], C: Float[Tensor, "*B b b"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P, S, Q with B = P S Q^T, and what J^T u - s v of every Ritz pair is in the next block.
+
+    In float64, where it costs little and stays out of the residuals; on the CPU, as GPUs are slow at small ones.
+    """
+    P, S, Qh = torch.linalg.svd(B.double().cpu())
+    tail = C.double().cpu().mT @ P[..., -C.shape[-1] :, :]
+    return P.to(B), S.to(B), Qh.mT.to(B), tail.to(B)
 
 
 def start_block(d: int, like: Tensor) -> Float[Tensor, "d b"]:

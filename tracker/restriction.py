@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
 from tracker.jacobian import Linearization, RowFunction, linearize
+from tracker.linear import LinearByOneDNN
 from tracker.recording import AttentionCall, BlockCall
 
 Selection = tuple[BlockCall, Rows]
@@ -59,7 +60,7 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
                 raise NotSliceable("attention over something other than the block's own tokens")
             return answered(attend, query, key, value, frozen)
 
-        with answering(answer):
+        with answering(answer), LinearByOneDNN():
             y = call(x[:, None], arguments)[:, 0]
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")

@@ -94,7 +94,7 @@ def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[T
             f"K={K} triplets are too many to find by products where d = {like.shape[-1]}; decompose in full"
         )
     with float32_products("ieee"):
-        return _by_products(apply, apply_transpose, like, K)
+        return _by_products(apply, apply_transpose, like, K, dear=True)
 
 
 def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype) -> bool:
@@ -177,12 +177,12 @@ def _at_once(function: Callable[[Tensor], Result], parts: Sequence[Tensor]) -> l
         torch.set_num_threads(cores)
 
 
-def _by_products(apply: Product, apply_transpose: Product, like: Tensor, K: int) -> Triplets:
+def _by_products(apply: Product, apply_transpose: Product, like: Tensor, K: int, dear: bool = False) -> Triplets:
     """As `triplets_by_products`. The iteration aims at half the tolerance: what it estimates is not yet measured."""
     B, d = like.shape
     tolerance = TOLERANCE[like.dtype]
     start = start_block(d, like).expand(B, -1, -1)
-    U, S, V = block_golub_kahan(apply, apply_transpose, start, K, tolerance / 2)
+    U, S, V = block_golub_kahan(apply, apply_transpose, start, K, tolerance / 2, dear)
     gap, S = _gap(S, K), S[..., :K]
     error = _residual(apply(V), apply_transpose(U), U, S, V)
     converged = ~(error > tolerance)  # NaN: a zero matrix

@@ -1,0 +1,74 @@
+"""Linear layers by oneDNN against the same in float64, and what is left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tracker import linear
+from tracker.jacobian import dense_jacobian, linearize
+from tracker.linear import LinearByOneDNN
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many products oneDNN was given."""
+    count = []
+    forward = linear._Product.forward
+    monkeypatch.setattr(linear._Product, "forward", staticmethod(lambda *a: count.append(1) or forward(*a)))
+    return count
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(3)
+    made = nn.Sequential(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 12, bias=False)).to(dtype)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12])
+def test_values_products_and_jacobians(chunk, products):
+    x = torch.randn(3, 12)
+    exact = linearize(network(torch.float64), x.double())
+    with LinearByOneDNN():
+        found = linearize(network(), x)
+    before = len(products)
+    assert before == 2, "both layers"
+    torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
+    J = dense_jacobian(exact.pullback, exact.y, 12)
+    torch.testing.assert_close(dense_jacobian(found.pullback, found.y, chunk).double(), J, atol=1e-6, rtol=0)
+    v = torch.randn(chunk, 3, 12)
+    expected = torch.einsum("rij,crj->cri", J, v.double())
+    torch.testing.assert_close(found.pushforward(v).double(), expected, atol=2e-6, rtol=0)
+    assert len(products) > before, "also backward"
+
+
+def test_rows_and_weights_that_are_not_contiguous(products):
+    x = torch.randn(7, 5, 2).movedim(0, -1).movedim(0, -2)[..., ::2]
+    W = torch.randn(9, x.shape[-1] * 2)[:, ::2]
+    with LinearByOneDNN():
+        torch.testing.assert_close(F.linear(x, W), torch.einsum("...i,oi->...o", x, W))
+    assert products
+
+
+@pytest.mark.parametrize(
+    "x, weight",
+    [
+        (torch.ones(2, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)),
+        (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)),
+        (torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)),
+        (torch.ones(2, 3), torch.ones(3)),
+    ],
+    ids=["float64", "bfloat16", "a weight that learns", "a vector"],
+)
+def test_what_is_left_alone(x, weight, products):
+    with LinearByOneDNN():
+        torch.testing.assert_close(F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight))
+    assert not products
+
+
+def test_autocast_keeps_its_precision(products):
+    with LinearByOneDNN(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
+    assert not products
