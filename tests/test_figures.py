@@ -9,11 +9,12 @@ import xarray as xr
 import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
+from tracker import comparisons
 from tracker.figures import main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
 from tracker.results import Store, open_results
 
-K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "35", "36")
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "35", "36", "table4", "definitions")
 
 
 def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
@@ -107,7 +108,13 @@ def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
     close(table.coupling, -off_diagonal(m))
-    assert (table.tokens == 7).all()
+    assert (table.tokens == 7).all() and "difficulty" not in table
+    rated = store(tmp_path / "rated", measures=["coupling", "trajectory"], steps=(0,))
+    unit = Store(rated).read(0).assign_coords(difficulty=("prompt", [3.0, 1, 4, 1, 5]))
+    Store(rated).write(0, unit)
+    table = drawn("9", rated, tmp_path)
+    assert table.difficulty.tolist() == [3, 1, 4, 1, 5]
+    close(table.coupling, -off_diagonal(unit.offdiag_normalized.sel(k=K).values[:, 0]))
 
 
 def test_12(one, tmp_path):
@@ -128,6 +135,8 @@ def test_26_and_30(one, tmp_path):
     table, ds = drawn("26", one, tmp_path), open_results(one)
     row = table[(table.variable == "entropy") & (table.step == 8) & (table.depth == 1)]
     close(row["median"], np.median(ds.entropy.sel(step=8, depth=1)))
+    row = table[(table.variable == "equidistance_raw_window") & (table.step == 8) & (table.depth == 2)]
+    close(row["median"], np.median(ds.equidistance_raw_window.sel(step=8, layer=2)))
     row = drawn("30", one, tmp_path)
     row = row[(row.variable == "norm_raw") & (row.step == 2000) & (row.depth == 3)]
     close(row["q75"], np.quantile(ds.norm_raw.sel(step=2000, depth=3), 0.75))
@@ -174,10 +183,60 @@ def test_of_several_models(several, tmp_path):
         table = drawn(name, several, tmp_path)
         close(table[f"coupling, K = {K}"], couplings)
         close(table.score, scores)
+        assert (table[f"coupling, K = {K} low"] <= table[f"coupling, K = {K}"]).all()
     table = drawn("35", several, tmp_path)
     assert table.blocks.tolist() == [3, 4, 3, 5, 4] and table.width.tolist() == [32, 40, 48, 56, 64]
-    assert drawn("8", several, tmp_path)["training tokens"].tolist() == [1e6 * (2000 + i) for i in range(5)]
+    table = drawn("8", several, tmp_path)
+    assert table["training tokens"].tolist() == [1e6 * (2000 + i) for i in range(5)]
+    close(table.score, scores)
     assert {f"coupling, K = {K}", "coupling, K = 8"} < set(drawn("36", several, tmp_path))
+
+
+def test_subsets_of_models(several, tmp_path):
+    from scipy import stats
+
+    last = [open_results(path).sel(step=2000) for path in several]
+    couplings = np.array([-off_diagonal(ds.offdiag_normalized.sel(k=K).values[:, 0]).mean() for ds in last])
+    scores = np.array([float(ds.score.mean()) for ds in last])
+    table = drawn("table4", several, tmp_path)
+    assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
+    fit = stats.linregress(couplings, scores)
+    close(table[["n", "r2", "slope", "p"]].values[0], [5, fit.rvalue**2, fit.slope, fit.pvalue])
+
+    rng = np.random.default_rng(0)
+    made = pd.DataFrame({"c": rng.normal(size=12), "family": ["a"] * 7 + ["b"] * 5, "parameters": np.arange(12)})
+    made["score"] = made["c"] + rng.normal(size=12)
+    _, table = comparisons._of_subsets(made, "c", "score", "family", "parameters")
+    assert table.n.tolist() == [12, 7, 5, 5, 7, 6, 6]
+    assert (table.p_holm >= table.p).all()
+    fit = stats.linregress(made.c[made.family == "b"], made.score[made.family == "b"])
+    only = table[table.subset == "b only"].iloc[0]
+    close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
+
+
+def test_definitions(several, tmp_path):
+    from scipy import stats
+
+    table = drawn("definitions", several, tmp_path)
+    assert len(table) == 4 * 2 * 3
+    row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
+    last = [open_results(path).sel(step=2000) for path in several]
+    couplings = [
+        -float(ds.miscoupling_release.sel(k=8).mean(("prompt", "token", "layer", "layer_other"))) for ds in last
+    ]
+    fit = stats.linregress(couplings, [float(ds.score.mean()) for ds in last])
+    close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
+
+
+def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
+    alone = []
+    for path in several:
+        copy = Store(tmp_path / path.name)
+        copy.settle({})
+        copy.write(2000, Store(path).read(2000).isel(prompt=[0]))
+        alone.append(copy.path)
+    table = drawn("1a", alone, tmp_path)
+    assert len(table) == 5 and table[f"coupling, K = {K} low"].isna().all()
 
 
 def test_every_figure_has_a_test_here_or_elsewhere():

@@ -38,6 +38,7 @@ def test_against_the_formulas_token_by_token():
 def test_windows_are_the_measures_of_the_states_around_a_layer():
     X, width, L = states(L=9), 5, 9
     lss, growth = trajectory.lss_window(X, width), trajectory.expodistance_window(X, width)
+    even = trajectory.equidistance_window(X, width)
     for l in range(1, L + 1):
         fits = 2 <= l <= L - 2
         assert lss[l - 1].isfinite().all() == fits and growth[l - 1].isfinite().all() == fits
@@ -45,6 +46,7 @@ def test_windows_are_the_measures_of_the_states_around_a_layer():
             around = X[l - 2 : l + 3]
             torch.testing.assert_close(lss[l - 1], trajectory.lss(around))
             torch.testing.assert_close(growth[l - 1], trajectory.expodistance(around))
+            torch.testing.assert_close(even[l - 1], trajectory.equidistance(around))
 
 
 def test_straight_lines_and_exponential_growth():

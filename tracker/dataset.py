@@ -30,6 +30,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
     **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
     **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
+    **dict.fromkeys(("equidistance_window", "equidistance_raw_window"), ("layer", "position")),
     **dict.fromkeys(("norm", "norm_raw", "entropy"), ("depth", "position")),
     "pca": ("depth", "position", "component"),
     "noise_similarity": ("noise", "depth", "position"),

@@ -1,5 +1,6 @@
 """What figures are drawn with, and the two that loggers draw as well: a coupling matrix, and curves over training."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe-Ito: told apart by colour-blind readers and in grey print.
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6E6E6E"
+PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
 def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> "Figure":
@@ -108,6 +110,15 @@ def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
         panel.tick_params(labelsize=7)
         panel.locator_params(axis="x", nbins=5)
     return figure, list(axes[:count])
+
+
+def fitted_line(panel: "Axes", x: np.ndarray, y: np.ndarray, fit: Mapping[str, float]) -> str:
+    """Draw the straight line of `regression.linear_fit`, and say how good it is."""
+    if not np.isfinite(fit["r2"]):
+        return "no line: fewer than 4 points, or no spread"
+    ends = np.array([np.min(x), np.max(x)])
+    panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
+    return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
 
 
 def shades(count: int) -> list[Any]:

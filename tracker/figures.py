@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tracker.figures",
         description="Draw the paper's figures, and others, from a walk's or a run's results.",
     )
-    parser.add_argument("name", type=str, help="a figure of the paper (1a to 36), curves, heatmap, all, or list")
+    parser.add_argument(
+        "name", type=str, help="a figure of the paper (1a to 36, table4), definitions, curves, heatmap, all, or list"
+    )
     parser.add_argument("results", type=Path, nargs="*", help="directories that walks or runs wrote (--out, save_dir)")
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv")
     parser.add_argument("--k", type=int, help="number of singular vectors; default: the smallest measured")

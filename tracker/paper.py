@@ -4,10 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xarray as xr
-
-from tracker import plots
-from tracker.regression import partial_correlation
+from tracker import comparisons, plots
 
 if TYPE_CHECKING:
     from tracker.plots import Plotted
@@ -36,69 +33,15 @@ def _matrices(variable: str) -> "Callable[[plots.Results, int], Plotted]":
     return lambda results, k: plots.matrix_grid(results, variable)
 
 
-def _coupling(k: int) -> Callable[[xr.Dataset], float]:
-    def take(ds: xr.Dataset) -> float:
-        by_prompt = plots.prompt_couplings(ds, NORMALISED, PAIRS, k)["coupling"]
-        return float(by_prompt.isel(step=-1).mean())
-
-    return take
-
-
-def _scores(results: plots.Results) -> Callable[[xr.Dataset], float]:
-    """The mean score after the last step, over the benchmarks that all results have there."""
-    last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
-    shared = set.intersection(
-        *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
-    )
-    if not shared:
-        raise ValueError(
-            f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
-        )
-    return lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
-
-
-def _attribute(name: str) -> Callable[[xr.Dataset], float]:
-    return lambda ds: float(ds.attrs[name])
-
-
-def _against_score(results: plots.Results, k: int, exponential: bool = False) -> "Plotted":
-    columns = [(f"coupling, K = {k}", _coupling(k)), ("score", _scores(results))]
-    return plots.models(results, columns, "score", exponential)
-
-
-def _every_k(results: plots.Results, _: int) -> "Plotted":
-    ks = sorted(set.intersection(*({int(k) for k in ds["k"].values} for ds in results.values())))
-    columns = [*((f"coupling, K = {k}", _coupling(k)) for k in ks), ("score", _scores(results))]
-    return plots.models(results, columns, "score")
-
-
-def _sizes(results: plots.Results, k: int) -> "Plotted":
-    coupling = f"coupling, K = {k}"
-    sizes = [("blocks", lambda ds: float(ds.sizes["layer"])), ("width", _attribute("width"))]
-    sizes.append(("parameters", _attribute("parameters")))
-    figure, table = plots.models(results, [*sizes, (coupling, _coupling(k)), ("score", _scores(results))], "score")
-    others = [table[name].to_numpy() for name, _ in sizes]
-    fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), others)
-    said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
-    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said}", fontsize=8)
-    return figure, table
-
-
-def _tokens_seen(results: plots.Results, k: int) -> "Plotted":
-    tokens = ("training tokens", lambda ds: float(ds["tokens_seen"].isel(step=-1)))
-    coupling = (f"coupling, K = {k}", _coupling(k))
-    return plots.models(results, [tokens, ("score", _scores(results)), coupling], coupling[0])
-
-
 MATRICES = "matrices of the smallest K, of one prompt; the first and the last step stand for untrained and trained"
 WINDOWS = "the window is 11 states where the model has 20 blocks or more, else narrower: the results say which"
 FIGURES: Mapping[str, PaperFigure] = {
     "1a": PaperFigure(
         "Coupling against benchmark score",
-        _against_score,
+        comparisons.against_score,
         ("miscoupling", "score"),
         results=4,
-        differs="coupling over l ≠ l', after the last step",
+        differs="coupling over l ≠ l', after the last step; bars: its interval over prompts",
     ),
     "1b": PaperFigure(
         "Coupling over training",
@@ -129,26 +72,25 @@ FIGURES: Mapping[str, PaperFigure] = {
         ("lss", "expodistance_raw"),
         steps=2,
         untrained=True,
-        differs="untrained is step 0",
+        differs="untrained is step 0 (--untrained where none is published)",
     ),
     "7": PaperFigure(
         "Exponential fit between coupling and score",
-        lambda results, k: _against_score(results, k, exponential=True),
+        lambda results, k: comparisons.against_score(results, k, exponential=True),
         ("miscoupling", "score"),
         results=4,
     ),
     "8": PaperFigure(
         "Training tokens against coupling",
-        _tokens_seen,
+        comparisons.tokens_seen,
         ("miscoupling", "score", "tokens_seen"),
         results=4,
-        differs="the right panel sets coupling against score, not score against tokens",
     ),
     "9": PaperFigure(
-        "Coupling of each prompt against its length",
+        "Coupling of each prompt against its difficulty and its length",
         lambda results, k: plots.prompts(results, NORMALISED, PAIRS, k),
         (NORMALISED, "norm_raw"),
-        differs="the left half, against difficulty, is not drawn",
+        differs="difficulty where the prompts have one: --prompts easy2hard (GSM8K's part of it), or a file of one's own",
     ),
     "12": PaperFigure(
         "Token trajectories on a principal plane", lambda results, _: plots.principal_planes(results), ("pca",), "pca"
@@ -181,18 +123,23 @@ FIGURES: Mapping[str, PaperFigure] = {
         ),
         ("equidistance_raw",),
         untrained=True,
-        differs="at step 0; before the final norm",
+        differs="at step 0 (--untrained where none is published); before the final norm",
     ),
     "26": PaperFigure(
-        "Norm, line-shape score and entropy by depth",
+        "Norm, line-shape score, variation of step lengths and entropy by depth",
         lambda results, _: plots.by_depth(
             results,
-            {"norm_raw": "norm, before final norm", "lss_window": "LSS in windows", "entropy": "logit entropy, nats"},
+            {
+                "norm_raw": "norm, before final norm",
+                "lss_window": "LSS in windows",
+                "equidistance_raw_window": "variation of step lengths\nin windows, before final norm",
+                "entropy": "logit entropy, nats",
+            },
             log=("norm_raw",),
         ),
-        ("norm_raw", "lss_window", "entropy"),
+        ("norm_raw", "lss_window", "equidistance_raw_window", "entropy"),
         "entropy",
-        differs=f"the row of step lengths by depth is not drawn; {WINDOWS}",
+        differs=WINDOWS,
     ),
     "27": PaperFigure(
         "Line-shape score over training",
@@ -238,7 +185,7 @@ FIGURES: Mapping[str, PaperFigure] = {
         lambda results, _: plots.singular_values(results, "first"),
         ("singular_value",),
         untrained=True,
-        differs="untrained is step 0",
+        differs="untrained is step 0 (--untrained where none is published)",
     ),
     "34": PaperFigure(
         "Singular values by depth, trained",
@@ -247,9 +194,23 @@ FIGURES: Mapping[str, PaperFigure] = {
         steps=2,
     ),
     "35": PaperFigure(
-        "Depth, width, parameters and coupling against score", _sizes, ("miscoupling", "score"), results=4
+        "Depth, width, parameters and coupling against score", comparisons.sizes, ("miscoupling", "score"), results=4
     ),
-    "36": PaperFigure("Coupling against score for every K", _every_k, ("miscoupling", "score"), results=4),
+    "36": PaperFigure("Coupling against score for every K", comparisons.every_k, ("miscoupling", "score"), results=4),
+    "table4": PaperFigure(
+        "R² of coupling and score for subsets of models",
+        comparisons.subsets,
+        ("miscoupling", "score"),
+        results=4,
+        differs="our subsets: each architecture of four models or more, all but it, the halves by parameters; with intervals",
+    ),
+    "definitions": PaperFigure(
+        "Which mis-coupling, K and layer pairs follow the score (not in the paper)",
+        comparisons.definitions,
+        ("miscoupling", "score"),
+        results=4,
+        differs="all that may be tried at once, p corrected for trying (Holm)",
+    ),
 }
 SAME = {"20": "3", "21": "4", "22": "18", "23": "19", "13": "12"}  # more of the same in the paper's appendix
 ELSEWHERE = {"6": "python -m vit.analysis GRID", "10": "python -m vit.analysis GRID"}
@@ -265,7 +226,7 @@ def lacks(figure: PaperFigure, results: "plots.Results") -> str:
             asked = f" --measures coupling,trajectory,{figure.measures}" if figure.measures else ""
             return f"{name} lacks {', '.join(missing)}; walk again: python -m tracker.pythia --model ...{asked} --out OTHER"
         if figure.untrained and int(ds["step"][0]) != 0:
-            return f"{name} begins at step {int(ds['step'][0])}, and the untrained model is wanted; walk more: --steps 0,..."
+            return f"{name} begins at step {int(ds['step'][0])}, and the untrained model is wanted: walk with --steps 0,..."
         if ds.sizes["step"] < figure.steps:
             return f"{name} has {ds.sizes['step']} step(s), it takes {figure.steps}; walk more: --steps ..."
     if len(results) < figure.results:

@@ -4,15 +4,15 @@ Results come by name, each with a `step` dimension; "first" and "last" are its f
 mis-coupling. Bands and bars: 95 % bootstrap intervals of means over prompts, quartiles where medians are drawn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.drawing import BLUE, GREY, ORANGE, panels, shades, training_axis
-from tracker.regression import exponential_fit, holm, linear_fit, mean_interval, onset
+from tracker.drawing import BLUE, GREY, ORANGE, fitted_line, panels, shades, training_axis
+from tracker.regression import linear_fit, mean_interval, onset
 from tracker.statistics import null_matrix, over_pairs, quartiles
 
 if TYPE_CHECKING:
@@ -307,58 +307,27 @@ def coupling_by_layer(results: Results, measure: str, k: int) -> "Plotted":
 
 
 def prompts(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
-    """Coupling of each prompt after the last step against its length in tokens."""
-    figure, axes = panels(len(results))
-    rows = []
-    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+    """Coupling of each prompt after the last step against its difficulty, where that is known, and its length in tokens."""
+    shown = [
+        (name, ds, against)
+        for name, ds in results.items()
+        for against in (("difficulty", "tokens") if "difficulty" in ds.coords else ("tokens",))
+    ]
+    figure, axes = panels(len(shown))
+    tables = {}
+    for panel, (name, ds, against) in zip(axes, shown, strict=True):
         last = ds.isel(step=-1)
         y = prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values
-        x = last["norm_raw"].isel(depth=0).notnull().sum("position").values
+        tokens = last["norm_raw"].isel(depth=0).notnull().sum("position").values
+        columns = {"prompt": last["prompt_text"].values, "tokens": tokens, "coupling": y}
+        columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
+        tables[name] = pd.DataFrame({"result": name, **columns})
+        x = columns[against]
         panel.scatter(x, y, s=12, color=BLUE)
-        panel.set_title(f"{name}\n{_line(panel, x, y, linear_fit(x, y))}", fontsize=8)
-        panel.set_xlabel("tokens", fontsize=8)
-        rows.append(pd.DataFrame({"result": name, "prompt": last["prompt_text"].values, "tokens": x, "coupling": y}))
+        panel.set_title(f"{name}\n{fitted_line(panel, x, y, linear_fit(x, y))}", fontsize=8)
+        panel.set_xlabel(against, fontsize=8)
     axes[0].set_ylabel(f"−{measure}, K = {k}", fontsize=8)
-    return figure, pd.concat(rows, ignore_index=True)
-
-
-def models(
-    results: Results, columns: Sequence[tuple[str, Callable[[xr.Dataset], float]]], y: str, exponential: bool = False
-) -> "Plotted":
-    """A point for each result, a panel for each of its properties, against the property `y`; with the fit.
-
-    Args:
-        columns: what to take from each result, `y` among them; results that lack one are left out.
-    """
-    table = pd.DataFrame([{"result": name, **{c: take(ds) for c, take in columns}} for name, ds in results.items()])
-    table = table.dropna()
-    against = [name for name, _ in columns if name != y]
-    figure, axes = panels(len(against), sharey=True)
-    value = table[y].to_numpy()
-    lines = [linear_fit(table[name].to_numpy(), value) for name in against]
-    tried = holm(np.array([line["p"] for line in lines]))
-    for panel, name, line, corrected in zip(axes, against, lines, tried, strict=True):
-        at = table[name].to_numpy()
-        panel.scatter(at, value, s=16, color=BLUE, zorder=3)
-        said = _line(panel, at, value, line) + (f"\n{corrected:.2g} corrected (Holm)" if len(against) > 1 else "")
-        if exponential:
-            fit = exponential_fit(at, value)
-            said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
-            x = np.linspace(at.min(), at.max(), 50)
-            panel.plot(x, fit["a"] * np.exp(fit["b"] * x), color=ORANGE, ls="--", lw=1)
-        panel.set_title(said, fontsize=8)
-        panel.set_xlabel(name, fontsize=8)
-    axes[0].set_ylabel(y, fontsize=8)
-    return figure, table
-
-
-def _line(panel: Any, x: np.ndarray, y: np.ndarray, fit: Mapping[str, float]) -> str:
-    """Draw the straight line of `linear_fit`, and say how good it is."""
-    if not np.isfinite(fit["r2"]):
-        return "no line: fewer than 4 points, or no spread"
-    ends = np.array([np.min(x), np.max(x)])
-    panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
-    return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
+    return figure, pd.concat(tables.values(), ignore_index=True)
 
 
 def prompt_couplings(ds: xr.Dataset, measure: str, pairs: str, k: int) -> xr.Dataset:

@@ -122,6 +122,8 @@ def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
         "alpha_mean_raw": trajectory.alphas(raw).mean(0),
         "equidistance": trajectory.equidistance(states),
         "equidistance_raw": trajectory.equidistance(raw),
+        "equidistance_window": trajectory.equidistance_window(states, window),
+        "equidistance_raw_window": trajectory.equidistance_window(raw, window),
         "norm": trajectory.norms(states),
         "norm_raw": trajectory.norms(raw),
     }

@@ -12,10 +12,12 @@ W&B, the figures and the page all draw these numbers.
 """
 
 import numpy as np
+import pandas as pd
 import torch
 import xarray as xr
 
 from tracker.coupling import MEASURES, depth_means
+from tracker.regression import linear_fit
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 TRAJECTORY = (
@@ -96,6 +98,17 @@ def by_distance(matrices: xr.DataArray) -> xr.DataArray:
     distance = xr.DataArray(abs(l[:, None] - l), dims=("layer", "layer_other"))
     rings = [matrices.where(distance == r).mean(("layer", "layer_other")) for r in range(1, L)]
     return xr.concat(rings, xr.IndexVariable("distance", np.arange(1, L)))
+
+
+def correlations(coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | None = None) -> pd.DataFrame:
+    """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs."""
+    stacked = coupling.stack(which=("measure", "k", "pairs"))
+    return pd.DataFrame(
+        [
+            {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
+            for i, (measure, k, pairs) in enumerate(stacked["which"].values)
+        ]
+    )
 
 
 def scalars(unit: xr.Dataset) -> dict[str, float]:

@@ -75,6 +75,12 @@ def equidistance(X: States) -> Float[Tensor, " n"]:
     return _squared_variation(torch.linalg.vector_norm(steps(X), dim=-1).movedim(0, -1), 0.0).sqrt()
 
 
+def equidistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
+    """The same over the `width` states around each layer (Fig. 26); NaN where the window does not fit."""
+    lengths = torch.linalg.vector_norm(steps(X), dim=-1)
+    return _around_each_layer(lengths, width, lambda s: _squared_variation(s, 0.0).sqrt())
+
+
 def entropy(
     X: States, norm: Callable[[Tensor], Tensor], unembedding: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "depth n"]:

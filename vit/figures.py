@@ -8,10 +8,9 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from tracker.drawing import BLUE, GREY, ORANGE, panels, shades, training_axis
+from tracker.comparisons import what_follows
+from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, panels, shades, training_axis
 from tracker.regression import FEWEST
-
-PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
 def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:
@@ -27,7 +26,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
         panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         colour = [decays.index(decay) / max(len(decays) - 1, 1) for decay in cells["weight_decay"].values]
         points = panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=22, zorder=3)
-        fit = fits[fits.drop_path == f"{rate:g}"].iloc[0]
+        fit = fits.loc[fits["drop_path"] == f"{rate:g}"].iloc[0]
         title = f"stochastic depth {rate:g}"
         if np.isfinite(fit.r2):
             ends = np.array([x.min(), x.max()])
@@ -83,21 +82,7 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
 def what_follows_accuracy(table: pd.DataFrame) -> Figure:
     """R of every mis-coupling, K and choice of layer pairs, at fixed rate where there are several rates."""
     which = "fixed" if (table.drop_path == "fixed").any() else table.drop_path.iloc[0]
-    rows = table[table.drop_path == which]
-    ks, kinds = sorted(set(rows.k)), list(dict.fromkeys(zip(rows.measure, rows.pairs, strict=True)))
-    found = rows.set_index(["measure", "pairs", "k"])
-    figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(kinds)), layout="constrained")
-    axes = figure.subplots()
-    r = np.array([[found.r[(measure, pairs, k)] for k in ks] for measure, pairs in kinds])
-    image = axes.imshow(r, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
-    for i, j in np.ndindex(r.shape):
-        star = "*" if found.p_holm[(*kinds[i], ks[j])] < 0.05 else ""
-        ink = "white" if abs(r[i, j]) > 0.6 else "black"
-        axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=ink)
-    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
-    axes.set_yticks(range(len(kinds)), [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in kinds], fontsize=8)
-    figure.colorbar(image, label="r of coupling and accuracy")
-    return figure
+    return what_follows(table.loc[table["drop_path"] == which], "accuracy")
 
 
 def coupling_label(at: dict[str, Any]) -> str:

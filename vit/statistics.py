@@ -14,8 +14,9 @@ import pandas as pd
 import xarray as xr
 
 from tracker.coupling import MEASURES
-from tracker.regression import holm, linear_fit
+from tracker.regression import holm
 from tracker.results import open_results
+from tracker.statistics import correlations as fits
 from tracker.statistics import curves
 from vit.cells import read
 
@@ -75,22 +76,16 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
 
     `p_holm` is corrected for all rows of the table.
     """
-    last = -grid["miscoupling"].isel(step=-1)
+    last, accuracy = -grid["miscoupling"].isel(step=-1), grid["accuracy"].values
     rates = grid["drop_path"].values
-    rows = []
-    for measure in last["measure"].values:
-        for k in last["k"].values:
-            for pairs in last["pairs"].values:
-                coupling = last.sel(measure=measure, k=k, pairs=pairs).values
-                label = {"measure": str(measure), "k": int(k), "pairs": str(pairs)}
-                for rate in sorted(set(rates)):
-                    there = rates == rate
-                    fit = linear_fit(coupling[there], grid["accuracy"].values[there])
-                    rows.append({"drop_path": f"{rate:g}", **label, **fit})
-                if len(set(rates)) > 1:
-                    fit = linear_fit(coupling, grid["accuracy"].values, rates)
-                    rows.append({"drop_path": "fixed", **label, **fit})
-    table = pd.DataFrame(rows)
+    parts = {f"{rate:g}": (rates == rate, None) for rate in sorted(set(rates))}
+    parts |= {"fixed": (slice(None), rates)} if len(parts) > 1 else {}
+    tables = []
+    for name, (there, groups) in parts.items():
+        table = fits(last.isel(cell=there).transpose("cell", ...), accuracy[there], groups)
+        table.insert(0, "drop_path", name)
+        tables.append(table)
+    table = pd.concat(tables, ignore_index=True)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 

@@ -1,0 +1,223 @@
+"""Plots that set results beside each other, a point for each: one property against another, over subsets, by definition.
+
+Each gives the figure and the numbers it plots, as `plots` does. Intervals of R^2 are bootstrapped over the results, those of a
+coupling over its prompts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.coupling import MEASURES
+from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fitted_line, panels
+from tracker.plots import Results, prompt_couplings
+from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
+from tracker.statistics import correlations, curves
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tracker.plots import Plotted
+
+MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+Property = Callable[[xr.Dataset], float]
+
+
+def against_score(results: Results, k: int, exponential: bool = False) -> "Plotted":
+    """The score against coupling (Figs 1a and 7)."""
+    coupling, properties = _scored(results, k)
+    return _models(results, properties, [(coupling, "score")], exponential)
+
+
+def every_k(results: Results, _: int) -> "Plotted":
+    """The same for every K that all results have (Fig. 36)."""
+    ks = sorted(set.intersection(*({int(k) for k in ds["k"].values} for ds in results.values())))
+    properties: dict[str, Property] = {}
+    for k in ks:
+        properties |= _scored(results, k)[1]
+    return _models(results, properties, [(f"coupling, K = {k}", "score") for k in ks])
+
+
+def sizes(results: Results, k: int) -> "Plotted":
+    """The score against depth, width, parameters and coupling, and against coupling with the others held fixed (Fig. 35)."""
+    coupling, scored = _scored(results, k)
+    others: dict[str, Property] = {"blocks": lambda ds: float(ds.sizes["layer"])}
+    others |= {name: _attribute(name) for name in ("width", "parameters")}
+    shown = [(name, "score") for name in (*others, coupling)]
+    figure, table = _models(results, others | scored, shown)
+    held = [table[name].to_numpy() for name in others]
+    fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), held)
+    said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
+    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said}", fontsize=8)
+    return figure, table
+
+
+def tokens_seen(results: Results, k: int) -> "Plotted":
+    """Coupling and score against the tokens trained on (Fig. 8)."""
+    coupling, scored = _scored(results, k)
+    tokens = "training tokens"
+    return _models(results, {tokens: _tokens} | scored, [(tokens, coupling), (tokens, "score")])
+
+
+def subsets(results: Results, k: int) -> "Plotted":
+    """R^2 of coupling and score for subsets of the results (Table 4)."""
+    coupling, scored = _scored(results, k)
+    table = _table(results, scored | {"parameters": _attribute("parameters"), "family": _family})
+    return _of_subsets(table, coupling, "score", "family", "parameters")
+
+
+def definitions(results: Results, _: int) -> "Plotted":
+    """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
+    last = {name: curves(ds.isel(step=-1)) for name, ds in results.items()}
+    score = _scores(results)
+    ks = sorted(set.intersection(*({int(k) for k in points["k"].values} for points in last.values())))
+    found = [-points[list(MEASURES)].sel(k=ks).to_array("measure") for points in last.values()]
+    coupling = xr.concat(found, "result").transpose("result", ...)
+    table = correlations(coupling, np.array([score(ds) for ds in results.values()]))
+    table["p_holm"] = holm(table["p"].to_numpy())
+    return what_follows(table, "score"), table
+
+
+def what_follows(table: pd.DataFrame, y: str) -> "Figure":
+    """R of coupling and y by mis-coupling, K and layer pairs; a star where p, corrected, is below 0.05."""
+    from matplotlib.figure import Figure
+
+    ks, kinds = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
+    found = table.set_index(["measure", "pairs", "k"])
+    figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(kinds)), layout="constrained")
+    axes = figure.subplots()
+    r = np.array([[found.r[(measure, pairs, k)] for k in ks] for measure, pairs in kinds])
+    image = axes.imshow(r, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    for i, j in np.ndindex(r.shape):
+        star = "*" if found.p_holm[(*kinds[i], ks[j])] < 0.05 else ""
+        ink = "white" if abs(r[i, j]) > 0.6 else "black"
+        axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
+    axes.set_yticks(range(len(kinds)), [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in kinds], fontsize=8)
+    figure.colorbar(image, label=f"r of coupling and {y}")
+    return figure
+
+
+def _models(
+    results: Results, properties: Mapping[str, Property], shown: Sequence[tuple[str, str]], exponential: bool = False
+) -> "Plotted":
+    """A panel for each pair of properties (x, y), a point for each result, with the fit.
+
+    Args:
+        properties: what to take from each result; "NAME low" and "NAME high" are the interval of NAME, along x.
+    """
+    table = _table(results, properties)
+    figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
+    lines = [linear_fit(table[x].to_numpy(), table[y].to_numpy()) for x, y in shown]
+    tried = holm(np.array([line["p"] for line in lines]))
+    for panel, (name, against), line, corrected in zip(axes, shown, lines, tried, strict=True):
+        x, y = table[name].to_numpy(), table[against].to_numpy()
+        if f"{name} low" in table:
+            ends = np.abs([table[f"{name} low"] - x, table[f"{name} high"] - x])
+            panel.errorbar(x, y, xerr=ends, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
+        panel.scatter(x, y, s=16, color=BLUE, zorder=3)
+        said = fitted_line(panel, x, y, line) + (f"\n{corrected:.2g} corrected (Holm)" if len(shown) > 1 else "")
+        if exponential:
+            fit = exponential_fit(x, y)
+            said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
+            along = np.linspace(x.min(), x.max(), 50)
+            panel.plot(along, fit["a"] * np.exp(fit["b"] * along), color=ORANGE, ls="--", lw=1)
+        panel.set_title(said, fontsize=8)
+        panel.set_xlabel(name, fontsize=8)
+        panel.set_ylabel(against, fontsize=8)
+    return figure, table
+
+
+def _of_subsets(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> "Plotted":
+    """R^2 of y on x over all results, each family of four or more and all but it, and the smaller and the larger half.
+
+    Args:
+        table: a row for each result, with the columns named.
+    """
+    chosen = {"all": np.full(len(table), True)}
+    kinds = table[family].value_counts()
+    for kind in kinds.index if len(kinds) > 1 else ():
+        chosen[f"{kind} only"] = (table[family] == kind).to_numpy()
+        chosen[f"without {kind}"] = (table[family] != kind).to_numpy()
+    middle = table[size].median()
+    chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
+    chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
+    fits = [
+        {"subset": name, **linear_fit(table[x].to_numpy()[there], table[y].to_numpy()[there])}
+        for name, there in chosen.items()
+        if there.sum() >= FEWEST
+    ]
+    out = pd.DataFrame(fits)
+    out["p_holm"] = holm(out["p"].to_numpy())
+    figure, (axes,) = panels(1)
+    figure.set_size_inches(6.4, 1.2 + 0.32 * len(out))
+    place = np.arange(len(out))[::-1]
+    ends = np.abs([out["r2_low"] - out["r2"], out["r2_high"] - out["r2"]])
+    axes.errorbar(out["r2"], place, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
+    labels = [f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g}" for fit in fits]
+    axes.set_yticks(place, labels, fontsize=7)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(out) - 0.4))
+    axes.set_xlabel(f"R² of {y} on {x}", fontsize=8)
+    return figure, out
+
+
+def _table(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame:
+    """A row for each result that has all of them; an interval may be lacking."""
+    rows = [{"result": name, **{p: take(ds) for p, take in properties.items()}} for name, ds in results.items()]
+    return pd.DataFrame(rows).dropna(
+        subset=[p for p in properties if not p.endswith((" low", " high"))], ignore_index=True
+    )
+
+
+def _coupling(k: int) -> Property:
+    def take(ds: xr.Dataset) -> float:
+        by_prompt = prompt_couplings(ds, MEASURE, PAIRS, k)["coupling"]
+        return float(by_prompt.isel(step=-1).mean())
+
+    return take
+
+
+def _scores(results: Results) -> Property:
+    """The mean score after the last step, over the benchmarks that all results have there."""
+    last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
+    shared = set.intersection(
+        *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
+    )
+    if not shared:
+        raise ValueError(
+            f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
+        )
+    return lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
+
+
+def _attribute(name: str) -> Property:
+    return lambda ds: float(ds.attrs[name])
+
+
+def _family(ds: xr.Dataset) -> str:
+    return str(ds.attrs["model_class"]).rpartition(".")[2]
+
+
+def _tokens(ds: xr.Dataset) -> float:
+    return float(ds["tokens_seen"].isel(step=-1))
+
+
+def _scored(results: Results, k: int) -> tuple[str, dict[str, Property]]:
+    """The coupling's name; it, its interval over prompts, and the score."""
+    name = f"coupling, K = {k}"
+    properties = {name: _coupling(k), **_interval(name, k), "score": _scores(results)}
+    return name, properties
+
+
+def _interval(name: str, k: int) -> dict[str, Property]:
+    def end(which: int) -> Property:
+        def take(ds: xr.Dataset) -> float:
+            last = prompt_couplings(ds.isel(step=[-1]), MEASURE, PAIRS, k)["coupling"]
+            return float(mean_interval(last.transpose("step", "prompt").values)[which][0])
+
+        return take
+
+    return {f"{name} low": end(0), f"{name} high": end(1)}
