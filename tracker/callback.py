@@ -399,7 +399,7 @@ class CouplingCallback(Callback):
         for logger in trainer.loggers:
             named = {self._name(key): value for key, value in values.items()}
             if isinstance(logger, WandbLogger):
-                define_metrics(logger.experiment, values.keys() - self.defined, self._name(""))
+                define_metrics(logger.experiment, sorted(values.keys() - self.defined), self._name(""))
                 named[AXIS] = step  # the axis of walks too: both make one curve panel
             logger.log_metrics(named, step=step)
         self.defined |= values.keys()

@@ -55,7 +55,8 @@ def replay(results: Path, project: str, name: str, mode: Literal["online", "offl
     units = [store.read(step) for step in store.steps()]
     if not units:
         raise FileNotFoundError(f"no results in {results}: it holds no units/step*.nc; give a walk's --out directory")
-    config = {"model": units[-1].attrs["model_name"], "device": units[-1].attrs["device"]}
+    attributes = units[-1].attrs
+    config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
     log = begun(lambda mode: WandbLog(mode, store, project, name, config, anew=True), mode)
     for unit in units:
         log.log(unit)

@@ -129,7 +129,7 @@ class WandbLog:
         self.points[step] = points
         if step in self.logged:
             return
-        define_metrics(self.run, points.keys() - self.defined)
+        define_metrics(self.run, sorted(points.keys() - self.defined))
         self.defined |= points.keys()
         row: dict[str, Any] = {AXIS: step, **points}
         if "suspect" in unit.coords:
