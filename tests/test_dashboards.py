@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,13 +17,14 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
-from tracker import dashboards
+from tracker import dashboards, replay
 from tracker.results import Store
 from tracker.statistics import HEADLINE, scalars
 from tracker.wandb_log import AXIS, SHOWN, WandbLog
 
 ROOT = Path(__file__).parent.parent
 STEPS = (0, 2, 8)
+UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +67,20 @@ def command(module: str, *arguments: str, home: Path, **environment: str) -> sub
     )
 
 
+def copied(store: Store, to: Path) -> Store:
+    shutil.copytree(store.path, to)
+    return Store(to)
+
+
 @pytest.fixture(scope="module")
 def replayed(store, tmp_path_factory) -> list[dict]:
     """The records of a replay."""
     home = tmp_path_factory.mktemp("home")
-    done = command("tracker.replay", str(store.path), "--project", "p", "--wandb", "offline", home=home)
+    results = copied(store, home / "toy run").path
+    done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", home=home)
     assert done.returncode == 0, done.stderr
     assert "W&B offline" in done.stdout and "wandb sync" in done.stdout
-    return records(offline_run(store.path))
+    return records(offline_run(results))
 
 
 class TestReplay:
@@ -117,14 +125,27 @@ class TestReplay:
         assert summary[HEADLINE] == {"min": pytest.approx(min(values)), "last": pytest.approx(values[-1])}
         assert not any("_q25" in name for name in summary)
 
-    def test_nothing_to_send(self, tmp_path):
-        done = command("tracker.replay", str(tmp_path), "--wandb", "offline", home=tmp_path)
-        assert done.returncode == 2 and "give a walk's --out directory" in done.stderr
-        assert "Traceback" not in done.stderr
+    def test_nothing_to_send(self, tmp_path, capsys):
+        assert replay.main([str(tmp_path), "--wandb", "offline"]) == 2
+        assert "give a walk's --out directory" in capsys.readouterr().err
 
-    def test_online_needs_a_key(self, store, tmp_path):
-        done = command("tracker.replay", str(store.path), "--wandb", "online", home=tmp_path)
-        assert done.returncode == 2 and "needs a key" in done.stderr and "Traceback" not in done.stderr
+    def test_online_needs_a_key(self, store, tmp_path, capsys, monkeypatch):
+        without_a_key(monkeypatch, tmp_path)
+        assert replay.main([str(store.path), "--wandb", "online"]) == 2
+        assert "needs a key" in capsys.readouterr().err
+
+    def test_where_no_server_answers_it_is_logged_offline(self, store, tmp_path):
+        results = copied(store, tmp_path / "results").path
+        done = command("tracker.replay", str(results), "--wandb", "auto", home=tmp_path, **UNREACHABLE)
+        assert done.returncode == 0, done.stderr
+        assert "logging offline" in done.stderr and "Traceback" not in done.stderr
+        rows = of("history", records(offline_run(results)))
+        assert [row["item"][AXIS] for row in rows] == list(STEPS)
+
+
+def without_a_key(monkeypatch, home: Path) -> None:
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
 
 def scalars_logged(among: list[dict]) -> list[str]:
@@ -135,15 +156,12 @@ def scalars_logged(among: list[dict]) -> list[str]:
 
 def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
     """As when a walk goes on and measures between what it has."""
-    copy = Store(tmp_path)
-    copy.settle({})
-    for step in STEPS:
-        copy.write(step, store.read(step))
+    copy = copied(store, tmp_path / "late")
     log = WandbLog("offline", copy, "p", "late", {})
     for step in (0, 8, 2, 8):
         log.log(copy.read(step))
     log.finish()
-    found = records(offline_run(tmp_path))
+    found = records(offline_run(copy.path))
     assert [row["item"][AXIS] for row in of("history", found)] == [0, 8, 2]
     summary = of("summary", found)[-2]["update"]
     at_end = scalars(store.read(8))
@@ -196,20 +214,24 @@ class TestWorkspace:
         assert without_ids(json.loads(variables["spec"])) == without_ids(expected)
 
     @pytest.mark.parametrize(
-        "case, arguments, message",
+        "arguments, message",
         [
-            ("no key", ["--entity", "e"], "saving needs a key"),
-            ("no entity", [], "entity"),
-            ("k in words", ["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
+            (["--entity", "e"], "saving needs a key"),
+            ([], "entity"),
+            (["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
         ],
+        ids=["no key", "no entity", "k in words"],
     )
-    def test_bad_usage(self, case, arguments, message, tmp_path):
-        done = command("tracker.dashboards", *arguments, home=tmp_path)
-        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+    def test_bad_usage(self, arguments, message, tmp_path, capsys, monkeypatch):
+        without_a_key(monkeypatch, tmp_path)
+        try:
+            status = dashboards.main(arguments)
+        except SystemExit as stopped:  # what the command line itself refuses
+            status = stopped.code
+        assert status == 2 and message in capsys.readouterr().err
 
     def test_a_server_that_is_not_there(self, tmp_path):
-        at = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-        done = command("tracker.dashboards", "--entity", "e", home=tmp_path, **at)
+        done = command("tracker.dashboards", "--entity", "e", home=tmp_path, **UNREACHABLE)
         assert done.returncode == 1 and "nothing was saved to e/block-coupling" in done.stderr
         assert "Traceback" not in done.stderr
 

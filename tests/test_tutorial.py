@@ -23,7 +23,10 @@ def executed(suite, tmp_path_factory):
         f"model_name, cache, last, walked, out = 'block-coupling/nano', {str(suite)!r}, 8, '0,8', {str(out)!r}"
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(suite), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(out.parent)}}).execute(env=environment)
+    environment["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, where Jupyter's widgets are not installed
+    NotebookClient(
+        notebook, timeout=300, coalesce_streams=True, resources={"metadata": {"path": str(out.parent)}}
+    ).execute(env=environment)
     return notebook, out
 
 

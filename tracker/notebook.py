@@ -1,6 +1,7 @@
 """Figures in a notebook: `tracker.plot(results)`. They are those of `python -m tracker.figures`, by the same names."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
@@ -33,8 +34,9 @@ def plot(results: xr.Dataset | Mapping[str, xr.Dataset], name: str | None = None
 
 
 def _name(ds: xr.Dataset) -> str:
-    """What to call a result in a figure."""
-    return ds.attrs.get("suite") or ds.attrs["model_name"] or ds.attrs["model_class"].rpartition(".")[2]
+    """What to call a result in a figure: its suite or repository; a path would fill the figure."""
+    name = ds.attrs.get("suite") or ds.attrs["model_name"]
+    return name if name and not Path(name).is_absolute() else ds.attrs["model_class"].rpartition(".")[2]
 
 
 def _by_step(ds: xr.Dataset, name: str) -> xr.Dataset:
