@@ -11,6 +11,7 @@ import tracker
 from tests.conftest import ROOT
 
 FILE = ROOT / "examples" / "tutorial.ipynb"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
