@@ -534,12 +534,19 @@ def test_wandb(tmp_path):
     lines = subprocess.run(
         [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
     ).stdout.splitlines()
-    rows = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    records = [*map(json.loads, lines)]
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
     for step, unit in watch.units.items():
         logged = {k: v for row in rows if row.get("trainer/global_step") == step for k, v in row.items()}
         for name, value in scalars(unit).items():
             assert logged[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
         assert logged["coupling/heatmap/k2._type"] == "images/separated"
+        assert logged["checkpoint/step"] == step
+    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
+    assert headline["step_metric"] == quartile["step_metric"] == "checkpoint/step"
+    assert headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]
+    assert quartile["options"]["hidden"]
 
 
 def test_the_page_of_a_run_that_goes_on(tmp_path):

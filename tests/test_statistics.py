@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 import tracker
 from tests.models import neox, tokens
-from tracker.statistics import by_distance, curves, scalars
+from tracker.statistics import HEADLINE, by_distance, curves, curves_beside, scalars
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +55,32 @@ def test_scalars_are_the_curve_points_under_flat_names(ds):
     assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(points.miscoupling.sel(k=4, pairs="mean_offdiag"))
     assert flat["trajectory/lss/median"] == float(points.lss.sel(statistic="median"))
     assert all(isinstance(value, float) for value in flat.values())
+    for end in ("", "_null"):
+        assert flat[HEADLINE + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
+
+
+def test_what_is_measured_beside_the_usual():
+    """Of inputs of different lengths: what a shorter one lacks does not count."""
+    ids, mask = tokens(2), torch.ones_like(tokens(2))
+    mask[1, 3:] = 0
+    ds = tracker.measure(neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], measures="all", pair_tokens=4)
+    points, flat = curves_beside(ds), scalars(ds)
+    compared = [np.flatnonzero(np.isfinite(at)) for at in ds.pair_position.values]
+    assert [len(at) for at in compared] == [4, 3]
+    for kind in ("self", "fixed_input", "fixed_output"):
+        measured = ds[f"{kind}_offdiag_normalized"].sel(k=4).values  # (prompt, layer, token, other)
+        null = ds[f"{kind}_offdiag_normalized_null"].sel(k=4).values  # (prompt, layer, token)
+        pairs = [[(l, t, u) for l in range(3) for t in at for u in at if t != u] for at in compared]
+        expected = np.mean([np.mean([measured[p][at] for at in chosen]) for p, chosen in enumerate(pairs)])
+        level = np.mean([np.mean([null[p][at[:2]] for at in chosen]) for p, chosen in enumerate(pairs)])
+        assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
+        assert flat[f"tokens/{kind}/offdiag_normalized_null/k4"] == pytest.approx(level, rel=1e-6)
+    off = [(l, m) for l in range(3) for m in range(3) if l != m]
+    swapped = np.mean([ds.miscoupling_vju.sel(k=2).values[..., l, m] for l, m in off])
+    assert flat["coupling/miscoupling_vju/k2/mean_offdiag"] == pytest.approx(swapped, rel=1e-6)
+    last = ds.entropy.values[:, -1]
+    assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
+    similar = ds.noise_similarity.sel(noise=0.1).values[:, -1]
+    assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(np.nanmean(similar, -1).mean(), rel=1e-6)
+    assert float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
+    assert not [name for name in flat if "." in name]

@@ -102,8 +102,13 @@ def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
     lines = subprocess.run(
         [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
     ).stdout.splitlines()
-    rows = [record["history"]["item"] for record in map(json.loads, lines) if record["type"] == "history"]
+    records = [*map(json.loads, lines)]
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
     assert [row["checkpoint/step"] for row in rows] == [0, 4, 8]
+    kept = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (results,) = [artifact["manifest"]["contents"] for artifact in kept if artifact["type"] == "results"]
+    units = [f"units/step{step:08d}.nc" for step in (0, 4, 8)]
+    assert [file["path"] for file in results] == ["settings.json", *units]
     ds = tracker.open_results(walker.directory / "out")
     page = page_data(ds)
     for i, row in enumerate(rows):

@@ -16,13 +16,15 @@ _ROOMS = {
     "measure": "measurement",
     "find_blocks": "blocks",
     "open_results": "results",
+    "plot": "notebook",
 }
-__all__ = ["CouplingCallback", "find_blocks", "measure", "open_results"]
+__all__ = ["CouplingCallback", "find_blocks", "measure", "open_results", "plot"]
 
 if TYPE_CHECKING:
     from tracker.blocks import find_blocks
     from tracker.callback import CouplingCallback
     from tracker.measurement import measure
+    from tracker.notebook import plot
     from tracker.results import open_results
 
 

@@ -38,8 +38,8 @@ from tracker.rows import Precision
 from tracker.settings import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures
 from tracker.statistics import scalars
 from tracker.subject import Forward, Subject, find_subject
+from tracker.wandb_log import AXIS, define_metrics
 
-HEADLINE = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
 MEMORY_TRIES = 3  # with the whole memory budget, half of it and a quarter
 WORTH_SAYING = 30.0  # seconds spent on measuring before their share of the run's time is remarked on
 REMEDY = "measure less often, on fewer samples or tokens, or set thin=True"
@@ -155,6 +155,7 @@ class CouplingCallback(Callback):
         self.began = False  # whether this fit has come to its first batch
         self.subject: Subject | None = None
         self.clock = schedules.Clock()
+        self.defined: set[str] = set()  # metrics whose axis W&B has been told
 
     # The hooks, in the order in which Lightning calls them.
 
@@ -206,6 +207,7 @@ class CouplingCallback(Callback):
         """See that the store is this run's."""
         self.began = False
         self.clock = schedules.Clock()
+        self.defined = set()
         if self.store is not None:
             fault = self._claim(self.store, trainer.global_step) if trainer.is_global_zero else None
             fault = trainer.strategy.broadcast(fault)
@@ -375,8 +377,6 @@ class CouplingCallback(Callback):
         """To the loggers, the metrics that other callbacks watch, the store and the caller's own function."""
         step = trainer.global_step
         values = scalars(unit)
-        if "miscoupling" in unit:
-            values[HEADLINE] = values[f"coupling/miscoupling/k{int(unit['k'][0])}/mean_offdiag"]
         self._log(trainer, values)
         # One that is undefined would make EarlyStopping end the run.
         finite = {self._name(key): torch.tensor(value) for key, value in values.items() if math.isfinite(value)}
@@ -395,8 +395,14 @@ class CouplingCallback(Callback):
             self.on_measure(unit)
 
     def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        step = trainer.global_step
         for logger in trainer.loggers:
-            logger.log_metrics({self._name(key): value for key, value in values.items()}, step=trainer.global_step)
+            named = {self._name(key): value for key, value in values.items()}
+            if isinstance(logger, WandbLogger):
+                define_metrics(logger.experiment, sorted(values.keys() - self.defined), self._name(""))
+                named[AXIS] = step  # the axis of walks too: both make one curve panel
+            logger.log_metrics(named, step=step)
+        self.defined |= values.keys()
 
     def _name(self, metric: str) -> str:
         return f"{self.name}/{metric}" if self.name else metric

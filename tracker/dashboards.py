@@ -1,121 +1,221 @@
-"""Weights & Biases: the curves, a heat map and the table of layer pairs for each step, replayed from the store.
+"""A saved workspace in Weights & Biases: `python -m tracker.dashboards --entity ENTITY --project PROJECT`.
 
-The metric axis is `checkpoint/step`, not W&B's own step, so points may arrive in any order.
+It shows the runs of walks (`tracker.pythia`), of replayed stores (`tracker.replay`) and of training runs
+(`CouplingCallback`) over one axis, each curve beside its null level. Nothing heavy is imported before the arguments have
+been read.
 """
 
-import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import xarray as xr
-
-from checkpoints.files import write_whole
-from tracker.coupling import MEASURES
-from tracker.results import Store
-from tracker.statistics import scalars
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import wandb
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.reports.v2.interface import PanelTypes
+    from wandb_workspaces.workspaces import Section, Workspace
 
-Mode = Literal["auto", "online", "offline", "off"]
-RunMode = Literal["online", "offline"]
-Run = TypeVar("Run")
-
-
-def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    """What W&B will do: `auto` is online where a key is set up, else offline.
-
-    Raises:
-        ValueError: for `online` without a key.
-    """
-    import wandb
-
-    if mode == "off":
-        return "disabled"
-    key = wandb.login(prompt=False)
-    if mode == "online" and not key:
-        raise ValueError(
-            "--wandb online needs a key: run `wandb login` or set WANDB_API_KEY; or choose --wandb offline"
-        )
-    return "online" if mode == "online" or (mode == "auto" and key) else "offline"
+OK, FAILED, USAGE = 0, 1, 2
+TOKENWISE = {
+    "self": "a token's Jacobian in another's basis",
+    "fixed_input": "from the first token to each",
+    "fixed_output": "from each token to the last",
+}
 
 
-def run_settings() -> "wandb.Settings":
-    """For every run: quiet, and rows reach the disk within half a second (a killed run would lose the last fifty)."""
-    import wandb
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
 
-    return wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
-
-
-def begun(begin: Callable[[RunMode], Run], mode: RunMode) -> Run:
-    """A run begun in a mode, or offline where W&B can't be reached."""
-    from wandb.errors import CommError
+    parser = ArgumentParser(
+        prog="python -m tracker.dashboards",
+        description="Save a workspace for the runs of a W&B project: coupling, trajectories, scores, heat maps, the ViT grid.",
+    )
+    parser.add_argument("--entity", type=str, required=True, help="the W&B user or team")
+    parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
+    parser.add_argument("--name", type=str, default="Block coupling", help="of the workspace")
+    parser.add_argument("--k", type=str, default="10,30,50", help="which K to show, as they were measured")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be saved; no account, no network")
+    parsed = parser.parse_args(arguments)
+    from tracker.walk import numbers
 
     try:
-        return begin(mode)
-    except CommError as error:
-        print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
-        return begin("offline")
+        workspace = build(parsed.entity, parsed.project, parsed.name, numbers("--k", parsed.k))
+        if parsed.dry_run:
+            print(dumped(workspace))
+            return OK
+        return _save(workspace)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
 
 
-class WandbLog:
-    """A W&B run that shows a store: each unit once in a run, whatever was measured when."""
+def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace":
+    """The workspace, not saved yet.
 
-    def __init__(self, mode: RunMode, store: Store, project: str, name: str, config: dict[str, Any]):
-        import wandb
+    Args:
+        ks: the numbers of singular vectors that get panels, as the runs measured them.
+    """
+    from wandb_workspaces.workspaces import RunsetSettings, Workspace, WorkspaceSettings
 
-        # An online run is taken up again; an offline one can't be, so it is told everything anew.
-        self.memory = store.path / "wandb-run.json"
-        known = json.loads(self.memory.read_text()) if mode == "online" and self.memory.exists() else {}
-        self.logged: list[int] = known.get("logged", [])
-        self.run: wandb.Run = wandb.init(
-            project=project,
-            name=name,
-            config=config,
-            mode=mode,
-            dir=store.path,
-            id=known.get("id"),
-            resume="allow" if known else None,
-            settings=run_settings(),
-        )
-        self.mode = mode
-        self.run.define_metric("checkpoint/step", hidden=True)
-        for group in ("coupling/*", "trajectory/*", "score/*", "checkpoint/tokens", "checkpoint/suspect"):
-            self.run.define_metric(group, step_metric="checkpoint/step")
+    from tracker.statistics import HEADLINE
+    from tracker.wandb_log import AXIS
 
-    def log(self, unit: xr.Dataset) -> None:
-        """Send one unit, unless this run has it."""
-        step = int(unit["step"])
-        if step in self.logged:
-            return
-        row: dict[str, Any] = {"checkpoint/step": step, **scalars(unit)}
-        if "suspect" in unit.coords:
-            row["checkpoint/suspect"] = int(unit["suspect"].item() != "")
-        if "tokens_seen" in unit.coords:
-            row["checkpoint/tokens"] = int(unit["tokens_seen"])
-        if "miscoupling" in unit:
-            row |= _pictures(unit)
-        self.run.log(row)
-        self.logged.append(step)
-
-    def finish(self) -> str:
-        """Close the run; returns where it is to be seen."""
-        directory = Path(self.run.dir).parent
-        where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
-        self.run.finish()
-        if self.mode == "online":  # only now has everything been sent; a killed run is replaced by a whole one
-            write_whole(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
-        return f"W&B {self.mode}: {where}"
+    return Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[_coupling(ks), _trajectory(), _scores(), _heatmaps(ks), _beside(ks), _grid()],
+        settings=WorkspaceSettings(x_axis=AXIS),
+        runset_settings=RunsetSettings(pinned_columns=[f"summary:{HEADLINE}.{which}" for which in ("last", "min")]),
+    )
 
 
-def _pictures(unit: xr.Dataset) -> dict[str, Any]:
+def dumped(workspace: "Workspace") -> str:
+    """What saving sends, as JSON; until then the view has neither name nor id."""
+    return workspace._model.model_dump_json(
+        by_alias=True, exclude_none=True, indent=2
+    )  # the library offers no other way
+
+
+def _save(workspace: "Workspace") -> int:
     import wandb
 
-    from tracker.drawing import coupling_heatmap, pixels
+    try:
+        if not wandb.login(prompt=False):
+            raise ValueError("saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry-run")
+        workspace.save()
+    except wandb.Error as error:
+        print(f"error: nothing was saved to {workspace.entity}/{workspace.project}: {error}", file=sys.stderr)
+        return FAILED
+    print(f"workspace: {workspace.url}")
+    return OK
 
-    images = {f"coupling/heatmap/k{k}": wandb.Image(pixels(coupling_heatmap(unit, int(k)))) for k in unit["k"].values}
-    pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()
-    columns = ["k", "layer", "layer_other", *MEASURES]
-    return images | {"coupling/pairs": wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())}
+
+def _coupling(ks: Sequence[int]) -> "Section":
+    titles = {"miscoupling": "Mis-coupling", "offdiag_normalized": "Off-diagonal share"}
+    return _section(
+        "Coupling",
+        [
+            _lines(
+                f"{title}, K = {k}, l ≠ l', with its null level",
+                [f"coupling/{measure}{null}/k{k}/mean_offdiag" for null in ("", "_null")],
+            )
+            for k in ks
+            for measure, title in titles.items()
+        ],
+        is_open=True,
+    )
+
+
+def _trajectory() -> "Section":
+    shown = {
+        "lss": ("Line-shape score", False),
+        "expodistance_raw": ("Expodistance, before the final norm", True),
+        "expodistance": ("Expodistance", True),
+        "alpha_mean_raw": ("Mean growth, before the final norm", False),
+        "equidistance_raw": ("Variation of step lengths, before the final norm", False),
+    }
+    return _section("Trajectory", [_quartiles(name, title, log) for name, (title, log) in shown.items()], is_open=True)
+
+
+def _scores() -> "Section":
+    from wandb_workspaces.reports.v2 import LinePlot
+
+    from tracker.wandb_log import AXIS
+
+    scores = LinePlot(title="Scores", x=AXIS, metric_regex="score/.*", log_x=True)
+    return _section("Scores", [scores, _lines("1: not what its name says", ["checkpoint/suspect"])])
+
+
+def _heatmaps(ks: Sequence[int]) -> "Section":
+    from wandb_workspaces.reports.v2 import MediaBrowser
+
+    return _section(
+        "Heat maps",
+        [
+            MediaBrowser(
+                title=f"Mis-coupling of layer pairs, K = {k}",
+                media_keys=[f"coupling/heatmap/k{k}"],
+                gallery_axis="step",
+            )
+            for k in ks
+        ],
+    )
+
+
+def _beside(ks: Sequence[int]) -> "Section":
+    from tracker.readings import NOISE
+    from tracker.statistics import noise_label
+
+    tokens = [
+        _lines(
+            f"Off-diagonal share, {what}, K = {k}, with its null level",
+            [f"tokens/{kind}/offdiag_normalized{null}/k{k}" for null in ("", "_null")],
+        )
+        for k in ks
+        for kind, what in TOKENWISE.items()
+    ]
+    swapped = [
+        _lines(
+            f"Mis-coupling, swapped bases, K = {k}, with its null level",
+            [f"coupling/miscoupling_{which}/k{k}/mean_offdiag" for which in ("vju", "null")],
+        )
+        for k in ks
+    ]
+    entropy = _quartiles("entropy", "Logit entropy, nats", log=False)
+    noise = [f"trajectory/noise_similarity/{noise_label(level)}" for level in NOISE]
+    return _section(
+        "Tokens, entropy, noise", [entropy, _lines("Cosine to the states without noise", noise), *tokens, *swapped]
+    )
+
+
+def _grid() -> "Section":
+    from wandb_workspaces.reports.v2 import (
+        Config,
+        LinePlot,
+        ParallelCoordinatesPlot,
+        ScatterPlot,
+        SummaryMetric,
+    )
+    from wandb_workspaces.reports.v2.interface import ParallelCoordinatesPlotColumn
+
+    from tracker.statistics import HEADLINE
+
+    last, accuracy = SummaryMetric(f"{HEADLINE}.last"), SummaryMetric("test/accuracy")
+    columns = {
+        "weight decay": Config("weight_decay"),
+        "stochastic depth": Config("drop_path"),
+        "mis-coupling at the end": last,
+        "test accuracy": accuracy,
+    }
+    across = ParallelCoordinatesPlot(
+        title="Weight decay, stochastic depth, mis-coupling, accuracy",
+        columns=[ParallelCoordinatesPlotColumn(metric, display_name=name) for name, metric in columns.items()],
+    )
+    against = ScatterPlot(title="Accuracy against mis-coupling at the end", x=last, y=accuracy, regression=True)
+    training = LinePlot(title="Test accuracy", x="trainer/global_step", y=["test/accuracy"])
+    return _section("The ViT grid", [across, against, training])
+
+
+def _quartiles(name: str, title: str, log: bool) -> "LinePlot":
+    metrics = [f"trajectory/{name}/{statistic}" for statistic in ("median", "q25", "q75")]
+    return _lines(f"{title}: median and quartiles", metrics, log)
+
+
+def _lines(title: str, metrics: list[str], log: bool = False) -> "LinePlot":
+    """Curves over steps on a logarithmic axis."""
+    from wandb_workspaces.reports.v2 import LinePlot
+
+    from tracker.wandb_log import AXIS
+
+    return LinePlot(title=title, x=AXIS, y=list(metrics), log_x=True, log_y=log or None, title_x="training step")
+
+
+def _section(name: str, panels: Sequence["PanelTypes"], is_open: bool = False) -> "Section":
+    from wandb_workspaces.workspaces import Section
+
+    return Section(name=name, panels=list(panels), is_open=is_open)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

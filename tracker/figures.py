@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,33 +52,44 @@ def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
 
 
 def _run(name: str, results: dict[str, xr.Dataset], k: int | None, out: Path) -> int:
-    from tracker.paper import ELSEWHERE, FIGURES, SAME
+    from tracker.paper import FIGURES
 
     if name == "list":
         _list(results)
         return 0
-    if name in ELSEWHERE:
-        raise ValueError(f"figure {name} is of a grid of vision transformers: {ELSEWHERE[name]}")
-    wanted = SAME.get(name, name)
-    if name != "all" and wanted not in {*FIGURES, *OWN}:
-        raise ValueError(
-            f"{name!r} is no figure; choose from all, list, {', '.join([*OWN, *FIGURES, *SAME, *ELSEWHERE])}"
-        )
+    wanted = name if name == "all" else known(name)
     if not results:
         raise ValueError(f"figure {name} of what? give a directory of results")
     if name != "all":
-        _save(wanted, *_draw(wanted, results, k), out)
+        _save(wanted, *draw(wanted, results, k), out)
         return 0
     for one in (*OWN, *FIGURES):
         try:
-            _save(one, *_draw(one, results, k), out)
+            _save(one, *draw(one, results, k), out)
         except ValueError as error:
             print(f"{one}: {error}")
     return 0
 
 
-def _draw(name: str, results: dict[str, xr.Dataset], k: int | None) -> "tuple[Figure, pd.DataFrame]":
-    """One figure and its numbers.
+def known(name: str) -> str:
+    """The name under which a figure is drawn: some of the paper's show the same.
+
+    Raises:
+        ValueError: for a figure that is not there, or that another command draws.
+    """
+    from tracker.paper import ELSEWHERE, FIGURES, SAME
+
+    if name in ELSEWHERE:
+        raise ValueError(f"figure {name} is of a grid of vision transformers: {ELSEWHERE[name]}")
+    if SAME.get(name, name) not in {*FIGURES, *OWN}:
+        raise ValueError(
+            f"{name!r} is no figure; choose from all, list, {', '.join([*OWN, *FIGURES, *SAME, *ELSEWHERE])}"
+        )
+    return SAME.get(name, name)
+
+
+def draw(name: str, results: Mapping[str, xr.Dataset], k: int | None) -> "tuple[Figure, pd.DataFrame]":
+    """One figure, by a `known` name, and its numbers.
 
     Raises:
         ValueError: if the results can't make it; says what to run.
@@ -99,7 +110,7 @@ def _draw(name: str, results: dict[str, xr.Dataset], k: int | None) -> "tuple[Fi
     return figure, table
 
 
-def _own(name: str, results: dict[str, xr.Dataset], k: int) -> "tuple[Figure, pd.DataFrame]":
+def _own(name: str, results: Mapping[str, xr.Dataset], k: int) -> "tuple[Figure, pd.DataFrame]":
     from tracker.drawing import coupling_heatmap, training_curves
     from tracker.statistics import curves
 

@@ -73,8 +73,8 @@ def _main(arguments: Sequence[str] | None) -> int:
 def run(walk: Walk) -> int:
     """Walk the checkpoints; returns the exit status."""
     from tracker.blocks import UsageError
-    from tracker.dashboards import resolve_mode
     from tracker.report import write_report
+    from tracker.wandb_log import resolve_mode
 
     try:
         plan = make_plan(walk, lambda line: print(line, flush=True))
@@ -243,7 +243,7 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
     if mode == "disabled":
         yield lambda unit: None
         return
-    from tracker.dashboards import WandbLog, begun
+    from tracker.wandb_log import WandbLog, begun
 
     config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
     log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)

@@ -29,6 +29,7 @@ class Store:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.units = self.path / "units"
+        self.settings = self.path / "settings.json"
 
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Take these settings for a store without results, or check that they are the store's own.
@@ -41,7 +42,7 @@ class Store:
             self._settle(settings)
 
     def _settle(self, settings: Mapping[str, Any]) -> None:
-        file = self.path / "settings.json"
+        file = self.settings
         if not self.steps() and not self._claimed():
             write_whole(file, json.dumps(settings, indent=2).encode())
             return

@@ -9,6 +9,8 @@ A curve point of a coupling measure is, for each prompt and token, the mean over
 and over prompts and tokens their mean and quartiles. Its null level is averaged over the same pairs, as 0 on the
 diagonal. Trajectory measures: median and quartiles over prompts and positions.
 W&B, the figures and the page all draw these numbers.
+
+Of what is measured beside these, logs get the curves of `curves_beside`.
 """
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 import xarray as xr
 
 from tracker.coupling import MEASURES, depth_means
+from tracker.dataset import TOKENWISE
 from tracker.regression import linear_fit
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
@@ -30,6 +33,7 @@ TRAJECTORY = (
     "equidistance_raw",
 )
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
 def curves(results: xr.Dataset) -> xr.Dataset:
@@ -39,10 +43,7 @@ def curves(results: xr.Dataset) -> xr.Dataset:
         For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
         (statistic: q25, median, q75). Scores are passed on.
     """
-    # In float64, so that one step alone and the same step among others give the same sum.
-    results = results.map(
-        lambda values: values.astype(np.float64) if values.dtype == np.float32 else values, keep_attrs=True
-    )
+    results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
     for name in MEASURES:
         if name in results:
@@ -58,6 +59,40 @@ def curves(results: xr.Dataset) -> xr.Dataset:
     if "score" in results:
         out["score"] = results["score"]
     return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+
+def curves_beside(results: xr.Dataset) -> xr.Dataset:
+    """Curve points of what is measured beside the usual, as far as it was, with or without a `step` dimension.
+
+    Returns:
+        `m_vju` (k, pairs), as `m` in `curves`, whose null level is also its own; for each kind of token pairs `kind_m` and
+        `kind_m_null` (k): the mean over layers and token pairs t != t', then over prompts; `entropy` (statistic), nats,
+        after the last block; `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
+    """
+    results = _in_float64(results)
+    out: dict[str, xr.DataArray] = {}
+    for name in MEASURES:
+        if f"{name}_vju" in results:
+            out[f"{name}_vju"] = over_pairs(results[f"{name}_vju"]).mean(("prompt", "token"))
+        for kind in TOKENWISE:
+            if f"{kind}_{name}" in results:
+                measured = results[f"{kind}_{name}"]
+                null = results[f"{kind}_{name}_null"].where(measured.notnull())
+                for m, values in ((f"{kind}_{name}", measured), (f"{kind}_{name}_null", null)):
+                    others = values.where(values["pair_token"] != values["pair_token_other"])
+                    out[m] = others.mean(("layer", "pair_token", "pair_token_other")).mean("prompt")
+    if "entropy" in results:
+        out["entropy"] = quartiles(results["entropy"].isel(depth=-1, drop=True), ("prompt", "position"))
+    if "noise_similarity" in results:
+        out["noise_similarity"] = results["noise_similarity"].isel(depth=-1, drop=True).mean("position").mean("prompt")
+    return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+
+def _in_float64(results: xr.Dataset) -> xr.Dataset:
+    """So that one step alone and the same step among others give the same sum."""
+    return results.map(
+        lambda values: values.astype(np.float64) if values.dtype == np.float32 else values, keep_attrs=True
+    )
 
 
 def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
@@ -112,12 +147,19 @@ def correlations(coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | Non
 
 
 def scalars(unit: xr.Dataset) -> dict[str, float]:
-    """The curve points of one step, flat, under the names they have in W&B and every other log."""
-    points = curves(unit)
+    """The curve points of one step, flat, under the names they have in W&B and every other log.
+
+    The headline and its null level stand once more under `HEADLINE` and `HEADLINE`_null.
+    """
     flat: dict[str, float] = {}
-    for name in points.data_vars:
-        for labels, value in _entries(points[name]):
-            flat["/".join([_group(str(name)), *labels])] = value
+    for points in (curves(unit), curves_beside(unit)):
+        for name in points.data_vars:
+            for labels, value in _entries(points[name]):
+                flat["/".join([_group(str(name)), *labels])] = value
+    if "miscoupling" in unit:
+        k = min(int(k) for k in unit["k"].values)
+        for null in ("", "_null"):
+            flat[HEADLINE + null] = flat[f"coupling/miscoupling{null}/k{k}/mean_offdiag"]
     return flat
 
 
@@ -126,13 +168,27 @@ def _entries(values: xr.DataArray) -> list[tuple[list[str], float]]:
         return [([], float(values))]
     dim = values.dims[0]
     return [
-        ([f"k{label}" if dim == "k" else str(label), *labels], value)
+        ([_label(str(dim), label), *labels], value)
         for label in values[dim].values
         for labels, value in _entries(values.sel({dim: label}))
     ]
 
 
+def _label(dim: str, label: object) -> str:
+    if dim == "noise":
+        return noise_label(float(str(label)))
+    return f"k{label}" if dim == "k" else str(label)
+
+
+def noise_label(level: float) -> str:
+    """A noise level in a metric's name, where a dot would read as a path to W&B."""
+    return f"{100 * level:g}pct"
+
+
 def _group(name: str) -> str:
+    for kind in TOKENWISE:
+        if name.startswith(f"{kind}_"):
+            return f"tokens/{kind}/{name.removeprefix(f'{kind}_')}"
     if name.startswith(MEASURES):
         return f"coupling/{name}"
     return name if name == "score" else f"trajectory/{name}"

@@ -202,7 +202,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
 
 def _wandb(recipe: Recipe) -> "Logger | bool":
     """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
-    from tracker.dashboards import begun, resolve_mode, run_settings
+    from tracker.wandb_log import begun, resolve_mode, run_settings
 
     mode = resolve_mode(recipe.wandb)
     if mode == "disabled":

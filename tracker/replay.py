@@ -1,0 +1,67 @@
+"""Send a store to a new W&B run: `python -m tracker.replay results/nano --project block-coupling`.
+
+Of a walk or of a training run; every step once, with heat maps, tables and the store as an artifact. Nothing heavy is
+imported before the arguments have been read.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+OK, USAGE = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m tracker.replay", description="Send a store to a new W&B run, every step once."
+    )
+    parser.add_argument("results", type=Path, help="directory that a walk or run wrote (--out, save_dir)")
+    parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
+    parser.add_argument("--name", type=str, help="of the run; default: the directory's")
+    parser.add_argument(
+        "--wandb",
+        type=Literal["auto", "online", "offline"],
+        default="auto",
+        help="auto is online where a key is set up, else offline",
+    )
+    parsed = parser.parse_args(arguments)
+    from tracker.wandb_log import resolve_mode
+
+    try:
+        mode = resolve_mode(parsed.wandb)
+        assert mode != "disabled"
+        print(replay(parsed.results, parsed.project, parsed.name or parsed.results.resolve().name, mode))
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    return OK
+
+
+def replay(results: Path, project: str, name: str, mode: Literal["online", "offline"]) -> str:
+    """Log a store's units to a new run, ascending; returns where it is to be seen.
+
+    Raises:
+        FileNotFoundError: if there are no units, or no settings beside them.
+        ValueError: if a unit is damaged; nothing is sent then.
+    """
+    from tracker.results import Store
+    from tracker.wandb_log import WandbLog, begun
+
+    store = Store(results)
+    units = [store.read(step) for step in store.steps()]
+    if not units:
+        raise FileNotFoundError(f"no results in {results}: it holds no units/step*.nc; give a walk's --out directory")
+    attributes = units[-1].attrs
+    config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
+    log = begun(lambda mode: WandbLog(mode, store, project, name, config, anew=True), mode)
+    for unit in units:
+        log.log(unit)
+    return log.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
