@@ -11,6 +11,8 @@ diagonal. Trajectory measures: median and quartiles over prompts and positions.
 W&B, the figures and the page all draw these numbers.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import xarray as xr
@@ -30,8 +32,11 @@ TRAJECTORY = (
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 
 
-def curves(results: xr.Dataset) -> xr.Dataset:
+def curves(results: xr.Dataset, measures: Sequence[str] = MEASURES) -> xr.Dataset:
     """Curve points of a Dataset, with or without a `step` dimension.
+
+    Args:
+        measures: the coupling measures wanted, of those that the results have.
 
     Returns:
         For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
@@ -42,7 +47,7 @@ def curves(results: xr.Dataset) -> xr.Dataset:
         lambda values: values.astype(np.float64) if values.dtype == np.float32 else values, keep_attrs=True
     )
     out: dict[str, xr.DataArray] = {}
-    for name in MEASURES:
+    for name in measures:
         if name in results:
             by_prompt = over_pairs(results[name])
             out[name] = by_prompt.mean(("prompt", "token"))
