@@ -105,7 +105,8 @@ def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
     values = ds[f"{name}_by_depth"]
     axis = "depth" if "depth" in values.dims else "layer"
     by_statistic = {str(s): values.sel(statistic=s).transpose("step", axis).values for s in values["statistic"].values}
-    return {"first": int(values[axis][0]), **{s: pack(v, 32) for s, v in by_statistic.items()}}
+    defined = [int(at) for at in values[axis].values[values.sel(statistic="median").notnull().any("step").values]]
+    return {"first": int(values[axis][0]), "defined": defined, **{s: pack(v, 32) for s, v in by_statistic.items()}}
 
 
 def _singular(ds: xr.Dataset) -> dict[str, Any]:

@@ -5,7 +5,7 @@ the code 2^bits - 1 is an undefined value. 32 bits: float32 as they are.
 """
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -44,10 +44,10 @@ def unpack_parts(codes: np.ndarray, low: np.ndarray, span: np.ndarray, bits: int
     return np.where(codes == 2**bits - 1, np.nan, values)
 
 
-def carried(data: Any) -> Iterator[dict[str, Any]]:
+def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
     """Every packed array anywhere in the page's data."""
-    if isinstance(data, Mapping) and "codes" in data:
-        yield dict(data)
+    if isinstance(data, MutableMapping) and "codes" in data:
+        yield data
     elif isinstance(data, Mapping):
         for entry in data.values():
             yield from carried(entry)

@@ -95,10 +95,11 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
         rows += [(f"asked for: {name}", str(value)) for name, value in json.loads(settings.read_text()).items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
     if "jacobians_count" in ds:
-        count, sliced, complete = (int(ds[f"{name}_count"].sum()) for name in ("jacobians", "sliced", "complete"))
+        names = ("jacobians", "sliced", "complete", "formed")
+        count, sliced, complete, formed = (int(ds[f"{name}_count"].sum()) for name in names)
         rows += [
             ("block Jacobians", f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence"),
-            ("complete top-K sets", f"{complete:,} of {count:,} (certified by Cholesky)"),
+            ("complete top-K sets", f"{complete:,} of {count:,} (certified by Cholesky where the Jacobian was formed: {formed:,})"),
             ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
             ("largest value-proof error", f"{float(ds['value_error_max'].max()):.1e}"),
             ("largest derivative-proof error", f"{float(ds['derivative_error_max'].max()):.1e}"),

@@ -127,7 +127,7 @@ def _signature(file: Path) -> tuple[int, int]:
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
-    from tracker import remarks
+    from tracker import packing, remarks
     from tracker.contents import contents
     from tracker.results import Store
 
@@ -138,6 +138,10 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         "differences": remarks.differences(summaries),
         "refresh": refresh,
     }
+    arrays = []  # the large ones, apart from the curves
+    for array in packing.carried(data):
+        arrays.append(array["codes"])
+        array["codes"] = len(arrays) - 1
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary><div class=scroll tabindex=0 role=region "
@@ -161,9 +165,14 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         css=(PAGE / "page.css").read_text(encoding="utf-8"),
         script="\n".join((PAGE / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         plotly=get_plotlyjs(),
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("</", "<\\/"),
+        data=_json(data),
+        arrays=_json(arrays),
         provenance="".join(tables),
     )
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
 
 
 def _named(directory: str, ds: "xr.Dataset") -> str:

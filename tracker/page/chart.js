@@ -26,9 +26,14 @@ function layerAxis(count, title = "block", first = 1) {
   const every = [1, 2, 4, 5, 10, 20].find((gap) => count / gap <= (narrow() ? 8 : 14)) || 40;
   return { title: { text: title }, dtick: every, tick0: first, range: [first - 0.5, first + count - 0.5] };
 }
-const decades = range(13, -6).flatMap((e) => [1, 2, 5].map((d) => Number(`${d}e${e}`)));
-const logarithmic = () => ({ type: "log", tickvals: decades, ticktext: decades.map(String) });
+// Over many decades only their powers of ten have room for a label.
+function logarithmic(values) {
+  const there = values.flat().filter((value) => value > 0), many = Math.max(...there) / Math.min(...there) > 1e3;
+  const ticks = range(25, -12).flatMap((e) => (many ? [1] : [1, 2, 5]).map((d) => Number(`${d}e${e}`)));
+  return { type: "log", tickvals: ticks, ticktext: ticks.map((tick) => (tick >= 1e4 || tick < 1e-3 ? tick.toExponential() : String(tick))) };
+}
 
+const LOGARITHMIC = "logarithmic";
 function styled(axis, base = {}) {
   const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
   return { ...line, ...base, ...axis };
@@ -84,7 +89,7 @@ function draw(id) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 12 }, traceorder: "normal", itemwidth: 30 },
     dragmode: narrow() ? false : "zoom",
   };
-  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false }) } : {}) };
+  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis === LOGARITHMIC ? logarithmic(lines.map((line) => line.y)) : yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false }) } : {}) };
   Plotly.react(area, lines, { ...base, ...rest, ...axes }, { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
@@ -124,10 +129,13 @@ function download(id) {
 const observer = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     if (isIntersecting) seen.add(target.id); else seen.delete(target.id);
-    if (isIntersecting && stale.has(target.id)) draw(target.id);
+    if (isIntersecting && drawable(target.id)) draw(target.id);
   }
+  if (!performance.getEntriesByName("usable").length) performance.mark("usable"); // all that is in sight has been drawn
 }, { rootMargin: "120px" });
 
+// Only the curves can be drawn before the whole page is there.
+const drawable = (id) => stale.has(id) && (document.readyState !== "loading" || $(id).closest("#training"));
 let due = 0;
 function refresh(ids = Object.keys(figures)) {
   for (const id of ids) {
@@ -136,5 +144,5 @@ function refresh(ids = Object.keys(figures)) {
     if (has) stale.add(id); else stale.delete(id);
   }
   cancelAnimationFrame(due);
-  due = requestAnimationFrame(() => { for (const id of stale) if (seen.has(id)) draw(id); });
+  due = requestAnimationFrame(() => { for (const id of seen) if (drawable(id)) draw(id); });
 }

@@ -20,15 +20,38 @@ function byDepth(id, title, name, log = false) {
       const d = model().depth[name()], count = d.median.shape[1], x = range(count, d.first);
       const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
       return { title: `${ofModel()}${title()}, step ${stepName(state.step)}`, traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
-        layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first), yaxis: log ? logarithmic() : {} } };
+        layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first), yaxis: log ? LOGARITHMIC : {} } };
     },
   };
 }
 byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, () => (state.last === "raw" ? "norm_raw" : "norm"), true);
 byDepth("lss_window", () => `Line-shape score, ${model().window} states`, () => "lss_window");
 byDepth("expodistance_window", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
-  () => (state.last === "raw" ? "expodistance_raw_window" : "expodistance_window"), true);
+  () => expodistanceWindow(), true);
 byDepth("entropy", () => "Entropy of the next token, nats", () => "entropy");
+
+// The window around an early, a middle and a late block, over training (Figs 28, 29).
+function atBlocks(id, title, name, axis) {
+  figures[id] = {
+    has: () => Boolean(model().depth[name()]) && ofBlocks(name()).length > 0 && model().steps.length > 1,
+    draw: () => ({
+      title: `${ofModel()}${title()}, at fixed blocks`,
+      traces: ofBlocks(name()).flatMap((l, i) => {
+        const d = model().depth[name()], of = (statistic) => model().steps.map((_, s) => finite(atStep(d[statistic], s).values[l - 1]));
+        return [traces.band(model().steps.map(at), of("q25"), of("q75"), i),
+          traces.training(model(), of("median"), `block ${l}`, i, { meta: { low: of("q25"), high: of("q75") } })];
+      }),
+      layout: { xaxis: stepAxis(), yaxis: axis },
+    }),
+  };
+}
+function ofBlocks(name) {
+  const there = model().depth[name].defined;
+  return union([[0, Math.round((there.length - 1) / 2), there.length - 1].map((i) => there[i])]).filter((l) => l !== undefined);
+}
+const expodistanceWindow = () => (state.last === "raw" ? "expodistance_raw_window" : "expodistance_window");
+atBlocks("lss_blocks", () => `Line-shape score, ${model().window} states`, () => "lss_window", {});
+atBlocks("expodistance_blocks", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`, expodistanceWindow, LOGARITHMIC);
 
 figures.singular = {
   has: () => Boolean(model().singular),
@@ -36,7 +59,7 @@ figures.singular = {
     const m = model(), { ranks, values, r2 } = m.singular, of = rows(atStep(values, stepIndex()).values, m.layers), fit = r2[stepIndex()];
     $("singular-fit").textContent = fit === null ? "" : ` 1 / s₁ against depth by a straight line: R² = ${fit.toFixed(2)}.`;
     return { title: `${ofModel()}Singular values, step ${stepName(state.step)}`,
-      traces: ranks.map((rank, r) => traces.line(blocks(), of[r], `s${rank}`, r)), layout: { xaxis: layerAxis(m.layers), yaxis: logarithmic() } };
+      traces: ranks.map((rank, r) => traces.line(blocks(), of[r], `s${rank}`, r)), layout: { xaxis: layerAxis(m.layers), yaxis: LOGARITHMIC } };
   },
 };
 
@@ -60,7 +83,7 @@ figures.noise = {
   draw() {
     const { levels, depths, values } = model().noise, at = values[stepIndex()];
     return { title: `${ofModel()}Response to noise, step ${stepName(state.step)}`, traces: depths.map((depth, i) => traces.line(levels, at[i], `after block ${depth}`, i)),
-      layout: { xaxis: { ...logarithmic(), title: { text: "noise / embedding" } }, yaxis: { title: { text: "cosine similarity" } } } };
+      layout: { xaxis: { ...logarithmic(levels), title: { text: "noise / embedding" } }, yaxis: { title: { text: "cosine similarity" } } } };
   },
 };
 
@@ -70,7 +93,8 @@ figures.prompts = {
     const { lengths, texts, values } = model().prompts, y = Array.from(atStep(values[state.measure][state.k], stepIndex()).values, (v) => finite(-v));
     const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
     return { title: `${ofModel()}Coupling of each prompt against its length, step ${stepName(state.step)}`,
-      traces: [{ x: lengths, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers", marker: { size: 8, color: colour(0) }, hovertemplate: "%{text}<br>%{x} tokens: %{y:.4f}<extra></extra>" }],
+      traces: [{ x: lengths, y: lengths.map(() => -model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()]), name: "null level", mode: "lines", line: { color: colour(0), dash: "dot", width: 2 } },
+        { x: lengths, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers", marker: { size: 8, color: colour(0) }, hovertemplate: "%{text}<br>%{x} tokens: %{y:.4f}<extra></extra>" }],
       layout: { xaxis: { title: { text: "tokens" } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } } };
   },
 };

@@ -3,11 +3,13 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 
 const bytes = (base64) => Uint8Array.from(atob(base64), (c) => c.charCodeAt(0)).buffer;
+let arrays = null; // the codes of all packed arrays: in the page after this script, so that the first charts need not wait for them
 const KINDS = { 8: Uint8Array, 16: Uint16Array, 32: Float32Array };
 
 function unpacked(packed) {
   if (packed.values) return packed.values;
-  const codes = new KINDS[packed.bits](bytes(packed.codes));
+  arrays ??= JSON.parse(document.getElementById("arrays").textContent);
+  const codes = new KINDS[packed.bits](bytes(arrays[packed.codes]));
   if (packed.bits === 32) return (packed.values = codes);
   const low = new Float32Array(bytes(packed.low)), span = new Float32Array(bytes(packed.span));
   const size = codes.length / low.length, top = 2 ** packed.bits - 2, values = new Float64Array(codes.length);
@@ -16,7 +18,7 @@ function unpacked(packed) {
       values[i] = codes[i] > top ? NaN : low[part] + codes[i] * (span[part] / top);
     }
   }
-  delete packed.codes;
+  arrays[packed.codes] = null;
   return (packed.values = values);
 }
 

@@ -56,8 +56,8 @@ figures.history = {
       const there = y.map((_, s) => packed.steps.includes(s)), kept = (list) => list.filter((_, s) => there[s]);
       const part = { ...m, steps: kept(m.steps), suspect: kept(m.suspect) };
       const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[state.l - 1]));
-      return [traces.null(part, levels, i, several ? `${m.name}, null level` : "null level"),
-        traces.training(part, kept(y), labelled(m, "mean over prompts"), i)];
+      return [traces.training(part, kept(y), labelled(m, "mean over prompts"), i),
+        traces.null(part, levels, i, several ? `${m.name}, null level` : "null level")];
     });
     return { title: `Block ${state.l} in the basis of block ${state.m}, over training`, traces: lines,
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] } };
@@ -70,7 +70,8 @@ figures.absolute = {
   draw() {
     const m = model(), packed = m.absolute, { values, index } = atStep(packed, stepIndex()), K = packed.shape[3], size = K * K;
     const tile = (l, other) => values.subarray(((l - 1) * m.layers + other - 1) * size, ((l - 1) * m.layers + other) * size);
-    const top = tile(state.l, state.l).reduce((a, b) => (b > a ? b : a), 0);
+    const largest = (of) => of.reduce((a, b) => (b > a ? b : a), 0), own = largest(tile(state.l, state.l)), top = largest(tile(state.l, state.m));
+    $("absolute-largest").textContent = `Largest entry: ${top.toPrecision(3)}; of block ${state.l} in its own basis, where A is its singular values: ${own.toPrecision(3)}.`;
     return {
       title: `|A| of block ${state.l} in the basis of block ${state.m}, K = ${K}, ${ofStep(index)}`,
       traces: [{ type: "heatmap", x: range(K, 1), y: range(K, 1), z: rows(tile(state.l, state.m), K), zmin: 0, zmax: top || 1, colorscale: "Cividis",
@@ -88,8 +89,11 @@ figures.distance = {
       const { values } = matrixOf(m, index);
       return x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((i) => values[i])));
     };
-    return { title: `By distance |l − l′|, ${ofStep(stepIndex())}`, traces: emphasised(x, profile, profile),
-      layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" }, showlegend: false } };
+    const { index } = matrixOf(m, stepIndex()), level = levelOf(m, index);
+    const levels = x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((i) => level[Math.floor(i / L)])));
+    return { title: `By distance |l − l′|, ${ofStep(index)}`,
+      traces: [...emphasised(x, profile, profile), { x, y: levels, name: "null level", mode: "lines", line: { color: colour(0), dash: "dot", width: 2 } }],
+      layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" } } };
   },
 };
 

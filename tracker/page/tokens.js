@@ -13,8 +13,9 @@ figures.token_curves = {
   draw() {
     const lines = shown(hasTokens).flatMap(([m, i]) => {
       const c = tokensOf(m).curves[baseMeasure()][state.k];
-      return [traces.band(m.steps.map(at), c.q25, c.q75, i), traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level"),
-        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c.q75 } })];
+      return [traces.band(m.steps.map(at), c.q25, c.q75, i),
+        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c.q75 } }),
+        traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level")];
     });
     return { title: `Tokens, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()][0]}, K = ${state.k}`, traces: lines, layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
   },

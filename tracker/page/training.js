@@ -11,8 +11,8 @@ figures.coupling = {
       const c = m.curves[state.measure][state.k][state.pairs], x = m.steps.map(at);
       return [
         traces.band(x, c.q25, c.q75, i),
-        traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level"),
         traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c.q75 } }),
+        traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level"),
       ];
     });
     const scored = state.score ? shown((m) => m.score[state.score]).map(([m, i]) =>
@@ -62,7 +62,7 @@ function medians(id, title, name, more = {}) {
 }
 const lastState = (name) => () => (state.last === "raw" ? `${name}_raw` : name);
 medians("lss", () => "Line-shape score", () => "lss");
-medians("expodistance", () => `Expodistance, ${LAST[state.last]}`, lastState("expodistance"), logarithmic());
+medians("expodistance", () => `Expodistance, ${LAST[state.last]}`, lastState("expodistance"), LOGARITHMIC);
 medians("alpha", () => `Mean growth rate α, ${LAST[state.last]}`, lastState("alpha_mean"));
 medians("equidistance", () => `Equidistance, ${LAST[state.last]}`, lastState("equidistance"), { rangemode: "tozero" });
 
@@ -82,10 +82,12 @@ figures.scatter = {
   has: () => data.models.some((m) => coupled(m) && Object.keys(m.score).length),
   draw() {
     const tasks = all((m) => Object.keys(m.score)), task = state.score || tasks[0];
-    const lines = shown((m) => coupled(m) && m.score[task]).map(([m, i]) => {
-      const y = m.curves[state.measure][state.k][state.pairs].value.map((value) => (value === null ? null : -value));
-      return traces.line(m.score[task], y, labelled(m, "a point a step"), i,
-        { text: m.steps.map((step) => `step ${stepName(step)}`), hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } });
+    const minus = (list) => list.map((value) => (value === null ? null : -value));
+    const lines = shown((m) => coupled(m) && m.score[task]).flatMap(([m, i]) => {
+      const { value, null: level } = m.curves[state.measure][state.k][state.pairs];
+      return [traces.line(m.score[task], minus(value), labelled(m, "a point a step"), i,
+        { text: m.steps.map((step) => `step ${stepName(step)}`), hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } }),
+      { ...traces.null(m, minus(level), i, several ? `${m.name}, null level` : "null level"), x: m.score[task], customdata: undefined }];
     });
     return { title: `Coupling against ${task}`, traces: lines,
       layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } } };
