@@ -12,10 +12,12 @@ const narrow = () => window.innerWidth < 760;
 const stepName = (step) => step.toLocaleString("en");
 
 // A logarithmic axis has no 0: step 0 stands half a step left of the first.
+const several = data.models.length > 1;
 const positive = all((m) => m.steps).filter((step) => step > 0);
 const left = positive.length ? Math.min(...positive) / 2 : 1;
-const at = (step) => (step > 0 ? step : left);
+const at = (step) => (step > 0 || state.axis === "linear" ? step : left);
 function stepAxis() {
+  if (state.axis === "linear") return { title: { text: "training step" } };
   const steps = all((m) => m.steps).sort((a, b) => a - b), room = narrow() ? 6 : 12, ticks = [];
   const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;
   for (const step of steps) if (!ticks.length || Math.log(at(step) / at(ticks[ticks.length - 1])) >= apart * 0.99) ticks.push(step);
@@ -28,8 +30,9 @@ function layerAxis(count, title = "block", first = 1) {
 }
 // Over many decades only their powers of ten have room for a label.
 function logarithmic(values) {
-  const there = values.flat().filter((value) => value > 0), many = Math.max(...there) / Math.min(...there) > 1e3;
-  const ticks = range(25, -12).flatMap((e) => (many ? [1] : [1, 2, 5]).map((d) => Number(`${d}e${e}`)));
+  const there = values.flat().filter((value) => value > 0), ratio = Math.max(...there) / Math.min(...there);
+  const digits = ratio > 1e3 ? [1] : ratio > 8 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
+  const ticks = range(25, -12).flatMap((e) => digits.map((d) => Number(`${d}e${e}`)));
   return { type: "log", tickvals: ticks, ticktext: ticks.map((tick) => (tick >= 1e4 || tick < 1e-3 ? tick.toExponential() : String(tick))) };
 }
 
@@ -42,7 +45,7 @@ function styled(axis, base = {}) {
 const traces = {
   line: (x, y, name, i, more = {}) => ({
     x, y, name, mode: "lines+markers", connectgaps: false, line: { color: colour(i), width: 2, dash: DASHES[i % DASHES.length], ...more.line },
-    marker: { size: 6, symbol: SYMBOLS[i % SYMBOLS.length], color: colour(i), ...more.marker },
+    marker: { size: 6, symbol: SYMBOLS[i % SYMBOLS.length], color: colour(i), line: { width: 0 }, ...more.marker },
     ...Object.fromEntries(Object.entries(more).filter(([key]) => key !== "line" && key !== "marker")),
   }),
   // From lower to upper; where a value is missing the band has a gap, like its line.
@@ -63,11 +66,12 @@ const traces = {
   // Over training: with the steps that are doubted marked, and the numbers that go with each point kept for the CSV.
   training(m, y, name, i, more = {}) {
     const text = m.steps.map((step, j) => `step ${stepName(step)}${m.suspect[j] ? " (suspect)" : ""}`);
-    const marker = { size: m.suspect.map((doubted) => (doubted ? 11 : 6)), symbol: m.suspect.map((doubted) => (doubted ? "x-open" : SYMBOLS[i % SYMBOLS.length])) };
+    const size = m.steps.length > 60 ? 4 : 6;
+    const marker = { size: m.suspect.map((doubted) => (doubted ? 11 : size)), symbol: m.suspect.map((doubted) => (doubted ? "x-open" : SYMBOLS[i % SYMBOLS.length])) };
     return traces.line(m.steps.map(at), y, name, i, { text, customdata: m.steps, hovertemplate: "%{text}: %{y:.5g}", ...more, marker: { ...marker, ...more.marker } });
   },
-  null: (m, y, i, name) => ({
-    x: m.steps.map(at), y, name, mode: m.steps.length > 1 ? "lines" : "markers", marker: { symbol: "line-ew-open", size: 14, color: colour(i) },
+  null: (m, y, i) => ({
+    x: m.steps.map(at), y, name: several ? `${m.name}, null level` : "null level", showlegend: !several, mode: m.steps.length > 1 ? "lines" : "markers", marker: { symbol: "line-ew-open", size: 14, color: colour(i) },
     line: { color: colour(i), dash: "dot", width: 2 }, customdata: m.steps, connectgaps: false, hovertemplate: "null level at step %{customdata}: %{y:.5g}",
   }),
 };
@@ -89,7 +93,7 @@ function draw(id) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 12 }, traceorder: "normal", itemwidth: 30 },
     dragmode: narrow() ? false : "zoom",
   };
-  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis === LOGARITHMIC ? logarithmic(lines.map((line) => line.y)) : yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false }) } : {}) };
+  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis === LOGARITHMIC ? logarithmic(lines.map((line) => line.y)) : yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false, tickmode: "auto", nticks: 6 }) } : {}) };
   Plotly.react(area, lines, { ...base, ...rest, ...axes }, { responsive: true, displaylogo: false, displayModeBar: false });
 }
 

@@ -1,5 +1,5 @@
 // The page put together: choices filled in, listened to, and kept; figures framed, observed and drawn.
-const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "kind", "l", "m", "block"];
+const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "l", "m", "block"];
 
 function fill(id, values, labels = values) {
   $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
@@ -12,11 +12,12 @@ function offer() {
   fill("pairs", Object.keys(PAIRS), Object.values(PAIRS));
   fill("score", ["", ...all((m) => Object.keys(m.score))], ["none", ...all((m) => Object.keys(m.score))]);
   fill("last", Object.keys(LAST), Object.values(LAST));
+  fill("axis", Object.keys(AXES), Object.values(AXES));
   fill("kind", kinds, kinds.map((kind) => KINDS_OF_TOKENS[kind]));
   for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
   $("step").max = model().steps.length - 1;
   $("step").disabled = model().steps.length < 2;
-  const hidden = { model: !several, measure: !measures.length, k: !measures.length, pairs: !measures.length, score: !all((m) => Object.keys(m.score)).length,
+  const hidden = { model: !several, axis: data.models.every((m) => m.steps.length < 2), measure: !measures.length, k: !measures.length, pairs: !measures.length, score: !all((m) => Object.keys(m.score)).length,
     last: !all((m) => Object.keys(m.trajectory)).length, kind: !kinds.length, block: !kinds.length, l: layers.length < 2 || !measures.length, m: layers.length < 2 || !measures.length };
   for (const [id, hide] of Object.entries(hidden)) $(id).closest("label").hidden = hide;
   $("last-note").hidden = hidden.last || model().final_norm !== "exclude";

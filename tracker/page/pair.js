@@ -57,7 +57,7 @@ figures.history = {
       const part = { ...m, steps: kept(m.steps), suspect: kept(m.suspect) };
       const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[state.l - 1]));
       return [traces.training(part, kept(y), labelled(m, "mean over prompts"), i),
-        traces.null(part, levels, i, several ? `${m.name}, null level` : "null level")];
+        traces.null(part, levels, i)];
     });
     return { title: `Block ${state.l} in the basis of block ${state.m}, over training`, traces: lines,
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] } };

@@ -13,11 +13,12 @@ const PAIRS = { mean: "all pairs", mean_offdiag: "l ≠ l′", mean_adjacent: "a
 const KINDS_OF_TOKENS = {
   self: "self: J of t against J of t′", fixed_input: "fixed input: first token to t, to t′", fixed_output: "fixed output: t, t′ to last token",
 };
+const AXES = { log: "logarithmic", linear: "linear" };
 const LAST = { raw: "before the final norm", folded: "as measured" };
 
 const asked = new URLSearchParams(location.hash.slice(1));
 const state = {};
-for (const name of ["model", "measure", "k", "pairs", "score", "last", "kind", "theme", "focus"]) state[name] = asked.get(name) || "";
+for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "theme", "focus"]) state[name] = asked.get(name) || "";
 for (const name of ["step", "l", "m", "block"]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
 
 function remember() {
@@ -43,6 +44,7 @@ function settle() {
   state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
   state.last = valid(state.last, Object.keys(LAST), "raw");
+  state.axis = valid(state.axis, Object.keys(AXES), "log");
   const m = model(), kinds = Object.keys(m.tokens), clamp = (value, otherwise) => Math.min(Math.max(Math.round(value ?? otherwise), 1), m.layers);
   state.kind = valid(state.kind, kinds, kinds[0] || state.kind);
   state.step = nearest(m.steps, state.step);

@@ -15,7 +15,7 @@ figures.token_curves = {
       const c = tokensOf(m).curves[baseMeasure()][state.k];
       return [traces.band(m.steps.map(at), c.q25, c.q75, i),
         traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c.q75 } }),
-        traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level")];
+        traces.null(m, c.null, i)];
     });
     return { title: `Tokens, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()][0]}, K = ${state.k}`, traces: lines, layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
   },

@@ -1,5 +1,4 @@
 // Over training: curves of every model on one axis.
-const several = data.models.length > 1;
 const shown = (has) => data.models.map((m, i) => [m, i]).filter(([m]) => has(m));
 const labelled = (m, label) => (several ? m.name : label);
 const chosen = () => `${MEASURES[state.measure][0]}, K = ${state.k}`;
@@ -12,7 +11,7 @@ figures.coupling = {
       return [
         traces.band(x, c.q25, c.q75, i),
         traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c.q75 } }),
-        traces.null(m, c.null, i, several ? `${m.name}, null level` : "null level"),
+        traces.null(m, c.null, i),
       ];
     });
     const scored = state.score ? shown((m) => m.score[state.score]).map(([m, i]) =>
@@ -26,7 +25,7 @@ figures.coupling = {
     ]);
     const absent = data.models.filter((m) => !coupled(m)).map((m) => m.name);
     $("coupling-caption").textContent = MEASURES[state.measure][1] + onsetSaid(begun) +
-      (absent.length ? ` Not measured in ${absent.join(", ")}.` : "");
+      (data.differences.length ? " These results are not measured alike: see the top of the page." : "") + (absent.length ? ` Not measured in ${absent.join(", ")}.` : "");
     return {
       title: `${chosen()}, ${PAIRS[state.pairs]}`, traces: [...lines, ...scored],
       layout: { shapes, xaxis: stepAxis(), yaxis: { rangemode: "tozero", title: { text: "mis-coupling" } },
@@ -41,7 +40,8 @@ function onsetSaid(begun) {
   return begun.map(([m, , o]) => {
     const who = several ? ` ${m.name}` : "";
     if (o.step === undefined) return ` Onset${who}: fewer than 3 steps.`;
-    return o.step === null ? ` Onset${who}: none beyond chance.`
+    if (o.step === null) return ` Onset${who}: none beyond chance.`;
+    return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before.`
       : ` Onset${who}: step ${number(o.step)} (95 % interval ${number(o.low)} to ${number(o.high)}).`;
   }).join("");
 }
@@ -87,7 +87,7 @@ figures.scatter = {
       const { value, null: level } = m.curves[state.measure][state.k][state.pairs];
       return [traces.line(m.score[task], minus(value), labelled(m, "a point a step"), i,
         { text: m.steps.map((step) => `step ${stepName(step)}`), hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } }),
-      { ...traces.null(m, minus(level), i, several ? `${m.name}, null level` : "null level"), x: m.score[task], customdata: undefined }];
+      { ...traces.null(m, minus(level), i), x: m.score[task], customdata: undefined }];
     });
     return { title: `Coupling against ${task}`, traces: lines,
       layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } } };
