@@ -44,7 +44,15 @@ def unit(
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MEASURES}
     variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MEASURES}
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
-    for name in ("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw", "equidistance", "equidistance_raw"):
+    for name in (
+        "lss",
+        "expodistance",
+        "expodistance_raw",
+        "alpha_mean",
+        "alpha_mean_raw",
+        "equidistance",
+        "equidistance_raw",
+    ):
         variables[name] = (("prompt", "position"), values(1, 5, n))
     for name in ("lss_window", "expodistance_window", "expodistance_raw_window"):
         variables[name] = (window, values(1, 5, L, n))
@@ -61,10 +69,26 @@ def unit(
     variables["score"] = (("task",), rng.uniform(0.2, 0.8, len(tasks)))
     variables["undefined"] = (("quantity",), np.zeros(2, int))
     dataset = xr.Dataset(variables, {"task": tasks, "quantity": ["miscoupling", "lss"], "k": list(ks)})
-    first = {dim: np.arange(dataset.sizes[dim]) + 1 for dim in ("layer", "layer_other", "rank", "row", "column") if dim in dataset.dims}
+    first = {
+        dim: np.arange(dataset.sizes[dim]) + 1
+        for dim in ("layer", "layer_other", "rank", "row", "column")
+        if dim in dataset.dims
+    }
     dataset = dataset.assign_coords(
-        **first, prompt_text=("prompt", [f"prompt {i}" for i in range(prompts)]), step=step, commit=f"{step:040x}", suspect=""
+        **first,
+        prompt_text=("prompt", [f"prompt {i}" for i in range(prompts)]),
+        step=step,
+        commit=f"{step:040x}",
+        suspect="",
     ).assign_coords(depth=np.arange(L + 1), prompt=np.arange(prompts))
-    shared = {"final_norm": "include", "dtype": "float32", "precision": "float32", "tokens": "last", "inputs_sha256": "ab" * 32}
+    shared = {
+        "final_norm": "include",
+        "dtype": "float32",
+        "precision": "float32",
+        "tokens": "last",
+        "inputs_sha256": "ab" * 32,
+    }
     described = {"window": 3, "width": 64, "blocks": ", ".join(f"h.{l}" for l in range(L)), "fallbacks": "{}"}
-    return dataset.assign_attrs({**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes})
+    return dataset.assign_attrs(
+        {**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes}
+    )

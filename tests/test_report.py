@@ -15,8 +15,8 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import PYTHIA_STEPS, generated
-from tracker.coupling import MEASURES
 from tracker.contents import page_data
+from tracker.coupling import MEASURES
 from tracker.report import distinct_names, main, write_report
 from tracker.results import Store
 from tracker.statistics import by_distance, curves
@@ -48,7 +48,7 @@ def results(tmp_path_factory):
                 for name, parameter in model.gpt_neox.layers[1].named_parameters():
                     if "dense." in name or "dense_4h_to_h" in name:
                         parameter.zero_()
-        unit = tracker.measure(model, tokens(3), k=[4, 8], measures="all", pair_tokens=3)
+        unit = tracker.measure(model, tokens(2), k=[4, 8], measures="all", pair_tokens=3)
         unit["score"] = ("task", [0.1 + step / 4000])
         unit = unit.assign_coords(task=["piqa"], step=step, commit=f"{step:040x}", revision=f"step{step}")
         store.write(step, unit.assign_coords(suspect="another shard's weights" if step == 1 else ""))
@@ -104,9 +104,51 @@ def open_page(browser):
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+RESET = """() => {
+  for (const name of Object.keys(state)) state[name] = typeof state[name] === "string" ? "" : null;
+  settle(); paint(); offer(); show(); scrollTo(0, 0); document.activeElement.blur();
+}"""
+
+
+@pytest.fixture(scope="module")
+def opened(browser, written):
+    """Pages that tests share, for Plotly takes seconds to load; with what they said and asked for."""
+    pages = {}
+
+    def opened(which):
+        if which not in pages:
+            page, said = browser.new_page(), []
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            page.on("request", lambda request: said.append(request.url))
+            page.goto(written[which].as_uri())
+            pages[which] = page, said
+        return pages[which]
+
+    return opened
+
+
 @pytest.fixture
-def page(open_page, written):
-    return open_page(written["one"])
+def shared(opened):
+    """Gives a page as it is when it is opened, but for the time that takes."""
+    looked_at = []
+
+    def shared(which, viewport=(1280, 900), color_scheme="light"):
+        page, said = opened(which)
+        page.set_viewport_size(dict(zip(("width", "height"), viewport, strict=True)))
+        page.emulate_media(color_scheme=color_scheme)
+        page.evaluate(RESET)
+        looked_at.append(said)
+        return page
+
+    yield shared
+    for said in looked_at:
+        assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+
+
+@pytest.fixture
+def page(shared):
+    return shared("one")
 
 
 def shown(page, chart):
@@ -129,7 +171,7 @@ def off_diagonal(matrix):
     return np.where(np.eye(len(matrix)), np.nan, matrix)
 
 
-def steps_through(page, chart):
+def steps_through(page):
     """Scroll through the whole page, so that every chart is drawn."""
     height = page.evaluate("document.documentElement.scrollHeight")
     for y in range(0, height, 600):
@@ -217,7 +259,10 @@ class TestNumbers:
         table = {(row["series"], int(row["x"])): row for row in rows}
         for i, step in enumerate((0, 1, 8, 2000)):
             row = table["mean over prompts", step]
-            assert float(row["value"]) == stored.miscoupling.values[i] and float(row["q75"]) == stored.miscoupling_q75.values[i]
+            assert (
+                float(row["value"]) == stored.miscoupling.values[i]
+                and float(row["q75"]) == stored.miscoupling_q75.values[i]
+            )
             assert float(table["null level", step]["value"]) == stored.miscoupling_null.values[i]
 
 
@@ -307,23 +352,31 @@ class TestChoices:
         assert (page.evaluate(background), page.evaluate(ink)) == in_dark
         page.reload()
         assert page.evaluate(background) == in_dark[0]
+        page.evaluate("localStorage.clear()")
 
     def test_the_address_keeps_the_choices(self, open_page, page, written):
         page.select_option("#k", "8")
         page.locator("#step").fill("1")
         page.select_option("#m", "3")
-        again = open_page(written["one"], "#" + page.url.partition("#")[2])
-        assert again.input_value("#k") == "8" and again.input_value("#m") == "3"
-        assert again.inner_text("#step-shown") == "1"
+        page.reload()
+        assert page.input_value("#k") == "8" and page.input_value("#m") == "3"
+        assert page.inner_text("#step-shown") == "1"
         wrong = open_page(written["one"], "#k=999&step=7&l=99&m=x&measure=nothing&model=5&theme=pink")
-        assert wrong.input_value("#k") == "4" and wrong.inner_text("#step-shown") == "8" and wrong.input_value("#l") == "3"
+        assert (
+            wrong.input_value("#k") == "4" and wrong.inner_text("#step-shown") == "8" and wrong.input_value("#l") == "3"
+        )
 
     def test_tab_goes_through_everything_in_order(self, page):
         reached = []
         for _ in range(80):
             page.keyboard.press("Tab")
-            reached.append(page.evaluate("document.activeElement.id || document.activeElement.className || document.activeElement.tagName"))
-        first = ["skip", "theme", "A", "A", "A", "A", "A", "A", "measure", "k", "pairs", "score", "axis", "last", "step", "csv"]
+            reached.append(
+                page.evaluate(
+                    "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+                )
+            )
+        links, controls = ["A"] * 6, ["measure", "k", "pairs", "score", "axis", "last", "step"]
+        first = ["skip", "theme", "doubts", *links, *controls, "csv"]
         assert reached[: len(first)] == first
         assert reached.index("l") < reached.index("m") < reached.index("matrix") < reached.index("kind")
         page.locator(".skip").focus()
@@ -334,8 +387,8 @@ class TestChoices:
 class TestSeveral:
     pytestmark = browser_test
 
-    def test_curves_stand_together_and_the_chooser_changes_the_rest(self, open_page, written, results, other):
-        page = open_page(written["two"])
+    def test_curves_stand_together_and_the_chooser_changes_the_rest(self, shared, results, other):
+        page = shared("two")
         names = distinct_names([results, other])
         assert names[0] != names[1] and page.locator("#model option").all_inner_texts() == names
         stored = [curves(tracker.open_results(path)).sel(k=4, pairs="mean_offdiag") for path in (results, other)]
@@ -350,8 +403,8 @@ class TestSeveral:
         (line,) = [line["name"] for line in shown(page, "history") if "null" not in line["name"]]
         assert line == names[1]  # the other has as many blocks only by chance: it has not
 
-    def test_what_differs_is_said(self, open_page, written):
-        page = open_page(written["two"])
+    def test_what_differs_is_said(self, shared):
+        page = shared("two")
         said = page.inner_text("#differences")
         assert said.startswith("Not measured alike: these results differ in final norm (") and "exclude" in said
         assert "not measured alike" in page.inner_text("#coupling-caption")
@@ -359,8 +412,8 @@ class TestSeveral:
         shown(page, "coupling")
         assert "Not measured in" in page.inner_text("#coupling-caption")
 
-    def test_what_is_lacking_is_said_with_its_command(self, open_page, written):
-        foot = open_page(written["two"]).inner_text("footer")
+    def test_what_is_lacking_is_said_with_its_command(self, shared):
+        foot = shared("two").inner_text("footer")
         assert "|A| of a layer pair: python -m tracker.pythia --model … --measures coupling,trajectory,matrices" in foot
 
 
@@ -370,19 +423,22 @@ class TestAccess:
     @pytest.mark.parametrize("which", ["one", "two"])
     @pytest.mark.parametrize("width", [1280, 800, 400])
     @pytest.mark.parametrize("theme", ["light", "dark"])
-    def test_no_serious_fault_and_nothing_cut_off(self, open_page, written, width, theme, which):
+    def test_no_serious_fault_and_nothing_cut_off(self, shared, width, theme, which):
         from axe_playwright_python.sync_playwright import Axe
 
-        page = open_page(written[which], "#score=piqa", viewport={"width": width, "height": 900}, color_scheme=theme)
-        steps_through(page, "coupling")
+        page = shared(which, viewport=(width, 900), color_scheme=theme)
+        page.select_option("#score", "piqa")
+        steps_through(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for box in page.evaluate("[...document.querySelectorAll('.chart')].filter(c => c.offsetParent).map(c => c.getBoundingClientRect().toJSON())"):
+        for box in page.evaluate(
+            "[...document.querySelectorAll('.chart')].filter(c => c.offsetParent).map(c => c.getBoundingClientRect().toJSON())"
+        ):
             assert box["width"] > 250 and box["left"] >= 0 and box["right"] <= width
         serious = [v for v in Axe().run(page).response["violations"] if v["impact"] in ("serious", "critical")]
         assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in serious] == []
 
     def test_every_chart_has_a_name_and_says_what_it_shows(self, page):
-        steps_through(page, "coupling")
+        steps_through(page)
         labels = page.evaluate(
             "[...document.querySelectorAll('.chart')].filter(c => c.offsetParent).map(c => [c.id, c.getAttribute('aria-label')])"
         )
@@ -397,8 +453,20 @@ class TestHonesty:
         top, foot = page.inner_text("header"), page.inner_text("footer")
         assert "Step 1 is suspect: another shard's weights." in top
         assert "Undefined values, left out of means and quartiles: " in top
-        assert named(shown(page, "coupling"), "mean over prompts")["marker"]["symbol"] == ["circle", "x-open", "circle", "circle"]
-        for said in ("final norm\tinclude", "miscoupling: ", "lss: ", "certified by Cholesky", "sdpa", "relative error"):
+        assert named(shown(page, "coupling"), "mean over prompts")["marker"]["symbol"] == [
+            "circle",
+            "x-open",
+            "circle",
+            "circle",
+        ]
+        for said in (
+            "final norm\tinclude",
+            "miscoupling: ",
+            "lss: ",
+            "certified by Cholesky",
+            "sdpa",
+            "relative error",
+        ):
             assert said in foot
 
     def test_fallbacks_and_certificates(self, tmp_path):
@@ -422,7 +490,7 @@ class TestHonesty:
         unit = tracker.measure(neox(), tokens(2), k=4, measures=measures, pair_tokens=3)
         store.write(7, unit.assign_coords(step=7))
         page = open_page(write_report(store.path, tmp_path / "page.html"))
-        steps_through(page, "coupling")
+        steps_through(page)
         visible = page.evaluate("[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)")
         assert visible and ("coupling-figure" in visible) == (measures == "coupling")
         assert ("lss-figure" in visible) == (measures == "trajectory")
@@ -431,7 +499,7 @@ class TestHonesty:
 
     def test_one_block(self, open_page, tmp_path):
         page = open_page(write_report(generated(tmp_path / "run", (0, 5), layers=1), tmp_path / "page.html"))
-        steps_through(page, "coupling")
+        steps_through(page)
         visible = page.evaluate("[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)")
         assert "singular-figure" in visible and "matrix-figure" not in visible
 
@@ -442,9 +510,9 @@ class TestSize:
     def test_large_arrays_are_thinned_and_the_page_says_so(self, open_page, tmp_path, monkeypatch):
         monkeypatch.setattr("tracker.contents.ABSOLUTE", 4 * 36 * 16)
         path = generated(tmp_path / "run", range(9), matrices=True)
-        page = open_page(write_report(path, tmp_path / "page.html"), "#step=5")
+        page = open_page(write_report(path, tmp_path / "page.html"), "#step=4")
         shown(page, "absolute")
-        assert page.inner_text("#absolute-title").endswith("step 3, the last carried before 5")
+        assert page.inner_text("#absolute-title").endswith("step 3, the last carried before 4")
         assert "at 4 or more of 9 steps" in page.inner_text("footer")
         A = abs(tracker.open_results(path).matrix).mean(("prompt", "token")).sel(step=3, layer=1, layer_other=2).values
         np.testing.assert_allclose(numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500)
@@ -504,7 +572,12 @@ class TestWatch:
         store, file = Store(tmp_path / "run"), tmp_path / "page.html"
         command = [sys.executable, "-u", "-m", "tracker.report", str(store.path), "--out", str(file), "--watch", "2"]
         process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         assert process.stdout and "waiting; Ctrl-C stops" in process.stdout.readline() and not file.exists()
         generated(store.path, (0, 8))

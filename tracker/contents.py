@@ -56,7 +56,9 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         },
         "depth": {name: _by_depth(ds, name) for name in BY_DEPTH if f"{name}_by_depth" in ds},
         "singular": _singular(ds) if "singular" in ds else None,
-        "score": {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values} if "score" in ds else {},
+        "score": {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values}
+        if "score" in ds
+        else {},
         "absolute": _packed(ds, "absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE) if "absolute" in ds else None,
         "prompts": _prompts(ds, names, ks),
         "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MEASURES) * len(ks))) for kind in kinds},
@@ -97,7 +99,9 @@ def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
 
 
-def _packed(ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int = 1, budget: int | None = None) -> dict:
+def _packed(
+    ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int = 1, budget: int | None = None
+) -> dict:
     return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
 
 

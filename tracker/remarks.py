@@ -83,7 +83,9 @@ def lacking(ds: xr.Dataset) -> list[str]:
         for measure, (variable, what) in OPTIONAL.items()
         if variable not in ds
     ]
-    lines += [f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds]
+    lines += [
+        f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds
+    ]
     return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
 
 
@@ -99,7 +101,10 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
         count, sliced, complete, formed = (int(ds[f"{name}_count"].sum()) for name in names)
         rows += [
             ("block Jacobians", f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence"),
-            ("complete top-K sets", f"{complete:,} of {count:,} (certified by Cholesky where the Jacobian was formed: {formed:,})"),
+            (
+                "complete top-K sets",
+                f"{complete:,} of {count:,}; certified by Cholesky where the Jacobian was formed, {formed:,} times",
+            ),
             ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
             ("largest value-proof error", f"{float(ds['value_error_max'].max()):.1e}"),
             ("largest derivative-proof error", f"{float(ds['derivative_error_max'].max()):.1e}"),

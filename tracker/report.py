@@ -134,7 +134,9 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
     data = {
-        "models": [{"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()],
+        "models": [
+            {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
+        ],
         "differences": remarks.differences(summaries),
         "refresh": refresh,
     }
@@ -144,22 +146,24 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         array["codes"] = len(arrays) - 1
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
-        f"<details{'' if several else ' open'}><summary>{_text(name)}</summary><div class=scroll tabindex=0 role=region "
-        f'aria-label="{_text(f"How {name} was measured")}"><table><tbody>{_rows(remarks.provenance(ds, stores[name]))}'
-        "</tbody></table></div></details>"
+        f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
+        f"<div class=scroll {_region(f'How {name} was measured')}><table><tbody>"
+        f"{_rows(remarks.provenance(ds, stores[name]))}</tbody></table></div></details>"
         for name, ds in summaries.items()
     ]
     doubts = [
         f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.doubts(ds)
     ]
-    lacking = [f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.lacking(ds)]
+    lacking = [
+        f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.lacking(ds)
+    ]
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
         summary=_items([_summary(name if several else "", ds) for name, ds in summaries.items()]),
-        doubts=f"<ul class=doubts>{_items(doubts)}</ul>" if doubts else "",
+        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
         lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
         carried=_text(remarks.carried(models)),
         css=(PAGE / "page.css").read_text(encoding="utf-8"),
@@ -196,6 +200,11 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
     return "".join(f"<tr><th scope=row>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in rows)
 
 
+def _region(label: str) -> str:
+    """What an area that scrolls needs, so that a keyboard reaches it."""
+    return f'tabindex=0 role=region aria-label="{_text(label)}"'
+
+
 def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{_text(line)}</li>" for line in lines)
 
@@ -216,12 +225,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
     parser.add_argument(
-        "--watch", type=float, help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}"
+        "--watch",
+        type=float,
+        help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}",
     )
     parsed = parser.parse_args(arguments)
     try:
         if parsed.out is None and len(parsed.results) > 1:
-            raise ValueError(f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html")
+            raise ValueError(
+                f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
+            )
         out = parsed.out or parsed.results[0] / "report.html"
         if out.is_dir():
             raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")

@@ -92,7 +92,9 @@ def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     if "noise_similarity" in results:
         ends = results["noise_similarity"].sel(depth=[1, int(results["depth"][-1])])
         found["similarity"] = ends.astype(float).mean(("prompt", "position")).rename(depth="end")
-    return {name: values.rename(position="path") if "position" in values.dims else values for name, values in found.items()}
+    return {
+        name: values.rename(position="path") if "position" in values.dims else values for name, values in found.items()
+    }
 
 
 def _certificates(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:

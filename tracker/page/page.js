@@ -5,7 +5,7 @@ function fill(id, values, labels = values) {
   $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
 }
 function offer() {
-  const measures = all((m) => Object.keys(m.curves)), kinds = Object.keys(model().tokens), layers = blocks();
+  const measures = all(MEASURED), coupling = all((m) => Object.keys(m.curves)).length > 0, kinds = Object.keys(model().tokens), layers = blocks();
   fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));
   fill("measure", measures, measures.map((name) => MEASURES[name][0]));
   fill("k", all((m) => m.ks).sort((a, b) => a - b).map(String));
@@ -17,8 +17,8 @@ function offer() {
   for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
   $("step").max = model().steps.length - 1;
   $("step").disabled = model().steps.length < 2;
-  const hidden = { model: !several, axis: data.models.every((m) => m.steps.length < 2), measure: !measures.length, k: !measures.length, pairs: !measures.length, score: !all((m) => Object.keys(m.score)).length,
-    last: !all((m) => Object.keys(m.trajectory)).length, kind: !kinds.length, block: !kinds.length, l: layers.length < 2 || !measures.length, m: layers.length < 2 || !measures.length };
+  const hidden = { model: !several, axis: data.models.every((m) => m.steps.length < 2), measure: !measures.length, k: !measures.length, pairs: !coupling, score: !all((m) => Object.keys(m.score)).length,
+    last: !all((m) => Object.keys(m.trajectory)).length, kind: !kinds.length, block: !kinds.length, l: layers.length < 2 || !coupling, m: layers.length < 2 || !coupling };
   for (const [id, hide] of Object.entries(hidden)) $(id).closest("label").hidden = hide;
   $("last-note").hidden = hidden.last || model().final_norm !== "exclude";
 }

@@ -36,10 +36,12 @@ const nearest = (steps, step) =>
 const coupled = (m) => Boolean((m.curves[state.measure] || {})[state.k]);
 const valid = (value, values, otherwise) => (values.includes(value) ? value : otherwise);
 
+const MEASURED = (m) => union([Object.keys(m.curves), ...Object.values(m.tokens).map((kind) => Object.keys(kind.curves))]);
+
 function settle() {
   const ks = all((m) => m.ks).sort((a, b) => a - b).map(String);
   state.model = valid(state.model, data.models.map((_, i) => String(i)), "0");
-  state.measure = valid(state.measure, all((m) => Object.keys(m.curves)), all((m) => Object.keys(m.curves))[0] || "");
+  state.measure = valid(state.measure, all(MEASURED), all(MEASURED)[0] || "");
   state.k = valid(state.k, ks, ks[0] || "");
   state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
