@@ -30,6 +30,7 @@ browser_test = [
     ),
 ]
 TO_16_BITS = {"rtol": 1e-4}  # what the page promises of its matrices
+VISIBLE = "[...document.querySelectorAll('.chart')].filter((c) => c.offsetParent)"
 SHOWN = "(id) => document.getElementById(id).data"
 
 
@@ -188,12 +189,18 @@ class TestNumbers:
         ds = tracker.open_results(results)
         points = curves(ds)
         decoded = page.evaluate(
-            "[...Object.entries(data.models[0].matrices), ...Object.entries(data.models[0].levels).map(([n, v]) => [n + '/level', v])]"
-            ".map(([name, byK]) => [name, Object.fromEntries(Object.entries(byK).map(([k, p]) => [k, Array.from(unpacked(p), finite)]))])"
+            """() => {
+              const { matrices, levels } = data.models[0];
+              const values = (byK) => Object.entries(byK).map(([k, packed]) => [k, Array.from(unpacked(packed), finite)]);
+              return [
+                ...Object.entries(matrices).map(([name, byK]) => [name, values(byK)]),
+                ...Object.entries(levels).map(([name, byK]) => [`${name}/level`, values(byK)]),
+              ];
+            }"""
         )
         assert [name for name, _ in decoded[:2]] == ["miscoupling", "miscoupling_vju"] and len(decoded) == 16
         for name, by_k in decoded:
-            for k, values in by_k.items():
+            for k, values in by_k:
                 of, level, _ = name.partition("/level")
                 if level:
                     stored = ds[f"{of.removesuffix('_vju')}_null"].sel(k=int(k)).mean(("prompt", "token")).values
@@ -430,18 +437,14 @@ class TestAccess:
         page.select_option("#score", "piqa")
         steps_through(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        for box in page.evaluate(
-            "[...document.querySelectorAll('.chart')].filter(c => c.offsetParent).map(c => c.getBoundingClientRect().toJSON())"
-        ):
+        for box in page.evaluate(f"{VISIBLE}.map((c) => c.getBoundingClientRect().toJSON())"):
             assert box["width"] > 250 and box["left"] >= 0 and box["right"] <= width
         serious = [v for v in Axe().run(page).response["violations"] if v["impact"] in ("serious", "critical")]
         assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in serious] == []
 
     def test_every_chart_has_a_name_and_says_what_it_shows(self, page):
         steps_through(page)
-        labels = page.evaluate(
-            "[...document.querySelectorAll('.chart')].filter(c => c.offsetParent).map(c => [c.id, c.getAttribute('aria-label')])"
-        )
+        labels = page.evaluate(f"{VISIBLE}.map((c) => [c.id, c.getAttribute('aria-label')])")
         assert len(labels) > 20 and all(label for _, label in labels)
         assert "mean over prompts: " in dict(labels)["coupling"] and " at 2000" in dict(labels)["coupling"]
 

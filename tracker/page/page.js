@@ -4,8 +4,12 @@ const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kin
 function fill(id, values, labels = values) {
   $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
 }
+
 function offer() {
-  const measures = all(MEASURED), coupling = all((m) => Object.keys(m.curves)).length > 0, kinds = Object.keys(model().tokens), layers = blocks();
+  const measures = all(MEASURED),
+    coupling = all((m) => Object.keys(m.curves)).length > 0,
+    kinds = Object.keys(model().tokens),
+    layers = blocks();
   fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));
   fill("measure", measures, measures.map((name) => MEASURES[name][0]));
   fill("k", all((m) => m.ks).sort((a, b) => a - b).map(String));
@@ -17,8 +21,19 @@ function offer() {
   for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
   $("step").max = model().steps.length - 1;
   $("step").disabled = model().steps.length < 2;
-  const hidden = { model: !several, axis: data.models.every((m) => m.steps.length < 2), measure: !measures.length, k: !measures.length, pairs: !coupling, score: !all((m) => Object.keys(m.score)).length,
-    last: !all((m) => Object.keys(m.trajectory)).length, kind: !kinds.length, block: !kinds.length, l: layers.length < 2 || !coupling, m: layers.length < 2 || !coupling };
+  const hidden = {
+    model: !several,
+    axis: data.models.every((m) => m.steps.length < 2),
+    measure: !measures.length,
+    k: !measures.length,
+    pairs: !coupling,
+    score: !all((m) => Object.keys(m.score)).length,
+    last: !all((m) => Object.keys(m.trajectory)).length,
+    kind: !kinds.length,
+    block: !kinds.length,
+    l: layers.length < 2 || !coupling,
+    m: layers.length < 2 || !coupling
+  };
   for (const [id, hide] of Object.entries(hidden)) $(id).closest("label").hidden = hide;
   $("last-note").hidden = hidden.last || model().final_norm !== "exclude";
 }
@@ -40,7 +55,8 @@ function show(ids) {
 
 for (const id of Object.keys(figures)) {
   const title = Object.assign(document.createElement("h3"), { id: `${id}-title` });
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv", textContent: "CSV" });
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv",
+    textContent: "CSV" });
   button.setAttribute("aria-label", "Numbers of this chart as CSV");
   button.addEventListener("click", () => download(id));
   const head = Object.assign(document.createElement("div"), { className: "head" });
@@ -54,7 +70,8 @@ for (const id of [...CHOICES, "step"]) {
   $(id).addEventListener("input", () => {
     if (id === "step") state.step = model().steps[Number($("step").value)];
     else state[id] = ["l", "m", "block"].includes(id) ? Number($(id).value) : $(id).value;
-    if (id === "model") { settle(); offer(); }
+    if (id === "model") { settle();
+      offer(); }
     show();
   });
 }
@@ -64,7 +81,8 @@ $("theme").addEventListener("click", () => {
   paint();
   show();
 });
-system.addEventListener("change", () => { paint(); show(); });
+system.addEventListener("change", () => { paint();
+  show(); });
 
 function pick(l, m) {
   const within = (value) => Math.min(Math.max(value, 1), model().layers);
@@ -80,8 +98,10 @@ $("matrix").addEventListener("keydown", (event) => {
 });
 // The cell under the pointer, also on the diagonal, where there is no value to click on.
 $("matrix").addEventListener("click", (event) => {
-  const { xaxis, yaxis } = $("matrix")._fullLayout, box = $("matrix").querySelector(".nsewdrag").getBoundingClientRect();
-  if (event.clientX < box.left || event.clientX > box.right || event.clientY < box.top || event.clientY > box.bottom) return;
+  const { xaxis, yaxis } = $("matrix")._fullLayout, box = $("matrix").querySelector(".nsewdrag")
+    .getBoundingClientRect();
+  if (event.clientX < box.left || event.clientX > box.right || event.clientY < box.top || event.clientY > box
+    .bottom) return;
   pick(Math.round(yaxis.p2c(event.clientY - box.top)), Math.round(xaxis.p2c(event.clientX - box.left)));
 });
 
@@ -111,7 +131,8 @@ paint();
 offer();
 show();
 for (const id of Object.keys(figures)) observer.observe($(id));
-document.addEventListener("DOMContentLoaded", () => { for (const id of seen) if (stale.has(id)) draw(id); });
+document.addEventListener("DOMContentLoaded", () => { for (const id of seen)
+    if (stale.has(id)) draw(id); });
 if (state.focus && $(state.focus)) $(state.focus).focus({ preventScroll: true });
 state.focus = "";
 // While results are added, the page is loaded again; the address has the reader's choices, the browser the place.
