@@ -418,6 +418,11 @@ class TestSeveral:
         page.select_option("#k", "8")
         shown(page, "coupling")
         assert "Not measured in" in page.inner_text("#coupling-caption")
+        page.select_option("#model", "1")  # which has no K = 8
+        steps_through(page)
+        assert (
+            page.is_hidden("#matrix-figure") and page.is_hidden("#prompts-figure") and page.is_visible("#norm-figure")
+        )
 
     def test_what_is_lacking_is_said_with_its_command(self, shared):
         foot = shared("two").inner_text("footer")

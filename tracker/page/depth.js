@@ -133,7 +133,7 @@ figures.noise = {
 };
 
 figures.prompts = {
-  has: () => Boolean(model().prompts && model().prompts.values[state.measure]),
+  has: () => Boolean(model().prompts && (model().prompts.values[state.measure] || {})[state.k]),
   draw() {
     const { lengths, texts, values } = model().prompts, y = Array.from(atStep(values[state.measure][state.k],
       stepIndex()).values, (v) => finite(-v));

@@ -52,7 +52,8 @@ function settle() {
   const ks = all((m) => m.ks).sort((a, b) => a - b).map(String);
   state.model = valid(state.model, data.models.map((_, i) => String(i)), "0");
   state.measure = valid(state.measure, all(MEASURED), all(MEASURED)[0] || "");
-  state.k = valid(state.k, ks, ks[0] || "");
+  const shared = ks.filter((k) => data.models.every((m) => m.ks.includes(Number(k))));
+  state.k = valid(state.k, ks, shared[0] || String(model().ks[0] ?? ks[0] ?? ""));
   state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
   state.last = valid(state.last, Object.keys(LAST), "raw");

@@ -96,8 +96,8 @@ figures.scores = {
 figures.scatter = {
   has: () => data.models.some((m) => coupled(m) && Object.keys(m.score).length),
   draw() {
-    const tasks = all((m) => Object.keys(m.score)),
-      task = state.score || tasks[0];
+    const tasks = union(shown(coupled).map(([m]) => Object.keys(m.score)));
+    const task = valid(state.score, tasks, tasks[0]);
     const minus = (list) => list.map((value) => (value === null ? null : -value));
     const lines = shown((m) => coupled(m) && m.score[task]).flatMap(([m, i]) => {
       const { value, null: level } = m.curves[state.measure][state.k][state.pairs];
