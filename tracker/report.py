@@ -99,17 +99,24 @@ def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
                 print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
             elif there and signatures != seen:
                 seen = signatures
-                try:
-                    units = sum(map(len, signatures.values()))
-                    print(f"{reader.write(there, out, seconds)}: {units} steps; watching, Ctrl-C stops", flush=True)
-                except (OSError, ValueError) as error:  # the page stays as it was; the next unit may mend it
-                    print(f"error: {error}", file=sys.stderr, flush=True)
+                if _rewritten(reader, there, out, seconds):
+                    print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
             time.sleep(seconds)
     except KeyboardInterrupt:
-        if there and out.is_file():
-            reader.write(there, out)  # the page no longer waits for changes
+        if there:
+            _rewritten(reader, there, out, None)  # it no longer loads itself again
         print("\nno longer watching", flush=True)
         return OK
+
+
+def _rewritten(reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None) -> bool:
+    """Write the page; where the results can't be read it stays as it was, for the next unit may mend it."""
+    try:
+        reader.write(directories, out, refresh)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def _units(directory: Path) -> dict[Path, tuple[int, int]]:
