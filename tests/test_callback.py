@@ -558,7 +558,7 @@ def test_the_page_of_a_run_that_goes_on(tmp_path):
             pages.append(write_report(tmp_path, tmp_path / "page.html").read_text())
 
     fit(trainer([Reporting(4, save_dir=tmp_path)]))
-    assert len(pages) == 3 and "1 checkpoints" in pages[0] and "3 checkpoints from step 0 to 8" in pages[2]
+    assert len(pages) == 3 and "1 checkpoint at step 0" in pages[0] and "3 checkpoints from step 0 to 8" in pages[2]
     results = tracker.open_results(tmp_path)
     assert list(results.step) == [0, 4, 8] and results.attrs["model_name"] == "Classifier"
 

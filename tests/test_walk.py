@@ -18,7 +18,7 @@ import tracker
 from checkpoints.hub import CheckpointError
 from checkpoints.load import load
 from tracker import pythia
-from tracker.report import page_data
+from tracker.contents import page_data
 from tracker.results import VOLATILE, Store
 from tracker.statistics import scalars
 

@@ -22,7 +22,7 @@ from tests.conftest import TINY
 from tests.hub_server import serve
 from tests.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
-from tracker.report import page_data
+from tracker.contents import page_data
 from tracker.results import Store
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

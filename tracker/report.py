@@ -1,196 +1,223 @@
-"""The page: one self-contained HTML file from a store, interactive and with no network when opened.
+"""The page: one self-contained HTML file from one store or several, interactive and with no network when opened.
 
-`python -m tracker.report RESULTS --out page.html`. Python prepares the numbers, `page/page.js` draws them with Plotly.
+`python -m tracker.report RESULTS... --out page.html`; `--watch 10` writes it again whenever results are added. Python takes
+the numbers from the stores (`summary`, `contents`), `page/*.js` draws them with Plotly.
 """
 
-import base64
 import html
 import json
-import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from string import Template
-from typing import Any
-
-import numpy as np
-import xarray as xr
+from typing import TYPE_CHECKING, Any
 
 from checkpoints.files import write_whole
-from checkpoints.integrity import explained
-from tracker.coupling import MEASURES
-from tracker.results import Store, open_results
-from tracker.statistics import PAIRS, TRAJECTORY, by_distance, curves, quartiles, suspect
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 PAGE = Path(__file__).parent / "page"
-CAPTIONS = {
-    "miscoupling": "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
-    "miscoupling_release": "Mis-coupling as the authors' release has it: | |A| − S |_F / |s|₂.",
-    "offdiag": "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
-    "offdiag_normalized": "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
-}
-PAIR_NAMES = {"mean": "all pairs", "mean_offdiag": "off the diagonal", "mean_adjacent": "adjacent"}
-FINAL_NORM = {"include": "final norm included", "exclude": "without it", "drop": "without the last block"}
-RANKS = (1, 2, 5, 10, 20, 30, 50)
+SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "page")  # in this order
+SHORTEST = 2.0  # seconds between looks at the stores
+OK, FAILED = 0, 2
 
 
-def write_report(results: str | Path, out: str | Path) -> Path:
-    """Write the page of a store and return its path.
+def write_report(results: str | Path | Sequence[str | Path], out: str | Path) -> Path:
+    """Write the page of one store or several and return its path.
+
+    Args:
+        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several.
 
     Raises:
-        FileNotFoundError: if there are no results.
-        ValueError: if a unit is damaged.
+        FileNotFoundError: if a directory holds no results.
+        ValueError: if a unit is damaged, or the units of one store make no curve.
     """
-    dataset = open_results(results)
+    directories = [results] if isinstance(results, (str, Path)) else list(results)
+    return Reader().write([Path(directory) for directory in directories], Path(out))
+
+
+def distinct_names(directories: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart.
+
+    >>> distinct_names([Path("/a/70m"), Path("/b/70m"), Path("/a/160m")])
+    ['a/70m', 'b/70m', 'a/160m']
+    """
+    parts = [directory.resolve().parts for directory in directories]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    same = next(path for path, part in zip(directories, parts, strict=True) if parts.count(part) > 1)
+    raise ValueError(f"{same} is given twice; give each directory of results once")
+
+
+class Reader:
+    """Reads stores for their page; each unit once, unless its file has changed."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, tuple[tuple[int, int], xr.Dataset]] = {}
+
+    def write(self, directories: Sequence[Path], out: Path, refresh: float | None = None) -> Path:
+        """Write the page; with `refresh`, it loads itself again after so many seconds."""
+        if not directories:
+            raise ValueError("a page of what? give a directory of results, or several")
+        names = distinct_names(directories)
+        summaries = {name: self.read(directory) for name, directory in zip(names, directories, strict=True)}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
+        return out
+
+    def read(self, directory: Path) -> "xr.Dataset":
+        """What the page needs of a store's results, along `step`."""
+        from tracker.results import Store, join, require_steps
+        from tracker.summary import summary
+
+        store = Store(directory)
+        by_step: dict[int, xr.Dataset] = {}
+        for step in require_steps(store):
+            file = store.file(step)
+            signature = _signature(file)
+            known = self.known.get(file)
+            by_step[step] = known[1] if known and known[0] == signature else summary(store.read(step))
+            self.known[file] = (signature, by_step[step])
+        return join({step: unit.copy() for step, unit in by_step.items()}, store.path)
+
+
+def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
+    """Write the page again whenever results are added or changed, until Ctrl-C; returns the exit status."""
+    reader, seen, waiting = Reader(), None, False
+    there: list[Path] = []
+    try:
+        while True:
+            signatures = {directory: _units(directory) for directory in directories}
+            there = [directory for directory in directories if signatures[directory]]
+            if not there and not waiting:
+                waiting = True
+                print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
+            elif there and signatures != seen:
+                seen = signatures
+                if _rewritten(reader, there, out, seconds):
+                    print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        if there:
+            _rewritten(reader, there, out, None)  # it no longer loads itself again
+        print("\nno longer watching", flush=True)
+        return OK
+
+
+def _rewritten(reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None) -> bool:
+    """Write the page; where the results can't be read it stays as it was, for the next unit may mend it."""
+    try:
+        reader.write(directories, out, refresh)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _units(directory: Path) -> dict[Path, tuple[int, int]]:
+    from tracker.results import Store
+
+    store = Store(directory)
+    return {store.file(step): _signature(store.file(step)) for step in store.steps()}
+
+
+def _signature(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
-    name = dataset.attrs.get("suite") or dataset.attrs["model_class"].rpartition(".")[2]
-    steps = dataset["step"].values
-    summary = (
-        f"{dataset.sizes['layer']} blocks, {len(steps)} checkpoints from step {steps[0]:,} to {steps[-1]:,}, "
-        f"{dataset.sizes['prompt']} prompts."
-    )
-    doubts = "".join(f"<li>{html.escape(line)}</li>" for line in _doubts(dataset))
-    page = Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
-        title=html.escape(f"Block coupling of {name} over training"),
-        summary=html.escape(summary),
-        doubts=f"<ul class=doubts>{doubts}</ul>" if doubts else "",
+    from tracker import packing, remarks
+    from tracker.contents import contents
+    from tracker.results import Store
+
+    models = {name: contents(ds) for name, ds in summaries.items()}
+    several = len(models) > 1
+    data = {
+        "models": [
+            {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
+        ],
+        "differences": remarks.differences(summaries),
+        "refresh": refresh,
+    }
+    arrays = []  # the large ones, apart from the curves
+    for array in packing.carried(data):
+        arrays.append(array["codes"])
+        array["codes"] = len(arrays) - 1
+    stores = {name: Store(directory) for name, directory in directories.items()}
+    tables = [
+        f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
+        f"<div class=scroll {_region(f'How {name} was measured')}><table><tbody>"
+        f"{_rows(remarks.provenance(ds, stores[name]))}</tbody></table></div></details>"
+        for name, ds in summaries.items()
+    ]
+    doubts = [
+        f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.doubts(ds)
+    ]
+    lacking = [
+        f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.lacking(ds)
+    ]
+    title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
+    return Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
+        title=_text(title),
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
+        summary=_items([_summary(name if several else "", ds) for name, ds in summaries.items()]),
+        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
+        lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
+        carried=_text(remarks.carried(models)),
         css=(PAGE / "page.css").read_text(encoding="utf-8"),
-        script=(PAGE / "page.js").read_text(encoding="utf-8"),
+        script="\n".join((PAGE / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         plotly=get_plotlyjs(),
-        data=json.dumps(page_data(dataset), allow_nan=False).replace("</", "<\\/"),
-        provenance="".join(
-            f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
-            for key, value in _provenance(dataset, Store(results))
-        ),
+        data=_json(data),
+        arrays=_json(arrays),
+        provenance="".join(tables),
     )
-    out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, page.encode())
-    return out
 
 
-def page_data(dataset: xr.Dataset) -> dict[str, Any]:
-    """The numbers that the page draws, JSON-able; undefined ones are null."""
-    points = curves(dataset)
-    measures = [name for name in MEASURES if name in dataset]
-    ks = [int(k) for k in dataset["k"].values] if measures else []
-    matrices = {name: dataset[name].mean(("prompt", "token")) for name in measures}
-    data: dict[str, Any] = {
-        "steps": [int(step) for step in dataset["step"].values],
-        "suspect": [reason != "" for reason in suspect(dataset)],
-        "layers": dataset.sizes["layer"],
-        "ks": ks,
-        "pairs": list(PAIRS),
-        "pair_names": PAIR_NAMES,
-        "captions": CAPTIONS,
-        "final_norm": FINAL_NORM[dataset.attrs["final_norm"]],
-        "window": int(dataset.attrs["window"]),
-        "curves": {
-            name: {k: {pairs: _curve(points.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks}
-            for name in measures
-        },
-        "matrices": {name: {k: _packed(matrices[name].sel(k=k)) for k in ks} for name in measures},
-        "ranges": {name: {k: _range(matrices[name].sel(k=k)) for k in ks} for name in measures},
-        "distance": {
-            name: {k: _numbers(by_distance(matrices[name].sel(k=k)).transpose("step", "distance")) for k in ks}
-            for name in measures
-            if dataset.sizes["layer"] > 1
-        },
-        "trajectory": {
-            name: {str(s): _numbers(points[name].sel(statistic=s)) for s in points["statistic"].values}
-            for name in TRAJECTORY
-            if name in points
-        },
-        "windows": {
-            name: _spread(dataset[name]) for name in ("lss_window", "expodistance_raw_window") if name in dataset
-        },
-        "score": {},
-    }
-    if measures:
-        ranks = [rank for rank in RANKS if rank <= dataset.sizes["rank"]]
-        values = dataset["singular_value"].sel(rank=ranks).median(("prompt", "token"))
-        data["singular"] = {"ranks": ranks, "values": _numbers(values.transpose("step", "rank", "layer"))}
-    if "score" in points:
-        data["score"] = {str(task): _numbers(points["score"].sel(task=task)) for task in points["task"].values}
-    return data
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
 
 
-def _doubts(dataset: xr.Dataset) -> list[str]:
-    """What a reader should know about the weights behind the points."""
-    steps = [int(step) for step in dataset["step"].values]
-    lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(dataset), strict=True) if why]
-    repeated = dataset["repeats"].values if "repeats" in dataset.coords else [-1] * len(steps)
-    same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
-    return lines + [f"{line[0].upper()}{line[1:]}." for line in same]
+def _named(directory: str, ds: "xr.Dataset") -> str:
+    """What one store alone is called: the suite, or the model's name."""
+    return str(ds.attrs.get("suite") or ds.attrs.get("model_name") or directory)
 
 
-def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
-    return {
-        "value": _numbers(points[name]),
-        **{part: _numbers(points[f"{name}_{part}"]) for part in ("q25", "q75", "null")},
-    }
+def _summary(name: str, ds: "xr.Dataset") -> str:
+    from tracker.contents import layers
+
+    steps, count = ds["step"].values, len(ds["step"])
+    span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
+    blocks, prompts = layers(ds), ds.sizes["prompt"]
+    return (
+        f"{f'{name}: ' if name else ''}{blocks} block{'s' if blocks != 1 else ''}, {count} checkpoint{'s' if count != 1 else ''} "
+        f"{span}, {prompts} prompt{'s' if prompts != 1 else ''}."
+    )
 
 
-def _spread(values: xr.DataArray) -> dict[str, list]:
-    """Quartiles over prompts and positions, by step and layer."""
-    spread = quartiles(values, ("prompt", "position")).transpose("statistic", "step", "layer")
-    return {str(name): _numbers(spread.sel(statistic=name)) for name in spread["statistic"].values}
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<tr><th scope=row>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in rows)
 
 
-def _numbers(values: xr.DataArray) -> list:
-    """Nested lists with null where a value is undefined."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(entry) for entry in value]
-        return value if math.isfinite(value) else None
-
-    return plain(values.values.tolist())
+def _region(label: str) -> str:
+    """What an area that scrolls needs, so that a keyboard reaches it."""
+    return f'tabindex=0 role=region aria-label="{_text(label)}"'
 
 
-def _range(matrix: xr.DataArray) -> list[float]:
-    """Smallest and largest value off the trivial diagonal, over all steps."""
-    off_diagonal = matrix.where(matrix["layer"] != matrix["layer_other"])
-    low, high = float(off_diagonal.min()), float(off_diagonal.max())
-    return [low, high] if math.isfinite(low) else [0.0, 1.0]
+def _items(lines: Sequence[str]) -> str:
+    return "".join(f"<li>{_text(line)}</li>" for line in lines)
 
 
-def _packed(matrix: xr.DataArray) -> str:
-    ordered = matrix.transpose("step", "layer", "layer_other").values
-    return base64.b64encode(np.ascontiguousarray(ordered, dtype="<f4").tobytes()).decode()
-
-
-def _provenance(dataset: xr.Dataset, store: Store) -> list[tuple[str, str]]:
-    rows = [("results", store.path.name)]
-    settings = store.path / "settings.json"
-    if settings.is_file():
-        rows += [(f"asked for: {name}", str(value)) for name, value in json.loads(settings.read_text()).items()]
-    rows += [(name.replace("_", " "), str(value)) for name, value in dataset.attrs.items() if name != "blocks"]
-    if "complete" in dataset:
-        residual, complete = dataset["residual"], dataset["complete"] == 1
-        sliced = dataset["sliced"] == 1
-        there = residual.notnull()
-        count = int(there.sum())
-        rows += [
-            (
-                "block Jacobians",
-                f"{count:,}, of which {int(sliced.where(there).sum()):,} from single rows, the rest over the full sequence",
-            ),
-            ("largest residual of a triplet / s₁", f"{float(residual.max()):.1e}"),
-            ("complete top-K sets", f"{int(complete.where(there).sum()):,} of {count:,} (certified by Cholesky)"),
-            ("largest value-proof error", f"{float(dataset['value_error'].max()):.1e}"),
-            ("largest derivative-proof error", f"{float(dataset['derivative_error'].max()):.1e}"),
-        ]
-    undefined = dataset["undefined"]
-    totals = {str(q): int(undefined.sel(quantity=q).sum()) for q in undefined["quantity"].values}
-    rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
-    if "commit" in dataset.coords:
-        commits = zip(
-            dataset["step"].values, np.broadcast_to(dataset["commit"].values, dataset.sizes["step"]), strict=True
-        )
-        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits)))
-    return rows
+def _text(value: Any) -> str:
+    return html.escape(str(value))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,17 +225,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog="python -m tracker.report", description="Write the page of a walk's or a run's results."
+        prog="python -m tracker.report", description="Write the page of walks' and training runs' results."
     )
-    parser.add_argument("results", type=Path, help="the directory that a walk wrote (--out)")
-    parser.add_argument("--out", type=Path, help="the page; default: report.html in the results")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="directories that walks or runs wrote (--out, save_dir): one page of all"
+    )
+    parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}",
+    )
     parsed = parser.parse_args(arguments)
     try:
-        print(write_report(parsed.results, parsed.out or parsed.results / "report.html"))
+        if parsed.out is None and len(parsed.results) > 1:
+            raise ValueError(
+                f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
+            )
+        out = parsed.out or parsed.results[0] / "report.html"
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
+        distinct_names(parsed.results)
+        if parsed.watch is not None:
+            if not parsed.watch >= SHORTEST:
+                raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
+            return watch(parsed.results, out, parsed.watch)
+        print(write_report(parsed.results, out))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return FAILED
+    return OK
 
 
 if __name__ == "__main__":

@@ -140,18 +140,36 @@ def open_results(path: str | Path) -> xr.Dataset:
         ValueError: if a unit is damaged.
     """
     store = Store(path)
+    return join({step: store.read(step) for step in require_steps(store)}, store.path)
+
+
+def require_steps(store: Store) -> list[int]:
+    """The steps of a store that has results.
+
+    Raises:
+        FileNotFoundError: if it has none.
+    """
     steps = store.steps()
     if not steps:
         raise FileNotFoundError(
             f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory"
         )
-    units = [store.read(step) for step in steps]
+    return steps
+
+
+def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
+    """Units, or what was taken from each, along `step`, as `open_results` joins them; attributes that differ are moved.
+
+    Raises:
+        ValueError: if the units of `path` were not measured alike.
+    """
+    steps, units = list(by_step), list(by_step.values())
     for name, values in (
         ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
         ("number of blocks", {unit.sizes.get("layer") for unit in units}),
     ):
         if len(values) > 1:
-            raise ValueError(f"{store.path} holds units that differ in their {name} ({values}); they make no curve")
+            raise ValueError(f"{path} holds units that differ in their {name} ({values}); they make no curve")
     prints = {
         step: str(u.coords["fingerprint"].item())
         for step, u in zip(steps, units, strict=True)

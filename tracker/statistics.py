@@ -13,6 +13,8 @@ W&B, the figures and the page all draw these numbers.
 Of what is measured beside these, logs get the curves of `curves_beside`.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 import torch
@@ -36,8 +38,11 @@ QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
 HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
-def curves(results: xr.Dataset) -> xr.Dataset:
+def curves(results: xr.Dataset, measures: Sequence[str] = MEASURES) -> xr.Dataset:
     """Curve points of a Dataset, with or without a `step` dimension.
+
+    Args:
+        measures: the coupling measures wanted, of those that the results have.
 
     Returns:
         For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
@@ -45,7 +50,7 @@ def curves(results: xr.Dataset) -> xr.Dataset:
     """
     results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
-    for name in MEASURES:
+    for name in measures:
         if name in results:
             by_prompt = over_pairs(results[name])
             out[name] = by_prompt.mean(("prompt", "token"))

@@ -1,135 +1,145 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const BLUE = "#0072B2", ORANGE = "#D55E00", GREEN = "#009E73", GREY = "#c4c9cf";
-const $ = (id) => document.getElementById(id);
-const phone = () => window.innerWidth < 760;
+// The page put together: choices filled in, listened to, and kept; figures framed, observed and drawn.
+const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "l", "m", "block"];
 
-// Matrices come as base64 of little-endian float32, step by step: the store's own numbers.
-function floats(base64) {
-  const bytes = Uint8Array.from(atob(base64), (c) => c.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
-}
-const matrices = {};
-for (const [measure, byK] of Object.entries(data.matrices)) {
-  matrices[measure] = {};
-  for (const [k, packed] of Object.entries(byK)) matrices[measure][k] = floats(packed);
+function fill(id, values, labels = values) {
+  $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
 }
 
-// A logarithmic axis has no 0: step 0 stands half a step left of the first.
-const first = Math.min(...data.steps.filter((s) => s > 0), Infinity);
-const left = Number.isFinite(first) ? first / 2 : 1;
-const at = (step) => (step > 0 ? step : left);
-const short = (n) => (n >= 1000 && n % 1000 === 0 ? n / 1000 + "k" : String(n));
-const ticks = data.steps.filter((s, i) => {
-  const room = phone() ? 6 : 12;
-  return data.steps.length <= room || i % Math.ceil(data.steps.length / room) === 0;
-});
-const stepAxis = {
-  type: "log", title: { text: "training step" }, tickvals: ticks.map(at), ticktext: ticks.map(short),
-  gridcolor: "#eceff2", zeroline: false,
-};
-const layerAxis = { title: { text: "block" }, gridcolor: "#eceff2", zeroline: false, dtick: data.layers > 12 ? 4 : 1 };
-
-const round = Array.from({ length: 13 }, (_, i) => i - 6).flatMap((e) => [1, 2, 5].map((d) => Number(`${d}e${e}`)));
-const logarithmic = { type: "log", tickvals: round, ticktext: round.map(String) };
-
-function draw(id, traces, layout) {
-  const base = {
-    margin: { l: 58, r: 12, t: 56, b: 48 }, font: { size: 13, color: "#1a1d21" }, hovermode: "closest",
-    legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, traceorder: "normal", font: { size: 12 } }, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-    title: { x: 0, xanchor: "left", xref: "paper", y: 0.985, yanchor: "top", font: { size: 15 } },
+function offer() {
+  const measures = all(MEASURED),
+    coupling = all((m) => Object.keys(m.curves)).length > 0,
+    kinds = Object.keys(model().tokens),
+    layers = blocks();
+  fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));
+  fill("measure", measures, measures.map((name) => MEASURES[name][0]));
+  fill("k", all((m) => m.ks).sort((a, b) => a - b).map(String));
+  fill("pairs", Object.keys(PAIRS), Object.values(PAIRS));
+  fill("score", ["", ...all((m) => Object.keys(m.score))], ["none", ...all((m) => Object.keys(m.score))]);
+  fill("last", Object.keys(LAST), Object.values(LAST));
+  fill("axis", Object.keys(AXES), Object.values(AXES));
+  fill("kind", kinds, kinds.map((kind) => KINDS_OF_TOKENS[kind]));
+  for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
+  $("step").max = model().steps.length - 1;
+  $("step").disabled = model().steps.length < 2;
+  const hidden = {
+    model: !several,
+    axis: data.models.every((m) => m.steps.length < 2),
+    measure: !measures.length,
+    k: !measures.length,
+    pairs: !coupling,
+    score: !all((m) => Object.keys(m.score)).length,
+    last: !all((m) => Object.keys(m.trajectory)).length,
+    kind: !kinds.length,
+    block: !kinds.length,
+    l: layers.length < 2 || !coupling,
+    m: layers.length < 2 || !coupling
   };
-  const title = { ...base.title, ...layout.title };
-  const yaxis = { gridcolor: "#eceff2", zeroline: false, automargin: true, ...layout.yaxis };
-  Plotly.react(id, traces, { ...base, ...layout, title, yaxis }, { responsive: true, displaylogo: false, displayModeBar: false });
+  for (const [id, hide] of Object.entries(hidden)) $(id).closest("label").hidden = hide;
+  $("last-note").hidden = hidden.last || model().final_norm !== "exclude";
 }
 
-function band(x, low, high, colour) {
-  return [
-    { x, y: low, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false },
-    { x, y: high, mode: "lines", line: { width: 0 }, fill: "tonexty", fillcolor: colour + "33", hoverinfo: "skip", showlegend: false },
-  ];
+function show(ids) {
+  settle();
+  remember();
+  for (const id of CHOICES) $(id).value = String(state[id] ?? "");
+  $("step").value = stepIndex();
+  $("step").setAttribute("aria-valuetext", `step ${stepName(state.step)}`);
+  $("step-shown").textContent = stepName(state.step);
+  for (const span of document.querySelectorAll(".at-step")) span.textContent = stepName(state.step);
+  refresh(ids);
+  for (const section of document.querySelectorAll("main section")) {
+    section.hidden = ![...section.querySelectorAll("figure")].some((figure) => !figure.hidden);
+    document.querySelector(`nav a[href="#${section.id}"]`).parentElement.hidden = section.hidden;
+  }
 }
-const line = (x, y, name, colour, more = {}) => ({
-  x, y, name, mode: "lines+markers", line: { color: colour, width: 2 }, marker: { size: 6 }, ...more,
+
+for (const id of Object.keys(figures)) {
+  const title = Object.assign(document.createElement("h3"), { id: `${id}-title` });
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv",
+    textContent: "CSV" });
+  button.setAttribute("aria-label", "Numbers of this chart as CSV");
+  button.addEventListener("click", () => download(id));
+  const head = Object.assign(document.createElement("div"), { className: "head" });
+  head.append(title, button);
+  $(`${id}-figure`).prepend(head);
+  if (!$(id).hasAttribute("role")) $(id).setAttribute("role", "img");
+}
+
+$("controls").addEventListener("submit", (event) => event.preventDefault());
+for (const id of [...CHOICES, "step"]) {
+  $(id).addEventListener("input", () => {
+    if (id === "step") state.step = model().steps[Number($("step").value)];
+    else state[id] = ["l", "m", "block"].includes(id) ? Number($(id).value) : $(id).value;
+    if (id === "model") { settle();
+      offer(); }
+    show();
+  });
+}
+$("theme").addEventListener("click", () => {
+  state.theme = dark() ? "light" : "dark";
+  stored(state.theme);
+  paint();
+  show();
+});
+system.addEventListener("change", () => { paint();
+  show(); });
+
+function pick(l, m) {
+  const within = (value) => Math.min(Math.max(value, 1), model().layers);
+  [state.l, state.m] = [within(l), within(m)];
+  show(["matrix", "history", "absolute"]);
+}
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+$("matrix").addEventListener("keydown", (event) => {
+  const move = MOVES[event.key];
+  if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  pick(state.l + move[0], state.m + move[1]);
+});
+// The cell under the pointer, also on the diagonal, where there is no value to click on.
+$("matrix").addEventListener("click", (event) => {
+  const { xaxis, yaxis } = $("matrix")._fullLayout, box = $("matrix").querySelector(".nsewdrag")
+    .getBoundingClientRect();
+  if (event.clientX < box.left || event.clientX > box.right || event.clientY < box.top || event.clientY > box
+    .bottom) return;
+  pick(Math.round(yaxis.p2c(event.clientY - box.top)), Math.round(xaxis.p2c(event.clientX - box.left)));
 });
 
-const chosen = () => ({ measure: $("measure").value, k: $("k").value, pairs: $("pairs").value, i: Number($("step").value) });
-
-function overTraining() {
-  const { measure, k, pairs } = chosen();
-  const x = data.steps.map(at), text = data.steps.map((s, i) => "step " + s + (data.suspect[i] ? " (suspect)" : ""));
-  const pick = (yes, no) => data.suspect.map((doubted) => (doubted ? yes : no));
-  const marker = { size: pick(11, 6), symbol: pick("x-open", "circle") };
-  if (measure) {
-    const c = data.curves[measure][k][pairs];
-    draw("coupling", [
-      ...band(x, c.q25, c.q75, BLUE),
-      line(x, c.value, measure, BLUE, { text, marker }),
-      { x, y: c.null, name: "null level", mode: "lines", line: { color: BLUE, dash: "dot", width: 2 }, text },
-    ], { title: { text: `${measure}, K = ${k}, ${data.pair_names[pairs]}` }, xaxis: stepAxis, yaxis: { rangemode: "tozero" } });
-    $("coupling-caption").textContent = data.captions[measure];
-  }
-  const spread = (id, names, title, more) => draw(id, names.flatMap(([name, label, colour]) => {
-    const s = data.trajectory[name];
-    return s ? [...band(x, s.q25, s.q75, colour), line(x, s.median, label, colour, { text, marker })] : [];
-  }), { title: { text: title }, xaxis: stepAxis, yaxis: more });
-  spread("lss", [["lss", "median", GREEN]], "Line-shape score", {});
-  spread("expodistance", [["expodistance_raw", "before the final norm", GREEN], ["expodistance", data.final_norm, ORANGE]],
-    "Expodistance", logarithmic);
-  const tasks = Object.entries(data.score);
-  $("score-figure").hidden = tasks.length === 0;
-  if (tasks.length) {
-    draw("score", tasks.map(([task, y], i) => line(x, y, task, i ? undefined : ORANGE, { text, marker, visible: i < 8 ? true : "legendonly" })),
-      { title: { text: tasks.length === 1 ? tasks[0][0] : "Scores" }, xaxis: stepAxis, showlegend: tasks.length > 1 });
-  }
+// The address keeps the choices, so links within the page move the focus instead.
+for (const link of document.querySelectorAll('a[href^="#"]')) {
+  link.addEventListener("click", (event) => {
+    event.preventDefault();
+    const target = $(link.getAttribute("href").slice(1));
+    target.scrollIntoView();
+    target.focus({ preventScroll: true });
+  });
 }
 
-function emphasised(id, x, rows, i, title, xaxis, yaxis, low, high) {
-  const faint = rows.map((y, j) => (j === i ? null : { x, y, mode: "lines", line: { color: GREY, width: 1 }, name: "step " + data.steps[j], showlegend: false }));
-  draw(id, [...faint.filter(Boolean), ...(low ? band(x, low[i], high[i], BLUE) : []), line(x, rows[i], "step " + data.steps[i], BLUE, { showlegend: false })],
-    { title: { text: title }, xaxis, yaxis });
-}
+let width = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth === width) return;
+  width = window.innerWidth;
+  refresh();
+});
 
-function atStep() {
-  const { measure, k, i } = chosen();
-  const step = data.steps[i], L = data.layers, layer = Array.from({ length: L }, (_, l) => l + 1);
-  $("step-shown").textContent = step.toLocaleString("en");
-  for (const span of document.querySelectorAll(".at-step")) span.textContent = step.toLocaleString("en");
-  if (measure) {
-    const all = matrices[measure][k], z = layer.map((_, l) =>
-      Array.from(all.subarray((i * L + l) * L, (i * L + l + 1) * L), (value, m) => (l === m ? null : value)));
-    const [low, high] = data.ranges[measure][k];
-    draw("matrix", [{
-      type: "heatmap", x: layer, y: layer, z, zmin: low, zmax: high, colorscale: "Cividis", reversescale: true,
-      colorbar: { thickness: 12, title: { text: "" } },
-      hovertemplate: "block %{y} in the basis of block %{x}: %{z:.4f}<extra></extra>",
-    }], { title: { text: `${measure}, K = ${k}, step ${step}` },
-      xaxis: { ...layerAxis, title: { text: "basis of block l′" }, constrain: "domain" },
-      yaxis: { ...layerAxis, title: { text: "block l" }, autorange: "reversed", scaleanchor: "x", constrain: "domain" } });
-    const rings = (data.distance[measure] || {})[k]; // a single block has no distances
-    if (rings) emphasised("distance", layer.slice(0, -1), rings, i, `${measure} by |l − l′|`,
-      { ...layerAxis, title: { text: "distance |l − l′|" } }, { rangemode: "tozero" });
-    draw("singular", data.singular.ranks.map((rank, r) => line(layer, data.singular.values[i][r], "s" + rank, undefined)),
-      { title: { text: "Singular values" }, xaxis: layerAxis, yaxis: logarithmic });
-  }
-  for (const [id, name, title] of [["lss_window", "lss_window", "Line-shape score by depth"], ["expodistance_window", "expodistance_raw_window", "Expodistance by depth"]]) {
-    const w = data.windows[name];
-    if (w) emphasised(id, layer, w.median, i, title, layerAxis, name === "lss_window" ? {} : logarithmic, w.q25, w.q75);
-  }
+if (data.differences.length) {
+  $("differences").hidden = false;
+  $("differences").querySelector("span").textContent = data.differences.join("; ");
 }
-
-function fill(select, values, labels = values) {
-  select.replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
+settle();
+paint();
+offer();
+show();
+for (const id of Object.keys(figures)) observer.observe($(id));
+document.addEventListener("DOMContentLoaded", () => { for (const id of seen)
+    if (stale.has(id)) draw(id); });
+if (state.focus && $(state.focus)) $(state.focus).focus({ preventScroll: true });
+state.focus = "";
+// While results are added, the page is loaded again; the address has the reader's choices, the browser the place.
+if (data.refresh) {
+  setTimeout(() => {
+    state.focus = document.activeElement.id || "";
+    remember();
+    location.reload();
+  }, data.refresh * 1000);
 }
-fill($("measure"), Object.keys(data.curves));
-fill($("k"), data.ks.map(String));
-fill($("pairs"), data.pairs, data.pairs.map((p) => data.pair_names[p]));
-$("pairs").value = "mean_offdiag";
-$("step").max = data.steps.length - 1;
-$("step").value = data.steps.length - 1;
-for (const span of document.querySelectorAll(".window")) span.textContent = data.window;
-$("controls").addEventListener("input", (event) => { if (event.target.id !== "step") overTraining(); atStep(); });
-$("controls").addEventListener("submit", (event) => event.preventDefault());
-overTraining();
-atStep();

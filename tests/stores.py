@@ -1,0 +1,94 @@
+"""Stores of results that no model was measured for: of any size, with numbers that a test can tell apart."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+from tracker.coupling import MEASURES
+from tracker.results import Store
+
+PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
+
+
+def generated(
+    path: Path,
+    steps: Sequence[int],
+    layers: int = 6,
+    ks: Sequence[int] = (4, 8),
+    prompts: int = 3,
+    matrices: bool = False,
+    seed: int = 0,
+    **attributes: str,
+) -> Path:
+    """A store of the usual measures, with scores."""
+    store = Store(path)
+    store.settle({"model": path.name})
+    for step in steps:
+        store.write(step, unit(step, layers, ks, prompts, matrices, seed, **attributes))
+    return path
+
+
+def unit(
+    step: int, layers: int, ks: Sequence[int], prompts: int, matrices: bool, seed: int, **attributes: str
+) -> xr.Dataset:
+    rng = np.random.default_rng([seed, step])
+
+    def values(low: float, high: float, *shape: int) -> np.ndarray:
+        return rng.uniform(low, high, (prompts, *shape)).astype(np.float32)
+
+    pair, depth = ("prompt", "token", "k", "layer", "layer_other"), ("prompt", "depth", "position")
+    window = ("prompt", "layer", "position")
+    L, n, diagonal = layers, 12, np.eye(layers, dtype=bool)
+    variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MEASURES}
+    variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MEASURES}
+    variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
+    for name in (
+        "lss",
+        "expodistance",
+        "expodistance_raw",
+        "alpha_mean",
+        "alpha_mean_raw",
+        "equidistance",
+        "equidistance_raw",
+    ):
+        variables[name] = (("prompt", "position"), values(1, 5, n))
+    for name in ("lss_window", "expodistance_window", "expodistance_raw_window"):
+        variables[name] = (window, values(1, 5, L, n))
+    for name in ("norm", "norm_raw"):
+        variables[name] = (depth, values(1, 50, L + 1, n))
+    ones = np.ones((prompts, 1, L), np.float32)
+    variables |= {name: (("prompt", "token", "layer"), ones) for name in ("sliced", "complete", "formed", "full_svd")}
+    errors = ("residual", "value_error", "derivative_error")
+    variables |= {name: (("prompt", "token", "layer"), 1e-6 * ones) for name in errors}
+    if matrices:
+        shape = ("prompt", "token", "layer", "layer_other", "row", "column")
+        variables["matrix"] = (shape, values(-1, 1, 1, L, L, min(ks), min(ks)))
+    tasks = ["lambada", "piqa"]
+    variables["score"] = (("task",), rng.uniform(0.2, 0.8, len(tasks)))
+    variables["undefined"] = (("quantity",), np.zeros(2, int))
+    dataset = xr.Dataset(variables, {"task": tasks, "quantity": ["miscoupling", "lss"], "k": list(ks)})
+    first = {
+        dim: np.arange(dataset.sizes[dim]) + 1
+        for dim in ("layer", "layer_other", "rank", "row", "column")
+        if dim in dataset.dims
+    }
+    dataset = dataset.assign_coords(
+        **first,
+        prompt_text=("prompt", [f"prompt {i}" for i in range(prompts)]),
+        step=step,
+        commit=f"{step:040x}",
+        suspect="",
+    ).assign_coords(depth=np.arange(L + 1), prompt=np.arange(prompts))
+    shared = {
+        "final_norm": "include",
+        "dtype": "float32",
+        "precision": "float32",
+        "tokens": "last",
+        "inputs_sha256": "ab" * 32,
+    }
+    described = {"window": 3, "width": 64, "blocks": ", ".join(f"h.{l}" for l in range(L)), "fallbacks": "{}"}
+    return dataset.assign_attrs(
+        {**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes}
+    )

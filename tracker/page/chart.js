@@ -1,0 +1,208 @@
+// What all charts share: colours, axes, bands, drawing when seen, the numbers of a chart as CSV.
+// Okabe-Ito, told apart by colour-blind readers; a model also has its own marker and dash.
+const COLOURS = {
+  light: ["#0072B2", "#D55E00", "#007A5A", "#A6477F", "#8A6100", "#2B7FB8", "#1a1d21"],
+  dark: ["#56B4E9", "#E69F00", "#00B386", "#CC79A7", "#F0E442", "#FF8C42", "#e8eaed"],
+};
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon"];
+const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px,2px,2px,2px,2px", "solid"];
+const colour = (i) => { const of = COLOURS[dark() ? "dark" : "light"]; return of [i % of.length]; };
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const narrow = () => window.innerWidth < 760;
+const stepName = (step) => step.toLocaleString("en");
+
+// A logarithmic axis has no 0: step 0 stands half a step left of the first.
+const several = data.models.length > 1;
+const positive = all((m) => m.steps).filter((step) => step > 0);
+const left = positive.length ? Math.min(...positive) / 2 : 1;
+const at = (step) => (step > 0 || state.axis === "linear" ? step : left);
+
+function stepAxis() {
+  if (state.axis === "linear") return { title: { text: "training step" } };
+  const steps = all((m) => m.steps).sort((a, b) => a - b),
+    room = narrow() ? 6 : 12,
+    ticks = [];
+  const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;
+  for (const step of steps)
+    if (!ticks.length || Math.log(at(step) / at(ticks[ticks.length - 1])) >= apart * 0.99) ticks.push(step);
+  const short = (n) => (n >= 1000 && n % 1000 === 0 ? n / 1000 + "k" : String(n));
+  return { type: "log", title: { text: "training step" }, tickvals: ticks.map(at), ticktext: ticks.map(short) };
+}
+
+function layerAxis(count, title = "block", first = 1) {
+  const every = [1, 2, 4, 5, 10, 20].find((gap) => count / gap <= (narrow() ? 8 : 14)) || 40;
+  return { title: { text: title }, dtick: every, tick0: first, range: [first - 0.5, first + count - 0.5] };
+}
+// Over many decades only their powers of ten have room for a label.
+function logarithmic(values) {
+  const there = values.flat().filter((value) => value > 0),
+    ratio = Math.max(...there) / Math.min(...there);
+  const digits = ratio > 1e3 ? [1] : ratio > 8 ? [1, 2, 5] : [1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9];
+  const ticks = range(25, -12).flatMap((e) => digits.map((d) => Number(`${d}e${e}`)));
+  return { type: "log", tickvals: ticks, ticktext: ticks.map((tick) => (tick >= 1e4 || tick < 1e-3 ? tick
+      .toExponential() : String(tick))) };
+}
+
+const LOGARITHMIC = "logarithmic";
+
+function styled(axis, base = {}) {
+  const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
+  return { ...line, ...base, ...axis };
+}
+
+const traces = {
+  line: (x, y, name, i, more = {}) => ({
+    x,
+    y,
+    name,
+    mode: "lines+markers",
+    connectgaps: false,
+    line: { color: colour(i), width: 2, dash: DASHES[i % DASHES.length], ...more.line },
+    marker: { size: 6, symbol: SYMBOLS[i % SYMBOLS.length], color: colour(i), line: { width: 0 }, ...more
+      .marker },
+    ...Object.fromEntries(Object.entries(more).filter(([key]) => key !== "line" && key !== "marker")),
+  }),
+  // From lower to upper; where a value is missing the band has a gap, like its line.
+  band(x, low, high, i) {
+    const xs = [],
+      ys = [];
+    for (let start = 0; start < x.length; start++) {
+      if (low[start] === null || high[start] === null) continue;
+      let end = start;
+      while (end + 1 < x.length && low[end + 1] !== null && high[end + 1] !== null) end++;
+      const run = range(end - start + 1, start),
+        back = [...run].reverse();
+      xs.push(...run.map((j) => x[j]), ...back.map((j) => x[j]), null);
+      ys.push(...run.map((j) => low[j]), ...back.map((j) => high[j]), null);
+      start = end;
+    }
+    return {
+      x: xs,
+      y: ys,
+      mode: "lines",
+      line: { width: 0, color: colour(i) },
+      fill: "toself",
+      fillcolor: colour(i) + "33",
+      hoverinfo: "skip",
+      showlegend: false,
+      meta: { part: "band" }
+    };
+  },
+  // Over training: with the steps that are doubted marked, and the numbers that go with each point kept for the CSV.
+  training(m, y, name, i, more = {}) {
+    const text = m.steps.map((step, j) => `step ${stepName(step)}${m.suspect[j] ? " (suspect)" : ""}`);
+    const size = m.steps.length > 60 ? 4 : 6;
+    const marker = { size: m.suspect.map((doubted) => (doubted ? 11 : size)), symbol: m.suspect.map((doubted) => (
+        doubted ? "x-open" : SYMBOLS[i % SYMBOLS.length])) };
+    return traces.line(m.steps.map(at), y, name, i, { text, customdata: m.steps,
+      hovertemplate: "%{text}: %{y:.5g}", ...more, marker: { ...marker, ...more.marker } });
+  },
+  null: (m, y, i) => ({
+    x: m.steps.map(at),
+    y,
+    name: several ? `${m.name}, null level` : "null level",
+    showlegend: !several,
+    mode: m.steps.length > 1 ? "lines" : "markers",
+    marker: { symbol: "line-ew-open", size: 14, color: colour(i) },
+    line: { color: colour(i), dash: "dot", width: 2 },
+    customdata: m.steps,
+    connectgaps: false,
+    hovertemplate: "null level at step %{customdata}: %{y:.5g}",
+  }),
+};
+
+const figures = {}; // id -> { has, draw }; draw gives { title, traces, layout, says }
+const seen = new Set(),
+  stale = new Set();
+
+function draw(id) {
+  stale.delete(id);
+  const { title, traces: lines, layout = {}, says = "" } = figures[id].draw();
+  $(`${id}-title`).textContent = title;
+  const area = $(id);
+  if (area.getAttribute("role") === "img") area.setAttribute("aria-label", `${title}. ${says || describe(lines)}`);
+  const { xaxis, yaxis, yaxis2, ...rest } = layout;
+  const base = {
+    margin: { l: 56, r: 14, t: 8, b: 44 },
+    font: { size: 13, color: css("--ink"), family: getComputedStyle(document.body).fontFamily },
+    hovermode: "closest",
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    hoverlabel: { bgcolor: css("--paper"), font: { color: css("--ink") }, bordercolor: css("--faint"),
+      namelength: -1 },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", font: { size: 12 },
+      traceorder: "normal", itemwidth: 30 },
+    dragmode: narrow() ? false : "zoom",
+  };
+  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis === LOGARITHMIC ? logarithmic(lines.map((line) => line
+      .y)) : yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false,
+        tickmode: "auto", nticks: 6 }) } : {}) };
+  Plotly.react(area, lines, { ...base, ...rest, ...axes }, { responsive: true, displaylogo: false,
+    displayModeBar: false });
+}
+
+// What a chart says to those who don't see it: how many lines, and where each goes.
+function describe(lines) {
+  const short = (value) => (typeof value === "number" ? Number(value.toPrecision(3)) : value);
+  const told = lines.filter((line) => line.name && line.y && !(line.meta && line.meta.part)).slice(0, 6).map((
+    line) => {
+      const there = line.y.map((value, i) => [value, i]).filter(([value]) => Number.isFinite(value));
+      if (!there.length) return `${line.name}: no value`;
+      const x = line.customdata || line.x,
+        [first, last] = [there[0], there[there.length - 1]];
+      return `${line.name}: ${short(first[0])} at ${short(x[first[1]])}, ${short(last[0])} at ${short(x[last[1]])}`;
+    });
+  return told.join("; ");
+}
+
+function csv(id) {
+  const cell = (value) => (value === null || value === undefined || Number.isNaN(value) ? "" : /[",\n]/.test(value)
+    ? `"${String(value).replaceAll('"', '""')}"` : value);
+  const table = [
+    ["series", "x", "y", "value", "q25", "q75"]
+  ];
+  for (const trace of figures[id].draw().traces) {
+    if (trace.meta && trace.meta.part) continue;
+    const { low = [], high = [] } = trace.meta || {}, x = trace.customdata || trace.x;
+    if (trace.z) trace.z.forEach((line, i) => line.forEach((value, j) => table.push([trace.name, trace.x[j], trace
+      .y[i], value, "", ""
+    ])));
+    else trace.y.forEach((value, i) => table.push([trace.name, x[i], "", value, low[i], high[i]]));
+  }
+  return table.map((line) => line.map(cell).join(",")).join("\n") + "\n";
+}
+
+function download(id) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([csv(id)], { type: "text/csv" }));
+  link.download = `${id}.csv`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// Charts are drawn when they come near the window; a choice redraws those, the others when they are seen.
+const observer = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    if (isIntersecting) seen.add(target.id);
+    else seen.delete(target.id);
+    if (isIntersecting && drawable(target.id)) draw(target.id);
+  }
+  if (!performance.getEntriesByName("usable").length) performance.mark(
+  "usable"); // all that is in sight has been drawn
+}, { rootMargin: "120px" });
+
+// Only the curves can be drawn before the whole page is there.
+const drawable = (id) => stale.has(id) && (document.readyState !== "loading" || $(id).closest("#training"));
+let due = 0;
+
+function refresh(ids = Object.keys(figures)) {
+  for (const id of ids) {
+    const has = figures[id].has();
+    $(`${id}-figure`).hidden = !has;
+    if (has) stale.add(id);
+    else stale.delete(id);
+  }
+  cancelAnimationFrame(due);
+  due = requestAnimationFrame(() => { for (const id of seen)
+      if (drawable(id)) draw(id); });
+}

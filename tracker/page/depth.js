@@ -1,0 +1,154 @@
+// By depth, at a step: the step in colour, others in grey behind it.
+const OTHERS = 24; // how many others at most
+
+function emphasised(x, middle, faint, low = null, high = null) {
+  const i = stepIndex(),
+    n = model().steps.length,
+    xs = [],
+    ys = [];
+  const others = range(Math.min(n, OTHERS)).map((j) => Math.round((j * (n - 1)) / Math.max(1, Math.min(n, OTHERS) -
+    1)));
+  for (const other of new Set(others))
+    if (other !== i) { xs.push(...x, null);
+      ys.push(...faint(other), null); }
+  const l = low && low(i),
+    h = high && high(i);
+  return [
+    { x: xs, y: ys, mode: "lines", line: { color: css("--ghost"), width: 1 }, hoverinfo: "skip",
+      showlegend: false, name: "other steps", meta: { part: "others" } },
+    ...(l ? [traces.band(x, l, h, 0)] : []),
+    traces.line(x, middle(i), `step ${stepName(state.step)}`, 0, { showlegend: false, ...(l ? { meta: { low: l,
+          high: h } } : {}) }),
+  ];
+}
+
+function byDepth(id, title, name, log = false) {
+  figures[id] = {
+    has: () => Boolean(model().depth[name()]),
+    draw() {
+      const d = model().depth[name()],
+        count = d.median.shape[1],
+        x = range(count, d.first);
+      const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
+      return {
+        title: `${ofModel()}${title()}, step ${stepName(state.step)}`,
+        traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
+        layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
+          yaxis: log ? LOGARITHMIC : {} }
+      };
+    },
+  };
+}
+byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, () => (state.last === "raw" ? "norm_raw" : "norm"),
+  true);
+byDepth("lss_window", () => `Line-shape score, ${model().window} states`, () => "lss_window");
+byDepth("expodistance_window", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
+  () => expodistanceWindow(), true);
+byDepth("entropy", () => "Entropy of the next token, nats", () => "entropy");
+
+// The window around an early, a middle and a late block, over training (Figs 28, 29).
+function atBlocks(id, title, name, axis) {
+  figures[id] = {
+    has: () => Boolean(model().depth[name()]) && ofBlocks(name()).length > 0 && model().steps.length > 1,
+    draw: () => ({
+      title: `${ofModel()}${title()}, at fixed blocks`,
+      traces: ofBlocks(name()).flatMap((l, i) => {
+        const d = model().depth[name()],
+          of = (statistic) => model().steps.map((_, s) => finite(atStep(d[statistic], s).values[l - 1]));
+        return [traces.band(model().steps.map(at), of("q25"), of("q75"), i),
+          traces.training(model(), of("median"), `block ${l}`, i, { meta: { low: of("q25"), high: of(
+                "q75") } })
+        ];
+      }),
+      layout: { xaxis: stepAxis(), yaxis: axis },
+    }),
+  };
+}
+
+function ofBlocks(name) {
+  const there = model().depth[name].defined;
+  return union([
+    [0, Math.round((there.length - 1) / 2), there.length - 1].map((i) => there[i])
+  ]).filter((l) => l !== undefined);
+}
+const expodistanceWindow = () => (state.last === "raw" ? "expodistance_raw_window" : "expodistance_window");
+atBlocks("lss_blocks", () => `Line-shape score, ${model().window} states`, () => "lss_window", {});
+atBlocks("expodistance_blocks", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
+  expodistanceWindow, LOGARITHMIC);
+
+figures.singular = {
+  has: () => Boolean(model().singular),
+  draw() {
+    const m = model(),
+      { ranks, values, r2 } = m.singular,
+      of = rows(atStep(values, stepIndex()).values, m.layers),
+      fit = r2[stepIndex()];
+    $("singular-fit").textContent = fit === null ? "" :
+      ` 1 / s₁ against depth by a straight line: R² = ${fit.toFixed(2)}.`;
+    return {
+      title: `${ofModel()}Singular values, step ${stepName(state.step)}`,
+      traces: ranks.map((rank, r) => traces.line(blocks(), of [r], `s${rank}`, r)),
+      layout: { xaxis: layerAxis(m.layers), yaxis: LOGARITHMIC }
+    };
+  },
+};
+
+figures.plane = {
+  has: () => Boolean(model().plane && model().plane.shape[1]),
+  draw() {
+    const m = model(),
+      { values, index } = atStep(m.plane, stepIndex()),
+      [, paths, depths] = m.plane.shape;
+    const path = (p, c) => range(depths).map((d) => finite(values[(p * depths + d) * 2 + c]));
+    return {
+      title: `${ofModel()}Tokens on the principal plane, ${ofStep(index)}`,
+      traces: range(paths).map((p) => ({
+        x: path(p, 0),
+        y: path(p, 1),
+        name: p === paths - 1 ? "last token" : `token ${p + 1} of ${paths} drawn`,
+        mode: "lines+markers",
+        line: { color: p === paths - 1 ? colour(1) : css("--faint"), width: p === paths - 1 ? 2.5 : 1 },
+        marker: { size: p === paths - 1 ? 6 : 3, color: p === paths - 1 ? colour(1) : css("--faint") },
+        opacity: p === paths - 1 ? 1 : 0.6,
+        showlegend: p === paths - 1,
+        text: range(depths).map((d) => `depth ${d}`),
+        hovertemplate: "%{text}"
+      })),
+      layout: { xaxis: { title: { text: "first principal axis" } }, yaxis: { title: { text: "second" } } },
+    };
+  },
+};
+
+figures.noise = {
+  has: () => Boolean(model().noise),
+  draw() {
+    const { levels, depths, values } = model().noise, at = values[stepIndex()];
+    return {
+      title: `${ofModel()}Response to noise, step ${stepName(state.step)}`,
+      traces: depths.map((depth, i) => traces.line(levels, at[i], `after block ${depth}`, i)),
+      layout: { xaxis: { ...logarithmic(levels), title: { text: "noise / embedding" } },
+        yaxis: { title: { text: "cosine similarity" } } }
+    };
+  },
+};
+
+figures.prompts = {
+  has: () => Boolean(model().prompts && (model().prompts.values[state.measure] || {})[state.k]),
+  draw() {
+    const { lengths, texts, values } = model().prompts, y = Array.from(atStep(values[state.measure][state.k],
+      stepIndex()).values, (v) => finite(-v));
+    const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
+    return {
+      title: `${ofModel()}Coupling of each prompt against its length, step ${stepName(state.step)}`,
+      traces: [{ x: lengths, y: lengths.map(() => -model().curves[state.measure][state.k].mean_offdiag.null[
+            stepIndex()]), name: "null level", mode: "lines", line: { color: colour(0), dash: "dot",
+          width: 2 } },
+        { x: lengths, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
+          marker: { size: 8, color: colour(0) },
+          hovertemplate: "%{text}<br>%{x} tokens: %{y:.4f}<extra></extra>" }
+      ],
+      layout: { xaxis: { title: { text: "tokens" } },
+      yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+    };
+  },
+};

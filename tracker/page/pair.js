@@ -1,0 +1,225 @@
+// Layer pairs at a step: the matrix, and of the pair that is picked its history and its |A|.
+const matrixOf = (m, index) => atStep(m.matrices[state.measure][state.k], index);
+const levelOf = (m, index) => atStep(m.levels[state.measure][state.k], index).values;
+const here = () => coupled(model());
+const blocks = () => range(model().layers, 1);
+const ofModel = () => (several ? `${model().name}, ` : "");
+const ofStep = (index) => {
+  const step = model().steps[index];
+  return step === state.step ? `step ${stepName(step)}` :
+    `step ${stepName(step)}, the last carried before ${stepName(state.step)}`;
+};
+const spans = {}; // of colours, over all steps
+
+function span(packed, key) {
+  if (!spans[key]) {
+    let low = Infinity,
+      high = -Infinity;
+    for (const value of unpacked(packed)) { if (value < low) low = value; if (value > high) high = value; }
+    spans[key] = Number.isFinite(low) ? [low, high] : [0, 1];
+  }
+  return spans[key];
+}
+
+const colourbar = () => ({ thickness: 12, outlinewidth: 0, tickfont: { color: css("--ink") } });
+const square = (title, otherTitle, count, first = 1) => ({
+  xaxis: { ...layerAxis(count, otherTitle, first), showgrid: false, constrain: "domain" },
+  yaxis: { ...layerAxis(count, title, first), range: [first + count - 0.5, first - 0.5], showgrid: false,
+    scaleanchor: "x", constrain: "domain" },
+});
+
+figures.matrix = {
+  has: () => here() && model().layers > 1,
+  draw() {
+    const m = model(),
+      packed = m.matrices[state.measure][state.k],
+      { values, index } = matrixOf(m, stepIndex());
+    const [low, high] = span(packed, [state.model, state.measure, state.k].join());
+    const box = { type: "rect", x0: state.m - 0.5, x1: state.m + 0.5, y0: state.l - 0.5, y1: state.l + 0.5,
+      line: { color: "#D55E00", width: 3 } };
+    const value = values[(state.l - 1) * m.layers + state.m - 1],
+      level = levelOf(m, index)[state.l - 1];
+    $("picked").textContent = state.l === state.m ? `Block ${state.l} in its own basis: 0 by definition.`
+      :
+      `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
+    return {
+      title: `${ofModel()}${chosen()}, ${ofStep(index)}`,
+      traces: [{
+        type: "heatmap",
+        x: blocks(),
+        y: blocks(),
+        z: rows(values, m.layers),
+        zmin: low,
+        zmax: high,
+        colorscale: "Cividis",
+        reversescale: true,
+        colorbar: colourbar(),
+        hoverongaps: false,
+        hovertemplate: "block %{y} in the basis of block %{x}: %{z:.4f}<extra></extra>",
+        name: state.measure
+      }],
+      layout: { ...square("block l", "basis of block l′", m.layers), shapes: [box], dragmode: false },
+    };
+  },
+};
+
+const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "undefined");
+const alike = (m) => coupled(m) && m.layers === model().layers;
+figures.history = {
+  has: figures.matrix.has,
+  draw() {
+    const lines = shown(alike).flatMap(([m, i]) => {
+      const packed = m.matrices[state.measure][state.k],
+        L = m.layers,
+        offset = (state.l - 1) * L + state.m - 1;
+      const y = m.steps.map((_, s) => {
+        const place = packed.steps.indexOf(s);
+        return place < 0 ? null : state.l === state.m ? 0 : finite(unpacked(packed)[place * L * L +
+          offset]);
+      });
+      const there = y.map((_, s) => packed.steps.includes(s)),
+        kept = (list) => list.filter((_, s) => there[s]);
+      const part = { ...m, steps: kept(m.steps), suspect: kept(m.suspect) };
+      const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[state.l - 1]));
+      return [traces.training(part, kept(y), labelled(m, "mean over prompts"), i),
+        traces.null(part, levels, i)
+      ];
+    });
+    return {
+      title: `Block ${state.l} in the basis of block ${state.m}, over training`,
+      traces: lines,
+      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] }
+    };
+  },
+};
+const now = () => ({ type: "line", x0: at(state.step), x1: at(state.step), y0: 0, y1: 1, yref: "paper",
+  line: { color: css("--faint"), width: 1 } });
+
+figures.absolute = {
+  has: () => Boolean(model().absolute),
+  draw() {
+    const m = model(),
+      packed = m.absolute,
+      { values, index } = atStep(packed, stepIndex()),
+      K = packed.shape[3],
+      size = K * K;
+    const tile = (l, other) => values.subarray(((l - 1) * m.layers + other - 1) * size, ((l - 1) * m.layers +
+      other) * size);
+    const largest = (of) => of.reduce((a, b) => (b > a ? b : a), 0),
+      own = largest(tile(state.l, state.l)),
+      top = largest(tile(state.l, state.m));
+    $("absolute-largest").textContent =
+      `Largest entry: ${digits(top)}; of block ${state.l} in its own basis, where A is its singular values: ${digits(own)}.`;
+    return {
+      title: `|A| of block ${state.l} in the basis of block ${state.m}, K = ${K}, ${ofStep(index)}`,
+      traces: [{
+        type: "heatmap",
+        x: range(K, 1),
+        y: range(K, 1),
+        z: rows(tile(state.l, state.m), K),
+        zmin: 0,
+        zmax: top || 1,
+        colorscale: "Cividis",
+        colorbar: colourbar(),
+        hovertemplate: "|A| at row %{y}, column %{x}: %{z:.4g}<extra></extra>",
+        name: "|A|"
+      }],
+      layout: square("row", "column", K),
+    };
+  },
+};
+
+figures.distance = {
+  has: figures.matrix.has,
+  draw() {
+    const m = model(),
+      L = m.layers,
+      x = range(L - 1, 1);
+    const profile = (index) => {
+      const { values } = matrixOf(m, index);
+      return x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((
+        i) => values[i])));
+    };
+    const { index } = matrixOf(m, stepIndex()), level = levelOf(m, index);
+    const levels = x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((
+      i) => level[Math.floor(i / L)])));
+    return {
+      title: `By distance |l − l′|, ${ofStep(index)}`,
+      traces: [...emphasised(x, profile, profile), { x, y: levels, name: "null level", mode: "lines",
+        line: { color: colour(0), dash: "dot", width: 2 } }],
+      layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" } }
+    };
+  },
+};
+
+figures.layers = {
+  has: figures.matrix.has,
+  draw() {
+    const m = model(),
+      L = m.layers,
+      { values, index } = matrixOf(m, stepIndex());
+    const row = (l) => mean(Array.from(values.subarray(l * L, (l + 1) * L))),
+      column = (l) => mean(range(L).map((i) => values[i * L + l]));
+    const levels = Array.from(levelOf(m, index), finite);
+    return {
+      title: `By block, ${ofStep(index)}`,
+      traces: [traces.line(blocks(), range(L).map(row), "described, in the others' bases", 0), traces.line(
+        blocks(), range(L).map(column), "lending its basis", 1),
+        { x: blocks(), y: levels, name: "null level of the block described", mode: "lines",
+          line: { color: colour(0), dash: "dot", width: 2 } }
+      ],
+      layout: { xaxis: layerAxis(L), yaxis: { rangemode: "tozero" } },
+    };
+  },
+};
+
+// Layers on a circle; a line's width and opacity: how far two layers are below their null level, both ways averaged.
+const LEVELS = 6,
+  strongest = {};
+
+function gains(m, index) {
+  const L = m.layers,
+    { values } = matrixOf(m, index),
+    level = levelOf(m, index);
+  return range(L).flatMap((a) => range(L - a - 1, a + 1).map((b) => [a, b, (level[a] - values[a * L + b] + level[b]
+    - values[b * L + a]) / 2]));
+}
+figures.graph = {
+  has: figures.matrix.has,
+  draw() {
+    const m = model(),
+      L = m.layers,
+      key = [state.model, state.measure, state.k].join(),
+      { index } = matrixOf(m, stepIndex());
+    strongest[key] ??= Math.max(1e-12, ...m.matrices[state.measure][state.k].steps.map((s) => gains(m, s).reduce((
+      top, [, , g]) => (g > top ? g : top), 0)));
+    const place = (l) => [Math.sin((2 * Math.PI * l) / L), Math.cos((2 * Math.PI * l) / L)];
+    const binned = range(LEVELS).map(() => ({ x: [], y: [] }));
+    for (const [a, b, gain] of gains(m, index)) {
+      if (!(gain > 0)) continue;
+      const bin = binned[Math.min(LEVELS - 1, Math.floor((gain / strongest[key]) * LEVELS))];
+      for (const end of [place(a), place(b), [null, null]]) { bin.x.push(end[0]);
+        bin.y.push(end[1]); }
+    }
+    const edges = binned.map(({ x, y }, i) => ({ x, y, mode: "lines", hoverinfo: "skip", meta: { part: "edges" },
+      opacity: (i + 0.5) / LEVELS, line: { color: colour(0), width: 0.5 + (3 * i) / LEVELS } }));
+    const nodes = {
+      x: blocks().map((l) => place(l - 1)[0]),
+      y: blocks().map((l) => place(l - 1)[1]),
+      text: blocks().map(String),
+      name: "blocks",
+      mode: "markers+text",
+      marker: { size: L > 20 ? 18 : 24, color: css("--paper"), line: { color: css("--faint"), width: 1 } },
+      textfont: { size: L > 20 ? 9 : 12 },
+      hoverinfo: "skip",
+      meta: { part: "nodes" }
+    };
+    const bare = { visible: false, range: [-1.15, 1.15] };
+    return {
+      title: `Blocks and their coupling above null, ${ofStep(index)}`,
+      traces: [...edges, nodes],
+      says: `The strongest line is ${Number(strongest[key].toPrecision(3))} below its null level.`,
+      layout: { xaxis: { ...bare, constrain: "domain" }, yaxis: { ...bare, scaleanchor: "x" }, showlegend: false }
+    };
+  },
+};

@@ -1,0 +1,89 @@
+// What the reader has chosen. It is kept in the address, so that a reload or a copied link shows the same.
+const $ = (id) => document.getElementById(id);
+const MEASURES = {
+  miscoupling: ["mis-coupling m_K", "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition)."],
+  miscoupling_release: ["mis-coupling, release",
+    "Mis-coupling as the authors' release has it: | |A| − S |_F / |s|₂."
+  ],
+  offdiag: ["off-diagonal norm", "|A − Diag A|_F (paper, eq. 13), in units of the singular values."],
+  offdiag_normalized: ["off-diagonal, normalized",
+    "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”."
+  ],
+};
+for (const [name, [short, long]] of Object.entries(MEASURES)) {
+  MEASURES[`${name}_vju`] = [`${short}, sides swapped`,
+    `${long} Here A = V′ᵀ J U′, the sides of the basis swapped.`];
+}
+const PAIRS = { mean: "all pairs", mean_offdiag: "l ≠ l′", mean_adjacent: "adjacent" };
+const KINDS_OF_TOKENS = {
+  self: "self: J of t against J of t′",
+  fixed_input: "fixed input: first token to t, to t′",
+  fixed_output: "fixed output: t, t′ to last token",
+};
+const AXES = { log: "logarithmic", linear: "linear" };
+const LAST = { raw: "before the final norm", folded: "as measured" };
+
+const asked = new URLSearchParams(location.hash.slice(1));
+const state = {};
+for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "theme", "focus"]) state[
+  name] = asked.get(name) || "";
+for (const name of ["step", "l", "m", "block"]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
+
+function remember() {
+  const kept = Object.entries(state).filter(([, value]) => value !== "" && value !== null);
+  history.replaceState(null, "", "#" + new URLSearchParams(kept));
+}
+
+const model = () => data.models[Number(state.model)];
+const union = (lists) => [...new Set(lists.flat())];
+const all = (of) => union(data.models.map(of));
+const stepIndex = () => model().steps.indexOf(state.step);
+// Of another model or after a reload the step may not be there: then the nearest.
+const nearest = (steps, step) =>
+  step === null ? steps[steps.length - 1] : steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b :
+    a));
+const coupled = (m) => Boolean((m.curves[state.measure] || {})[state.k]);
+const valid = (value, values, otherwise) => (values.includes(value) ? value : otherwise);
+
+const MEASURED = (m) => union([Object.keys(m.curves), ...Object.values(m.tokens).map((kind) => Object.keys(kind
+  .curves))]);
+
+function settle() {
+  const ks = all((m) => m.ks).sort((a, b) => a - b).map(String);
+  state.model = valid(state.model, data.models.map((_, i) => String(i)), "0");
+  state.measure = valid(state.measure, all(MEASURED), all(MEASURED)[0] || "");
+  const shared = ks.filter((k) => data.models.every((m) => m.ks.includes(Number(k))));
+  state.k = valid(state.k, ks, shared[0] || String(model().ks[0] ?? ks[0] ?? ""));
+  state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
+  state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
+  state.last = valid(state.last, Object.keys(LAST), "raw");
+  state.axis = valid(state.axis, Object.keys(AXES), "log");
+  const m = model(),
+    kinds = Object.keys(m.tokens),
+    clamp = (value, otherwise) => Math.min(Math.max(Math.round(value ?? otherwise), 1), m.layers);
+  state.kind = valid(state.kind, kinds, kinds[0] || state.kind);
+  state.step = nearest(m.steps, state.step);
+  state.l = clamp(Number.isFinite(state.l) ? state.l : null, 1);
+  state.m = clamp(Number.isFinite(state.m) ? state.m : null, 2);
+  state.block = clamp(Number.isFinite(state.block) ? state.block : null, Math.ceil(m.layers / 2));
+}
+
+// Light or dark: as the system has it, unless the reader has chosen. A file may be denied storage.
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+function stored(theme) {
+  try {
+    if (theme) localStorage.setItem("coupling-page-theme", theme);
+    return localStorage.getItem("coupling-page-theme");
+  } catch (denied) {
+    return null;
+  }
+}
+const dark = () => (state.theme || (system.matches ? "dark" : "light")) === "dark";
+state.theme = valid(state.theme, ["light", "dark"], valid(stored(), ["light", "dark"], ""));
+
+function paint() {
+  document.documentElement.dataset.theme = dark() ? "dark" : "light";
+  $("theme").textContent = dark() ? "Light" : "Dark";
+  $("theme").setAttribute("aria-label", `Switch to the ${dark() ? "light" : "dark"} theme`);
+}

@@ -1,0 +1,86 @@
+// Coupling of tokens within a block (paper, section 3.1).
+const tokensOf = (m) => m.tokens[state.kind];
+const baseMeasure = () => state.measure.replace(/_vju$/, "");
+const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
+baseMeasure()][state.k]);
+const tokenName = (i) => (model().token_positions ? `token ${model().token_positions[i]}` : `${i + 1}`);
+const tokenAxes = (count, size = 1) => {
+  const ticks = { tickvals: range(count).map((i) => i * size + (size - 1) / 2), ticktext: range(count).map((i) =>
+      (model().token_positions ? String(model().token_positions[i]) : String(i + 1))), showgrid: false,
+    constrain: "domain" };
+  return { xaxis: { ...ticks, title: { text: "basis of token t′" } }, yaxis: { ...ticks,
+    title: { text: "token t" }, autorange: "reversed", scaleanchor: "x" } };
+};
+
+figures.token_curves = {
+  has: () => data.models.some(hasTokens),
+  draw() {
+    const lines = shown(hasTokens).flatMap(([m, i]) => {
+      const c = tokensOf(m).curves[baseMeasure()][state.k];
+      return [traces.band(m.steps.map(at), c.q25, c.q75, i),
+        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c
+              .q75 } }),
+        traces.null(m, c.null, i)
+      ];
+    });
+    return { title: `Tokens, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()][0]}, K = ${state.k}`,
+      traces: lines, layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
+  },
+};
+
+figures.token_matrix = {
+  has: () => hasTokens(model()),
+  draw() {
+    const packed = tokensOf(model()).matrices[baseMeasure()][state.k],
+      { values, index } = atStep(packed, stepIndex()),
+      T = packed.shape[2];
+    const [low, high] = span(packed, ["tokens", state.model, state.kind, baseMeasure(), state.k].join());
+    const z = rows(values.subarray((state.block - 1) * T * T, state.block * T * T), T).map((row, i) => row.map((
+      value, j) => (i === j ? null : value)));
+    return {
+      title: `Tokens in block ${state.block}, ${ofStep(index)}`,
+      traces: [{
+        type: "heatmap",
+        x: range(T),
+        y: range(T),
+        z,
+        zmin: low,
+        zmax: high,
+        colorscale: "Cividis",
+        reversescale: true,
+        colorbar: colourbar(),
+        hoverongaps: false,
+        text: range(T).map((i) => range(T).map((j) => `${tokenName(i)} in the basis of ${tokenName(j)}`)),
+        hovertemplate: "%{text}: %{z:.4f}<extra></extra>",
+        name: state.kind
+      }],
+      layout: tokenAxes(T)
+    };
+  },
+};
+
+figures.token_absolute = {
+  has: () => Boolean(tokensOf(model()) && tokensOf(model()).absolute),
+  draw() {
+    const packed = tokensOf(model()).absolute,
+      { values, index } = atStep(packed, stepIndex()),
+      [, T, , K] = packed.shape,
+      side = T * (K + 1) - 1;
+    const z = range(side).map(() => Array(side).fill(null));
+    for (const a of range(T)) {
+      const own = values.subarray((a * T + a) * K * K, (a * T + a + 1) * K * K).reduce((top, v) => (v > top ? v :
+        top), 0) || 1;
+      for (const b of range(T))
+        for (const i of range(K))
+          for (const j of range(K)) z[a * (K + 1) + i][b * (K + 1) + j] = finite(values[((a * T + b) * K + i) * K
+            + j] / own);
+    }
+    return {
+      title: `|A| of token pairs, middle block, ${ofStep(index)}`,
+      traces: [{ type: "heatmap", x: range(side), y: range(side), z, zmin: 0, zmax: 1, colorscale: "Cividis",
+        colorbar: colourbar(), hoverongaps: false, hovertemplate: "%{z:.3f}<extra></extra>",
+        name: "|A| / largest" }],
+      layout: tokenAxes(T, K + 1)
+    };
+  },
+};

@@ -1,0 +1,116 @@
+// Over training: curves of every model on one axis.
+const shown = (has) => data.models.map((m, i) => [m, i]).filter(([m]) => has(m));
+const labelled = (m, label) => (several ? m.name : label);
+const chosen = () => `${MEASURES[state.measure][0]}, K = ${state.k}`;
+
+figures.coupling = {
+  has: () => data.models.some(coupled),
+  draw() {
+    const lines = shown(coupled).flatMap(([m, i]) => {
+      const c = m.curves[state.measure][state.k][state.pairs],
+        x = m.steps.map(at);
+      return [
+        traces.band(x, c.q25, c.q75, i),
+        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c
+              .q75 } }),
+        traces.null(m, c.null, i),
+      ];
+    });
+    const scored = state.score ? shown((m) => m.score[state.score]).map(([m, i]) =>
+      traces.training(m, m.score[state.score], several ? `${m.name}, ${state.score}` : state.score, several ? i
+        : i + 1, { yaxis: "y2", line: { width: 1.5, dash: "dashdot" }, marker: { symbol: "diamond-open",
+          size: 7 } })) : [];
+    const begun = shown(coupled).map(([m, i]) => [m, i, ((m.onset[state.measure] || {})[state.k] || {})]);
+    const onsets = state.pairs === "mean_offdiag" ? begun.filter(([, , o]) => o && o.step !== null && o.step !==
+      undefined) : [];
+    const shapes = onsets.flatMap(([, i, { step, low, high }]) => [
+      { type: "rect", x0: at(low), x1: at(high), y0: 0, y1: 1, yref: "paper", fillcolor: colour(i),
+        opacity: 0.12, line: { width: 0 }, layer: "below" },
+      { type: "line", x0: at(step), x1: at(step), y0: 0, y1: 1, yref: "paper", line: { color: colour(i),
+          width: 1, dash: DASHES[i % DASHES.length] } },
+    ]);
+    const absent = data.models.filter((m) => !coupled(m)).map((m) => m.name);
+    $("coupling-caption").textContent = MEASURES[state.measure][1] + onsetSaid(begun)
+      + (data.differences.length ? " These results are not measured alike: see the top of the page." : "") + (
+        absent.length ? ` Not measured in ${absent.join(", ")}.` : "");
+    return {
+      title: `${chosen()}, ${PAIRS[state.pairs]}`,
+      traces: [...lines, ...scored],
+      layout: {
+        shapes,
+        xaxis: stepAxis(),
+        yaxis: { rangemode: "tozero", title: { text: "mis-coupling" } },
+        ...(scored.length ? { yaxis2: { title: { text: state.score } } } : {})
+      },
+    };
+  },
+};
+
+function onsetSaid(begun) {
+  if (state.pairs !== "mean_offdiag") return "";
+  const number = (step) => stepName(Number(step.toPrecision(3)));
+  return begun.map(([m, , o]) => {
+    const who = several ? ` ${m.name}` : "";
+    if (o.step === undefined) return ` Onset${who}: fewer than 3 steps.`;
+    if (o.step === null) return ` Onset${who}: none beyond chance.`;
+    return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before.`
+      : ` Onset${who}: step ${number(o.step)} (95 % interval ${number(o.low)} to ${number(o.high)}).`;
+  }).join("");
+}
+
+function medians(id, title, name, more = {}) {
+  figures[id] = {
+    has: () => data.models.some((m) => m.trajectory[name()]),
+    draw: () => ({
+      title: title(),
+      traces: shown((m) => m.trajectory[name()]).flatMap(([m, i]) => {
+        const s = m.trajectory[name()];
+        return [traces.band(m.steps.map(at), s.q25, s.q75, i),
+          traces.training(m, s.median, labelled(m, "median"), i, { meta: { low: s.q25, high: s.q75 } })
+        ];
+      }),
+      layout: { xaxis: stepAxis(), yaxis: more },
+    }),
+  };
+}
+const lastState = (name) => () => (state.last === "raw" ? `${name}_raw` : name);
+medians("lss", () => "Line-shape score", () => "lss");
+medians("expodistance", () => `Expodistance, ${LAST[state.last]}`, lastState("expodistance"), LOGARITHMIC);
+medians("alpha", () => `Mean growth rate α, ${LAST[state.last]}`, lastState("alpha_mean"));
+medians("equidistance", () => `Equidistance, ${LAST[state.last]}`, lastState(
+"equidistance"), { rangemode: "tozero" });
+
+figures.scores = {
+  has: () => Object.keys(model().score).length > 0,
+  draw() {
+    const tasks = Object.entries(model().score);
+    return {
+      title: `Scores${several ? `, ${model().name}` : ""}`,
+      traces: tasks.map(([task, y], i) => traces.training(model(), y, task, i, { visible: i < 8 ? true
+          : "legendonly" })),
+      layout: { xaxis: stepAxis(), showlegend: true },
+    };
+  },
+};
+
+figures.scatter = {
+  has: () => data.models.some((m) => coupled(m) && Object.keys(m.score).length),
+  draw() {
+    const tasks = union(shown(coupled).map(([m]) => Object.keys(m.score)));
+    const task = valid(state.score, tasks, tasks[0]);
+    const minus = (list) => list.map((value) => (value === null ? null : -value));
+    const lines = shown((m) => coupled(m) && m.score[task]).flatMap(([m, i]) => {
+      const { value, null: level } = m.curves[state.measure][state.k][state.pairs];
+      return [traces.line(m.score[task], minus(value), labelled(m, "a point a step"), i, { text: m.steps.map((
+            step) => `step ${stepName(step)}`),
+          hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } }),
+        { ...traces.null(m, minus(level), i), x: m.score[task], customdata: undefined }
+      ];
+    });
+    return {
+      title: `Coupling against ${task}`,
+      traces: lines,
+      layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+    };
+  },
+};
