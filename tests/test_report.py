@@ -591,15 +591,18 @@ class TestWatch:
         generated(store.path, (0, 8))
         assert "page.html: 2 steps; watching" in process.stdout.readline()
         page = open_page(file, "#k=8&step=8")
-        assert "it loads itself again every 2 s" in page.inner_text("header")
+        assert "it loads itself again every 10 s" in page.inner_text("header")
         page.locator("#measure").focus()
         generated(store.path, (0, 8, 64))
-        page.wait_for_function("data.models[0].steps.length === 3", timeout=60_000)
+        page.wait_for_function(
+            "typeof data !== 'undefined' && document.readyState === 'complete' && data.models[0].steps.length === 3",
+            timeout=60_000,
+        )
         assert page.input_value("#k") == "8" and page.inner_text("#step-shown") == "8"
         assert page.evaluate("document.activeElement.id") == "measure"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0 and err == ""
-        page.wait_for_function("data.refresh === null", timeout=60_000)
+        page.wait_for_function("typeof data !== 'undefined' && data.refresh === null", timeout=60_000)
         assert "loads itself" not in page.inner_text("header")
         assert time.time() - file.stat().st_mtime < 600

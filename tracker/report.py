@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "page")  # in this order
 SHORTEST = 2.0  # seconds between looks at the stores
+RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
 OK, FAILED = 0, 2
 
 
@@ -99,7 +100,7 @@ def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
                 print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
             elif there and signatures != seen:
                 seen = signatures
-                if _rewritten(reader, there, out, seconds):
+                if _rewritten(reader, there, out, max(seconds, RELOADED)):
                     print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
             time.sleep(seconds)
     except KeyboardInterrupt:
