@@ -8,12 +8,13 @@ BIN := .venv/bin
 
 # The stamp is written last: an interrupted install is not taken for a finished one.
 .venv: .venv/installed
-# uv takes a quarter of pip's time; pip, where only pip has been told of a mirror.
+# uv takes a quarter of pip's time; pip, where only pip has been told of a mirror. Compiled now, once: where Python may not
+# write bytecode, every process would compile torch and transformers anew, for a quarter of a minute.
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@echo "setting up .venv (torch and its CUDA libraries take about 6 GB) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv && $(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]' || \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv && $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]' || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
