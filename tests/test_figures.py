@@ -204,10 +204,13 @@ def test_subsets_of_models(several, tmp_path):
     close(table[["n", "r2", "slope", "p"]].values[0], [5, fit.rvalue**2, fit.slope, fit.pvalue], rtol=1e-3)
 
     rng = np.random.default_rng(0)
-    made = pd.DataFrame({"c": rng.normal(size=12), "family": ["a"] * 7 + ["b"] * 5, "parameters": np.arange(12)})
+    made = pd.DataFrame(
+        {"c": rng.normal(size=12), "family": ["a"] * 6 + ["b"] * 5 + ["c"], "parameters": np.arange(12)}
+    )
     made["score"] = made["c"] + rng.normal(size=12)
     _, table = comparisons._of_subsets(made, "c", "score", "family", "parameters")
-    assert table.n.tolist() == [12, 7, 5, 5, 7, 6, 6]
+    names = ["all", "a only", "without a", "b only", "without b", "without c"]
+    assert table.subset.tolist()[:6] == names and table.n.tolist() == [12, 6, 6, 5, 7, 11, 6, 6]
     assert (table.p_holm >= table.p).all()
     fit = stats.linregress(made.c[made.family == "b"], made.score[made.family == "b"])
     only = table[table.subset == "b only"].iloc[0]

@@ -97,7 +97,7 @@ def what_follows(table: pd.DataFrame, y: str) -> "Figure":
         axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=ink)
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     axes.set_yticks(range(len(kinds)), [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in kinds], fontsize=8)
-    figure.colorbar(image, label=f"r of coupling and {y}")
+    figure.colorbar(image, label=f"r of coupling and {y}; *: p < 0.05, corrected")
     return figure
 
 
@@ -141,7 +141,8 @@ def _of_subsets(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> 
     kinds = table[family].value_counts()
     for kind in kinds.index if len(kinds) > 1 else ():
         chosen[f"{kind} only"] = (table[family] == kind).to_numpy()
-        chosen[f"without {kind}"] = (table[family] != kind).to_numpy()
+        if len(kinds) > 2:  # without one of two families is the other one only
+            chosen[f"without {kind}"] = (table[family] != kind).to_numpy()
     middle = table[size].median()
     chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
     chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
@@ -157,7 +158,10 @@ def _of_subsets(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> 
     place = np.arange(len(out))[::-1]
     ends = np.abs([out["r2_low"] - out["r2"], out["r2_high"] - out["r2"]])
     axes.errorbar(out["r2"], place, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
-    labels = [f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g}" for fit in fits]
+    labels = [
+        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({corrected:.2g} corrected)"
+        for fit, corrected in zip(fits, out["p_holm"], strict=True)
+    ]
     axes.set_yticks(place, labels, fontsize=7)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(out) - 0.4))
     axes.set_xlabel(f"R² of {y} on {x}", fontsize=8)
@@ -202,7 +206,7 @@ def _family(ds: xr.Dataset) -> str:
 
 
 def _tokens(ds: xr.Dataset) -> float:
-    return float(ds["tokens_seen"].isel(step=-1))
+    return float(np.ravel(ds["tokens_seen"])[-1])  # one number where all steps have the same, as a single one has
 
 
 def _scored(results: Results, k: int) -> tuple[str, dict[str, Property]]:
