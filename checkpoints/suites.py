@@ -190,7 +190,12 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     name = path.stem if path.is_file() else path.name
     if (path / "config.json").is_file() or (lightning and path.is_file()):
         parsed = _parse(path.name, str(path), None, pattern)
-        return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),))
+        notice = (
+            ""
+            if parsed
+            else f"nothing in the name {path.name} tells this checkpoint's step: it stands at step {UNKNOWN}"
+        )
+        return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
     if lightning:
         children, sought = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
     else:

@@ -231,6 +231,25 @@ def test_definitions(several, tmp_path):
     close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
 
 
+def test_too_few_results_with_scores(several, tmp_path, capsys):
+    unscored = []
+    for path in several[:2]:
+        copy = Store(tmp_path / path.name)
+        copy.settle({})
+        unit = Store(path).read(2000)
+        copy.write(2000, unit.assign(score=unit.score * np.nan))
+        unscored.append(copy.path)
+    for name in ("1a", "7", "table4"):
+        assert main([name, *map(str, [*unscored, *several[2:]])]) == 2
+        assert "have no benchmark in common" in capsys.readouterr().err
+    for path in unscored:
+        unit = Store(path).read(2000)
+        unit["offdiag_normalized"] = unit.offdiag_normalized * np.nan
+        Store(path).write(2000, unit.assign(score=unit.score.fillna(0.5)))
+    assert main(["table4", *map(str, [*unscored, *several[2:]])]) == 2
+    assert "3 of 5 results have all that is compared" in capsys.readouterr().err
+
+
 def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
     alone = []
     for path in several:
@@ -324,7 +343,7 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
 def test_untrained_is_step_0(tmp_path, capsys):
     late = store(tmp_path / "late", measures=["coupling", "trajectory"], steps=(8, 2000))
     assert main(["33", str(late), "--out", str(tmp_path)]) == 2
-    assert "late begins at step 8, and the untrained model is wanted" in capsys.readouterr().err
+    assert "late begins at step 8; the untrained model is wanted" in capsys.readouterr().err
 
 
 def test_results_that_share_no_k(one, tmp_path, capsys):

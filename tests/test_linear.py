@@ -68,6 +68,37 @@ def test_what_is_left_alone(x, weight, products):
     assert not products
 
 
+def test_weights_of_their_own_for_each():
+    """As of experts that a block runs side by side."""
+    W, x = torch.randn(5, 4, 3), torch.randn(5, 2, 3)
+    with LinearByOneDNN():
+        both = torch.vmap(F.linear)(x, W)
+        one = torch.vmap(F.linear, in_dims=(None, 0))(x[0], W)
+        last = torch.vmap(F.linear, in_dims=(1, 2))(x.movedim(0, 1), W.movedim(0, 2))
+    torch.testing.assert_close(both, torch.einsum("bni,boi->bno", x, W))
+    torch.testing.assert_close(one, torch.einsum("ni,boi->bno", x[0], W))
+    torch.testing.assert_close(last, both)
+
+
+def test_derivatives_of_other_kinds(products):
+    x, W = torch.randn(2, 3), torch.randn(4, 3)
+    with LinearByOneDNN():
+        for derivative in (torch.func.jacfwd, torch.func.jacrev):
+            J = derivative(lambda x: F.linear(x, W))(x)
+            torch.testing.assert_close(J, torch.einsum("ab,oi->aobi", torch.eye(2), W))
+    assert products
+
+
+@pytest.mark.parametrize("off", ["flags", "built without"])
+def test_without_onednn(off, products, monkeypatch):
+    x, W = torch.randn(2, 3), torch.randn(4, 3)
+    if off == "built without":
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with torch.backends.mkldnn.flags(enabled=off != "flags"), LinearByOneDNN():
+        torch.testing.assert_close(F.linear(x, W), x @ W.T)
+    assert not products
+
+
 def test_autocast_keeps_its_precision(products):
     with LinearByOneDNN(), torch.autocast("cpu", torch.bfloat16):
         assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16

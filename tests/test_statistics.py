@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import tracker
-from tests.models import neox, tokens
+from tests.models import build, neox, tokens
 from tracker.statistics import HEADLINE, by_distance, curves, curves_beside, scalars
+from tracker.summary import summary
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +86,22 @@ def test_what_is_measured_beside_the_usual():
     assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(np.nanmean(similar, -1).mean(), rel=1e-6)
     assert float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
     assert not [name for name in flat if "." in name]
+
+
+def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_length():
+    model, inputs = build("gpt_neox")
+    mask = torch.ones_like(inputs)
+    mask[1, 4:] = 0
+    measures = ["coupling", "trajectory", "vju", "tokenwise", "noise"]
+    batch = {"input_ids": inputs, "attention_mask": mask}
+    unit = tracker.measure(model, batch, k=[2, 4], measures=measures, pair_tokens=4)
+    ours, theirs = summary(unit), curves_beside(unit)
+    names = [name for name in theirs.data_vars if name in ours]
+    assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
+    for name in names:
+        xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
+    last = ours["similarity"].isel(end=-1, drop=True)
+    np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
+    # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
+    level = unit["miscoupling_null"].mean(("prompt", "token", "layer"))
+    np.testing.assert_allclose(ours["miscoupling_vju_null"].sel(pairs="mean"), level, rtol=1e-6)

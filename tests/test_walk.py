@@ -64,6 +64,32 @@ def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
         assert np.array_equal(ds.miscoupling.sel(step=step), expected.miscoupling)
 
 
+def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsys):
+    """A baseline is added to a walk, another seed is refused, scores are the trained model's, the walk grows."""
+    steps = tmp_path / "steps"
+    for step in (4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        (steps / f"step{step}" / "scores.json").unlink(missing_ok=True)
+    scores = tmp_path / "scores.csv"
+    scores.write_text("step,arc\n0,0.1\n4,0.4\n8,0.8\n")
+
+    def walk(*more):
+        return pythia.main(walker.arguments(*more, model=str(steps)))
+
+    out = tmp_path / "out"
+    assert walk("--steps", "8") == 0
+    assert walk("--steps", "8", "--untrained", "3") == 0
+    assert walk("--steps", "4,8", "--untrained", "3", "--scores", str(scores)) == 0
+    ds = tracker.open_results(out)
+    assert ds.step.values.tolist() == [0, 4, 8]
+    np.testing.assert_array_equal(ds.score.sel(task="arc"), [np.nan, 0.4, 0.8])
+    assert ds.files_sha256.values[0] == ds.commit.values[0] == ""
+    assert "random initialisation (untrained, seed 3)" in (out / "report.html").read_text()
+    capsys.readouterr()
+    assert walk("--steps", "8", "--untrained", "4") == 2
+    assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
+
+
 def test_untrained_where_it_can_not_be(walker, capsys):
     assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
     assert "nano publishes its step 0; --steps 0,... measures it" in capsys.readouterr().err

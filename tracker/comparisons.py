@@ -5,7 +5,7 @@ coupling over its prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -51,7 +51,7 @@ def sizes(results: Results, k: int) -> "Plotted":
     held = [table[name].to_numpy() for name in others]
     fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), held)
     said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
-    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said}", fontsize=8)
+    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said} (uncorrected)", fontsize=8)
     return figure, table
 
 
@@ -107,7 +107,7 @@ def _models(
     """A panel for each pair of properties (x, y), a point for each result, with the fit.
 
     Args:
-        properties: what to take from each result; "NAME low" and "NAME high" are the interval of NAME, along x.
+        properties: what to take from each result; "NAME low" and "NAME high" are the interval of NAME.
     """
     table = _table(results, properties)
     figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
@@ -115,9 +115,8 @@ def _models(
     tried = holm(np.array([line["p"] for line in lines]))
     for panel, (name, against), line, corrected in zip(axes, shown, lines, tried, strict=True):
         x, y = table[name].to_numpy(), table[against].to_numpy()
-        if f"{name} low" in table:
-            ends = np.abs([table[f"{name} low"] - x, table[f"{name} high"] - x])
-            panel.errorbar(x, y, xerr=ends, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
+        bars = {"xerr": _bars(table, name), "yerr": _bars(table, against)}
+        panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
         said = fitted_line(panel, x, y, line) + (f"\n{corrected:.2g} corrected (Holm)" if len(shown) > 1 else "")
         if exponential:
@@ -168,12 +167,27 @@ def _of_subsets(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> 
     return figure, out
 
 
+def _bars(table: pd.DataFrame, name: str) -> Any:
+    """Below and above each value, as far as its interval goes; None where it has none."""
+    if f"{name} low" not in table:
+        return None
+    return np.abs([table[f"{name} low"] - table[name], table[f"{name} high"] - table[name]])
+
+
 def _table(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame:
-    """A row for each result that has all of them; an interval may be lacking."""
+    """A row for each result that has all of them; an interval may be lacking.
+
+    Raises:
+        ValueError: if too few have.
+    """
     rows = [{"result": name, **{p: take(ds) for p, take in properties.items()}} for name, ds in results.items()]
-    return pd.DataFrame(rows).dropna(
-        subset=[p for p in properties if not p.endswith((" low", " high"))], ignore_index=True
-    )
+    needed = [name for name in properties if not name.endswith((" low", " high"))]
+    table = pd.DataFrame(rows).dropna(subset=needed, ignore_index=True)
+    if len(table) < FEWEST:
+        raise ValueError(
+            f"{len(table)} of {len(results)} results have all that is compared ({', '.join(needed)}); it takes {FEWEST}"
+        )
+    return table
 
 
 def _coupling(k: int) -> Property:

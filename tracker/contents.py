@@ -86,16 +86,16 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 
 
 def _onset(at: xr.Dataset, name: str) -> dict[str, float | None] | None:
-    """Of the curve over l != l'; None where there are too few steps to speak of one."""
-    if at.sizes["step"] < FEWEST:
+    """Of the curve over l != l'; None where there are too few steps or prompts to speak of one."""
+    if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
         return None
     departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
     return {key: _plain(value) for key, value in onset(at["step"].values, departure).items()}
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
-    """Undefined on the diagonal, which is 0 by definition: it would widen the range of what is carried."""
-    apart = at["layer"] != at["layer_other"]
+    """Undefined on the diagonal where that is 0 by definition: it would widen the range of what is carried."""
+    apart = (at["layer"] != at["layer_other"]) | name.endswith("_vju_matrix")
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
 
 

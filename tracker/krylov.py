@@ -10,7 +10,7 @@ the small problem tells without another product. When the bases are full and thi
 down to the best triplets and grow again from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005): it costs a tenth
 more products than bases without bound, and keeps the small problems small.
 
-Cost of n columns: 2 n products, 8 d n m operations to keep the bases orthogonal, n / m small decompositions.
+Cost of n columns: 2 n products, 8 d n m operations to keep the bases orthogonal, n / m small decompositions, or one a step.
 """
 
 from collections.abc import Callable

@@ -29,8 +29,16 @@ class _Product(torch.autograd.Function):
         return _Product.apply(gradients[0], ctx.weight.mT), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
-        return _Product.apply(x.movedim(in_dims[0], 0), weight), 0
+    def jvp(ctx: Any, x: Tensor, _: None) -> Tensor:
+        return _Product.apply(x, ctx.weight)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+        if in_dims[1] is None and in_dims[0] is not None:
+            return _Product.apply(x.movedim(in_dims[0], 0), weight), 0
+        # Weights of their own for each, as of experts that are run side by side: one product each, by BLAS.
+        many, one = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims, strict=True))
+        return torch.einsum("b...i,boi->b...o" if in_dims[0] is not None else "...i,boi->b...o", many, one), 0
 
 
 class LinearByOneDNN(TorchFunctionMode):
@@ -47,7 +55,9 @@ class LinearByOneDNN(TorchFunctionMode):
 
 def _taken(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """The arguments, if oneDNN can multiply them and nobody wants the weight's gradient or another precision."""
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in (input, weight))
-    alike = input.dtype == weight.dtype == torch.float32 and weight.dim() == 2
+    given = [t for t in (input, weight, bias) if t is not None]
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in given)
+    alike = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in given) and weight.dim() == 2
     wanted = plain and alike and not weight.requires_grad and not torch.is_autocast_enabled("cpu")
-    return (input, weight, bias) if wanted and torch.backends.mkldnn.is_available() else None
+    onednn: Any = torch.backends.mkldnn
+    return (input, weight, bias) if wanted and onednn.is_available() and onednn.enabled else None

@@ -27,6 +27,8 @@ def plot(results: xr.Dataset | Mapping[str, xr.Dataset], name: str | None = None
         ValueError: for a figure that is not there, or that these results can't make; says what they lack.
     """
     several = {_name(results): results} if isinstance(results, xr.Dataset) else dict(results)
+    if not several:
+        raise ValueError("a figure of what? give a Dataset, or several by name")
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
     figure, _ = draw(known(name), {label: _by_step(ds, name) for label, ds in several.items()}, k)

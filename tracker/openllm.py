@@ -96,7 +96,8 @@ def hub_prompts(name: str) -> list[Prompt]:
     file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
     try:
         kept = json.loads(file.read_text())
-        return [Prompt(*prompt) for prompt in zip(kept["prompts"], kept["difficulty"], strict=True)]
+        texts = kept["prompts"]
+        return [Prompt(*p) for p in zip(texts, kept.get("difficulty", [None] * len(texts)), strict=True)]
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]

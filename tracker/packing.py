@@ -26,7 +26,7 @@ def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None 
         bits, shape, parts; codes, low, span in base64; steps: the indices of those kept; error: the largest relative error.
     """
     values = np.asarray(values, dtype=float)
-    kept = _affordable(values.shape[0], values[:1].size * bits // 8, budget)
+    whole, kept = values, _affordable(values.shape[0], values[:1].size * bits // 8, budget)
     values = values[kept]
     packed = {"shape": list(values.shape), "parts": parts, "steps": kept.tolist()}
     if bits != 32:
@@ -35,6 +35,7 @@ def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None 
         if bits == 8 or error <= TOLERANCE:
             carried = {"codes": _base64(codes), "low": _base64(low), "span": _base64(span)}
             return packed | {"bits": bits, "error": error} | carried
+        return pack(whole, 32, parts, budget)
     return packed | {"bits": 32, "error": 2.0**-24, "codes": _base64(values.astype("<f4"))}
 
 

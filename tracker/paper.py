@@ -222,11 +222,14 @@ def lacks(figure: PaperFigure, results: "plots.Results") -> str:
         missing = [variable for variable in figure.needs if variable not in ds]
         if "score" in missing:
             return f"{name} has no scores; it takes {SCORED}"
+        if missing == ["tokens_seen"]:
+            return f"{name} does not say how many tokens were seen: checkpoints' names have to, --revisions '...(?P<tokens>...)'"
         if missing:
             asked = f" --measures coupling,trajectory,{figure.measures}" if figure.measures else ""
             return f"{name} lacks {', '.join(missing)}; walk again: python -m tracker.pythia --model ...{asked} --out OTHER"
         if figure.untrained and int(ds["step"][0]) != 0:
-            return f"{name} begins at step {int(ds['step'][0])}, and the untrained model is wanted: walk with --steps 0,..."
+            begins = int(ds["step"][0])
+            return f"{name} begins at step {begins}; the untrained model is wanted: walk with --steps 0,... or --untrained SEED"
         if ds.sizes["step"] < figure.steps:
             return f"{name} has {ds.sizes['step']} step(s), it takes {figure.steps}; walk more: --steps ..."
     if len(results) < figure.results:

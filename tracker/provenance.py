@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tracker.blocks import UsageError, unwrap
 
-SCHEMA = 1  # of the Dataset: raised when a variable or attribute changes its meaning
+SCHEMA = 2  # of the Dataset: raised when variables are added, or one changes its meaning
 
 
 def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:

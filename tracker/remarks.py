@@ -30,6 +30,12 @@ def doubts(ds: xr.Dataset) -> list[str]:
     """Of one store's summarised results: suspect and repeated weights, slower and weaker ways, what is undefined."""
     steps = [int(step) for step in ds["step"].values]
     lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
+    revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
+    lines += [
+        f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
+        for step, revision in zip(steps, revisions, strict=True)
+        if str(revision).startswith("untrained")
+    ]
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
     same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
     lines += [f"{line[0].upper()}{line[1:]}." for line in same]
@@ -113,7 +119,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
     if "commit" in ds.coords:
         commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)
-        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits)))
+        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits if commit)))
     return rows
 
 

@@ -48,18 +48,17 @@ def replay(results: Path, project: str, name: str, mode: Literal["online", "offl
         FileNotFoundError: if there are no units, or no settings beside them.
         ValueError: if a unit is damaged; nothing is sent then.
     """
-    from tracker.results import Store
+    from tracker.results import Store, require_steps
     from tracker.wandb_log import WandbLog, begun
 
     store = Store(results)
-    units = [store.read(step) for step in store.steps()]
-    if not units:
-        raise FileNotFoundError(f"no results in {results}: it holds no units/step*.nc; give a walk's --out directory")
-    attributes = units[-1].attrs
+    attributes = {}
+    for step in require_steps(store):
+        attributes = store.read(step).attrs  # all are read before one is sent: a damaged one is found now
     config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
     log = begun(lambda mode: WandbLog(mode, store, project, name, config, anew=True), mode)
-    for unit in units:
-        log.log(unit)
+    for step in store.steps():
+        log.log(store.read(step))
     return log.finish()
 
 

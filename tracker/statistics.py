@@ -70,9 +70,9 @@ def curves_beside(results: xr.Dataset) -> xr.Dataset:
     """Curve points of what is measured beside the usual, as far as it was, with or without a `step` dimension.
 
     Returns:
-        `m_vju` (k, pairs), as `m` in `curves`, whose null level is also its own; for each kind of token pairs `kind_m` and
-        `kind_m_null` (k): the mean over layers and token pairs t != t', then over prompts; `entropy` (statistic), nats,
-        after the last block; `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
+        `m_vju` (k, pairs), as `m` in `curves`, whose null level off the diagonal is also its own; for each kind of token pairs
+        `kind_m` and `kind_m_null` (k): the mean over layers and token pairs t != t', then over prompts; `entropy` (statistic),
+        nats, after the last block; `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
     """
     results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
@@ -108,9 +108,12 @@ def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
 
 
 def null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
-    """The null level of every layer pair that has a value: that of the block described; 0 on the trivial diagonal."""
+    """The null level of every layer pair that has a value: that of the block described; 0 on the trivial diagonal.
+
+    With swapped bases (`m_vju`) the diagonal is not trivial: V^T J U of a block's own bases is not S.
+    """
     measured = results[name]
-    off_diagonal = measured["layer"] != measured["layer_other"]
+    off_diagonal = (measured["layer"] != measured["layer_other"]) | name.endswith("_vju")
     null = xr.where(off_diagonal, results[f"{name}_null"], 0.0)
     return null.where(measured.notnull()).transpose(*measured.dims)
 

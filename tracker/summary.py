@@ -69,7 +69,7 @@ def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
             by_prompt = matrices.where(apart).mean(("layer", *TOKEN_PAIRS))
             found[f"{kind}_{name}"] = by_prompt.mean("prompt")
             found[f"{kind}_{name}_spread"] = quartiles(by_prompt, ("prompt",))
-            found[f"{kind}_{name}_null"] = null.mean(("prompt", "layer", *TOKEN_PAIRS))
+            found[f"{kind}_{name}_null"] = null.mean(("layer", *TOKEN_PAIRS)).mean("prompt")
         if f"{kind}_matrix" in results:
             middle = (results.sizes["layer"] + 1) // 2
             found[f"{kind}_absolute"] = abs(results[f"{kind}_matrix"].sel(layer=middle, drop=True)).mean("prompt")
@@ -91,7 +91,7 @@ def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
         found["plane"] = plane.isel(position=chosen)
     if "noise_similarity" in results:
         ends = results["noise_similarity"].sel(depth=[1, int(results["depth"][-1])])
-        found["similarity"] = ends.astype(float).mean(("prompt", "position")).rename(depth="end")
+        found["similarity"] = ends.astype(float).mean("position").mean("prompt").rename(depth="end")
     return {
         name: values.rename(position="path") if "position" in values.dims else values for name, values in found.items()
     }

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.suites import Checkpoint
-from tracker.walk import Plan
+from tracker.walk import Plan, untrained
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +30,9 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     listing = plan.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
-        revision=(checkpoint.revision or "") if trained else f"untrained, seed {checkpoint.seed}",
-        commit=directory.name if checkpoint.revision else "",
-        files_sha256=integrity.files_digest(directory, listing),
+        revision=(checkpoint.revision or "") if trained else untrained(checkpoint.seed),
+        commit=directory.name if checkpoint.revision and trained else "",
+        files_sha256=integrity.files_digest(directory, listing) if trained else "",
         fingerprint=fingerprint,
         suspect=plan.suspect.get(checkpoint.step, ""),
     )
@@ -59,7 +59,7 @@ def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset"
         scored = has | dict(scored)
         unit = unit.drop_dims("task")
     if scored:
-        unit["score"] = xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
+        unit = unit.assign(score=xr.DataArray(list(scored.values()), {"task": list(scored)}, "task"))
     return unit
 
 

@@ -120,7 +120,9 @@ class Plan:
     notices: list[str]
 
     def digest(self, checkpoint: Checkpoint) -> str:
-        """A hash of the weight files that would be measured now; "" where they can't be known without fetching."""
+        """A hash of the weight files that would be measured now; "" where there are none, or only fetching would tell."""
+        if checkpoint.seed is not None:
+            return ""
         directory, listing = Path(checkpoint.source), None
         if checkpoint.revision is not None:
             listing = self.listings.get(checkpoint.revision)
@@ -137,6 +139,11 @@ class Plan:
         from checkpoints.fetch import cached
 
         return cached(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
+
+
+def untrained(seed: int | None) -> str:
+    """What a unit's `revision` says of a model at its initialisation."""
+    return f"untrained, seed {seed}"
 
 
 def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
@@ -186,17 +193,23 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
     # Named only where given, like the measures: a store keeps its identity when an option is added here.
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
-    identity |= {"untrained": walk.untrained} if walk.untrained is not None else {}
     identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
     if suite.cache_dir is not None:
         identity["suite"] = suite.cache_dir.name
     store.settle(identity)
+    if walk.untrained is not None and store.has(0):
+        found = str(store.read(0).coords["revision"].item())
+        if found != untrained(walk.untrained):
+            raise ValueError(
+                f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"
+            )
     settings = settings_digest(identity)
     keywords |= {"dtype": getattr(torch, walk.dtype), "memory_budget": memory}
     notices = [suite.notice] if suite.notice else []
     if joined:
         where = walk.scores or "the suite's own, zero-shot"
-        notices.append(scores.joined(joined, [checkpoint.step for checkpoint in kept], str(where)))
+        trained = [checkpoint.step for checkpoint in kept if checkpoint.seed is None]
+        notices.append(scores.joined(joined, trained, str(where)))
     return Plan(
         suite=suite,
         checkpoints=kept,

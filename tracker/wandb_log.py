@@ -169,7 +169,7 @@ def _artifact(store: Store) -> "wandb.Artifact":
     """The units of a store and the settings they were measured with; W&B keeps one version for each content."""
     import wandb
 
-    name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")
+    name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")[:128]
     artifact = wandb.Artifact(name, type="results", metadata=json.loads(store.settings.read_text()))
     for file in (store.settings, *map(store.file, store.steps())):
         artifact.add_file(str(file), name=str(file.relative_to(store.path)))

@@ -39,7 +39,7 @@ figures.matrix = {
       line: { color: "#D55E00", width: 3 } };
     const value = values[(state.l - 1) * m.layers + state.m - 1],
       level = levelOf(m, index)[state.l - 1];
-    $("picked").textContent = state.l === state.m ? `Block ${state.l} in its own basis: 0 by definition.`
+    $("picked").textContent = trivial() ? `Block ${state.l} in its own basis: 0 by definition.`
       :
       `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
     return {
@@ -63,6 +63,8 @@ figures.matrix = {
   },
 };
 
+// With swapped bases a block's own are not trivial.
+const trivial = () => state.l === state.m && !state.measure.endsWith("_vju");
 const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "undefined");
 const alike = (m) => coupled(m) && m.layers === model().layers;
 figures.history = {
@@ -74,7 +76,7 @@ figures.history = {
         offset = (state.l - 1) * L + state.m - 1;
       const y = m.steps.map((_, s) => {
         const place = packed.steps.indexOf(s);
-        return place < 0 ? null : state.l === state.m ? 0 : finite(unpacked(packed)[place * L * L +
+        return place < 0 ? null : trivial() ? 0 : finite(unpacked(packed)[place * L * L +
           offset]);
       });
       const there = y.map((_, s) => packed.steps.includes(s)),
