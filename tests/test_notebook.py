@@ -61,3 +61,13 @@ def test_one_step_of_a_store(measured):
 def test_what_can_not_be_drawn(measured, name, message):
     with pytest.raises(ValueError, match=message):
         tracker.plot(measured, name, k=3 if name == "heatmap" else None)
+
+
+def test_what_is_no_result(measured, tmp_path):
+    for other in ({}, None, [measured], measured.miscoupling, {"a": "b"}, measured.mean()):
+        with pytest.raises(ValueError, match="give a Dataset as from tracker.measure"):
+            tracker.plot(other)
+    with pytest.raises(ValueError, match="of K = 2 alone; give it whole, and say which: k=2"):
+        tracker.plot(measured.sel(k=2))
+    with pytest.raises(FileNotFoundError, match="no results in"):
+        tracker.plot(tmp_path)

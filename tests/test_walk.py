@@ -64,6 +64,16 @@ def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
         assert np.array_equal(ds.miscoupling.sel(step=step), expected.miscoupling)
 
 
+@pytest.mark.parametrize("measures", ["trajectory", "coupling", "entropy", "pca, noise"])
+def test_some_measures_alone(measures, walker, suite, tmp_path):
+    """To their page; and the step may have more digits than most."""
+    model = tmp_path / "runs" / "step1000000000"
+    shutil.copytree(snapshots(suite) / commit(suite, 8), model)
+    assert pythia.main(walker.arguments("--measures", measures, model=str(model.parent))) == 0
+    assert Store(tmp_path / "out").steps() == [1_000_000_000]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
 def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsys):
     """A baseline is added to a walk, another seed is refused, scores are the trained model's, the walk grows."""
     steps = tmp_path / "steps"

@@ -6,16 +6,19 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from tracker.report import distinct_names
 from tracker.results import open_results
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+LETTERS = 13  # of a title, to the inch
 OWN = {
     "curves": "mis-coupling, line-shape score and expodistance over training, with null level and quartiles",
     "heatmap": "the matrix of layer pairs after the last step",
@@ -40,14 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         results = _open(parsed.results)
         return _run(parsed.name, results, parsed.k, parsed.out)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
 def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
-    names = [directory.resolve().name for directory in directories]
-    names = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
+    names = distinct_names(directories)
     return {name: open_results(directory) for name, directory in zip(names, directories, strict=True)}
 
 
@@ -106,7 +108,7 @@ def draw(name: str, results: Mapping[str, xr.Dataset], k: int | None) -> "tuple[
     if name in OWN:
         return _own(name, results, k)
     figure, table = FIGURES[name].draw(results, k)
-    figure.suptitle(FIGURES[name].title, fontsize=10)
+    figure.suptitle(fill(FIGURES[name].title, int(LETTERS * figure.get_figwidth())), fontsize=10)
     return figure, table
 
 

@@ -40,7 +40,8 @@ def coupling_over_training(results: Results, measure: str, pairs: str, k: int) -
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         if np.isfinite(left["step"]):
             panel.axvspan(left["low"], left["high"], color=ORANGE, alpha=0.2, lw=0)
-            panel.axvline(left["step"], color=ORANGE, lw=1, label=f"onset: step {left['step']:.3g}")
+            about = float(f"{left['step']:.2g}")
+            panel.axvline(left["step"], color=ORANGE, lw=1, label=f"onset: about step {about:,g}")
         training_axis(panel, step[-1])
         panel.set_title(name, fontsize=9)
         panel.legend(fontsize=7)

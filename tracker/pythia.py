@@ -208,11 +208,14 @@ def _readable(store: "Store", step: int) -> "xr.Dataset | None":
 def _headline(unit: "xr.Dataset") -> str:
     from tracker.statistics import curves
 
-    points = curves(unit)
-    k = int(points["k"][0])
-    at = {"k": k, "pairs": "mean_offdiag"}
-    value, null = float(points["miscoupling"].sel(at)), float(points["miscoupling_null"].sel(at))
-    return f"miscoupling {value:.3f} (null {null:.3f}, K={k})  LSS {float(points['lss'].sel(statistic='median')):.2f}"
+    points, said = curves(unit), []
+    if "miscoupling" in points:
+        at = {"k": int(points["k"][0]), "pairs": "mean_offdiag"}
+        value, null = float(points["miscoupling"].sel(at)), float(points["miscoupling_null"].sel(at))
+        said.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
+    if "lss" in points:
+        said.append(f"LSS {float(points['lss'].sel(statistic='median')):.2f}")
+    return "  ".join(said) or "measured"
 
 
 @contextmanager

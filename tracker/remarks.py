@@ -98,9 +98,8 @@ def lacking(ds: xr.Dataset) -> list[str]:
 def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     """Rows of the table: settings, attributes, certificates, counts of what is undefined, commits."""
     rows = [("results", store.path.resolve().name)]
-    settings = store.path / "settings.json"
-    if settings.is_file():
-        rows += [(f"asked for: {name}", str(value)) for name, value in json.loads(settings.read_text()).items()]
+    if store.settings.is_file():
+        rows += [(f"asked for: {name}", str(value)) for name, value in store.asked().items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
     if "jacobians_count" in ds:
         names = ("jacobians", "sliced", "complete", "formed")

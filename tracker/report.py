@@ -6,6 +6,7 @@ the numbers from the stores (`summary`, `contents`), `page/*.js` draws them with
 
 import html
 import json
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,8 @@ class Reader:
 
 
 def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
-    """Write the page again whenever results are added or changed, until Ctrl-C; returns the exit status."""
+    """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a cluster sends is answered like Ctrl-C
     reader, seen, waiting = Reader(), None, False
     there: list[Path] = []
     try:

@@ -10,6 +10,7 @@ The store is the truth; W&B, the figures and the page are views of it.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,9 @@ class Store:
             write_whole(file, json.dumps(settings, indent=2).encode())
             return
         try:
-            stored = json.loads(file.read_text())
-        except (FileNotFoundError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{self.path} holds results, but no readable settings.json that says how they were measured; results are "
-                "never mixed: choose another --out"
-            ) from error
-        if not isinstance(stored, dict):
-            raise ValueError(f"{file} is damaged: it should say how these results were measured; choose another --out")
+            stored = self.asked()
+        except ValueError as error:
+            raise ValueError(f"{error}; results are never mixed: choose another --out") from error
         if changes := differences(stored, settings):
             raise ValueError(
                 f"{self.path} holds results measured with other settings ({changes}); results are never mixed: "
@@ -126,7 +122,24 @@ class Store:
 
     def steps(self) -> list[int]:
         """The steps measured so far, ascending."""
-        return sorted(int(file.stem.removeprefix("step")) for file in self.units.glob(f"step{'[0-9]' * 8}.nc"))
+        found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def asked(self) -> dict[str, Any]:
+        """What every unit was measured with.
+
+        Raises:
+            ValueError: if settings.json, which says it, is missing or damaged.
+        """
+        try:
+            stored = json.loads(self.settings.read_text())
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} holds results, but no readable settings.json that says how they were measured"
+            ) from error
+        if not isinstance(stored, dict):
+            raise ValueError(f"{self.settings} is damaged: it should say how these results were measured")
+        return stored
 
 
 def open_results(path: str | Path) -> xr.Dataset:

@@ -52,7 +52,9 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         found["absolute"] = abs(results["matrix"]).mean(SAMPLES)
     found |= _tokenwise(results) | _states(results) | _certificates(results)
     found |= {name: results[name] for name in KEPT if name in results}
-    kept = xr.Dataset(found).assign_coords({name: c for name, c in results.coords.items() if _fits(c, found)})
+    kept = xr.Dataset(found).assign_coords(
+        {name: c for name, c in results.coords.items() if _fits(c, found) or name == "prompt_text"}
+    )
     return kept.assign_attrs(results.attrs)
 
 

@@ -171,7 +171,9 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         "max_tokens": walk.max_tokens,
     }
     if walk.measures is not None:
-        keywords["measures"] = list(Settings(measures=tuple(sorted(set(walk.measures.split(","))))).measures)
+        keywords["measures"] = list(
+            Settings(measures=tuple(sorted({name.strip() for name in walk.measures.split(",")}))).measures
+        )
     if walk.workers < 0 or (walk.address and not walk.workers):
         raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     if keywords["k"] and keywords["k"][0] < 1:
@@ -182,6 +184,8 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     examined = integrity.examine(suite, chosen, say)
     excluded = {} if walk.allow_suspect else examined.doubted
     kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
+    if walk.untrained is not None and not 0 <= walk.untrained < 2**63:
+        raise ValueError(f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1")
     if walk.untrained is not None and walk.module:
         raise ValueError(
             f"--untrained {walk.untrained}: only its own code knows how {walk.module} is initialised; leave it out"

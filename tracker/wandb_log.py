@@ -107,7 +107,7 @@ class WandbLog:
         self.points: dict[int, dict[str, float]] = {}
         self.defined: set[str] = set()
         self.store = store
-        settings = json.loads(store.settings.read_text())
+        settings = store.asked()
         self.run: wandb.Run = wandb.init(
             project=project,
             name=name,
@@ -170,7 +170,7 @@ def _artifact(store: Store) -> "wandb.Artifact":
     import wandb
 
     name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")[:128]
-    artifact = wandb.Artifact(name, type="results", metadata=json.loads(store.settings.read_text()))
+    artifact = wandb.Artifact(name, type="results", metadata=store.asked())
     for file in (store.settings, *map(store.file, store.steps())):
         artifact.add_file(str(file), name=str(file.relative_to(store.path)))
     return artifact

@@ -140,8 +140,8 @@ figures.prompts = {
     const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
     return {
       title: `${ofModel()}Coupling of each prompt against its length, step ${stepName(state.step)}`,
-      traces: [{ x: lengths, y: lengths.map(() => -model().curves[state.measure][state.k].mean_offdiag.null[
-            stepIndex()]), name: "null level", mode: "lines", line: { color: colour(0), dash: "dot",
+      traces: [{ x: [Math.min(...lengths), Math.max(...lengths)],
+          y: Array(2).fill(-model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()]), name: "null level", mode: "lines", line: { color: colour(0), dash: "dot",
           width: 2 } },
         { x: lengths, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
           marker: { size: 8, color: colour(0) },

@@ -51,10 +51,10 @@ function onsetSaid(begun) {
   const number = (step) => stepName(Number(step.toPrecision(3)));
   return begun.map(([m, , o]) => {
     const who = several ? ` ${m.name}` : "";
-    if (o.step === undefined) return ` Onset${who}: fewer than 3 steps.`;
+    if (o.step === undefined) return ` Onset${who}: fewer than 3 steps, or 2 prompts.`;
     if (o.step === null) return ` Onset${who}: none beyond chance.`;
     return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before.`
-      : ` Onset${who}: step ${number(o.step)} (95 % interval ${number(o.low)} to ${number(o.high)}).`;
+      : ` Onset${who}: about step ${number(o.step)}, on a straight line between the steps measured (95 % interval over prompts: ${number(o.low)} to ${number(o.high)}).`;
   }).join("");
 }
 
