@@ -81,9 +81,9 @@ def test_memory_in_use_does_not_grow_with_the_recording():
     grown = {}
     with undisturbed(CPU):
         for memory in (0, 0, 1 << 30):  # the first pass also sets libraries up
-            before = status("RssAnon")
+            before = in_use()
             recording = record(replica, batch.arguments, batch.keywords, memory)
-            grown[memory] = status("RssAnon") - before
+            grown[memory] = in_use() - before
             size = 4 * recording.scalars()
             del recording
     assert size > 140e6

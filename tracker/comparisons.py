@@ -71,7 +71,8 @@ def subsets(results: Results, k: int) -> "Plotted":
 
 def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
-    last = {name: curves(ds.isel(step=-1)) for name, ds in results.items()}
+    # Without the coordinates of steps, which only some of the results may have.
+    last = {name: curves(ds.isel(step=-1)).reset_coords(drop=True) for name, ds in results.items()}
     score = _scores(results)
     ks = sorted(set.intersection(*({int(k) for k in points["k"].values} for points in last.values())))
     found = [-points[list(MEASURES)].sel(k=ks).to_array("measure") for points in last.values()]
