@@ -45,7 +45,7 @@ def plot(
 
 
 def _measured(ds: object) -> bool:
-    return isinstance(ds, xr.Dataset) and "model_class" in ds.attrs
+    return isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims
 
 
 def _name(ds: xr.Dataset) -> str:
