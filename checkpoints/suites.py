@@ -19,6 +19,7 @@ PYTHIA_DEDUPED = PYTHIA_SIZES[2:]
 PYTHIA_SEEDED = PYTHIA_SIZES[:5]
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
+UNTRAINED = "untrained, seed "  # how the revision of a model at its initialisation begins
 UNKNOWN = 1  # where a checkpoint stands whose step nothing tells: after step 0, the untrained model
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
 

@@ -8,8 +8,7 @@ import xarray as xr
 
 from tracker.coupling import MEASURES
 from tracker.results import Store
-
-PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
+from tracker.statistics import TRAJECTORY
 
 
 def generated(
@@ -44,15 +43,7 @@ def unit(
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MEASURES}
     variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MEASURES}
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
-    for name in (
-        "lss",
-        "expodistance",
-        "expodistance_raw",
-        "alpha_mean",
-        "alpha_mean_raw",
-        "equidistance",
-        "equidistance_raw",
-    ):
+    for name in TRAJECTORY:
         variables[name] = (("prompt", "position"), values(1, 5, n))
     for name in ("lss_window", "expodistance_window", "expodistance_raw_window"):
         variables[name] = (window, values(1, 5, L, n))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import tracker
+from checkpoints.suites import PYTHIA_STEPS
 from tests.conftest import ROOT
 from tests.models import neox, tokens
-from tests.stores import PYTHIA_STEPS, generated
+from tests.stores import generated
 from tracker.contents import page_data
 from tracker.coupling import MEASURES
 from tracker.report import distinct_names, main, write_report

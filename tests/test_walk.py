@@ -93,6 +93,8 @@ def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsy
     ds = tracker.open_results(out)
     assert ds.step.values.tolist() == [0, 4, 8]
     np.testing.assert_array_equal(ds.score.sel(task="arc"), [np.nan, 0.4, 0.8])
+    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, "also a walk that does not ask for the baseline"
+    np.testing.assert_array_equal(tracker.open_results(out).score.sel(task="arc"), [np.nan, 0.4, 0.8])
     assert ds.files_sha256.values[0] == "" and "" not in ds.files_sha256.values[1:]
     assert "random initialisation (untrained, seed 3)" in (out / "report.html").read_text()
     capsys.readouterr()

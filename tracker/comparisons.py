@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tracker.plots import Plotted
 
-MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
 Property = Callable[[xr.Dataset], float]
 
 
@@ -193,7 +193,7 @@ def _table(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame
 
 def _coupling(k: int) -> Property:
     def take(ds: xr.Dataset) -> float:
-        by_prompt = prompt_couplings(ds, MEASURE, PAIRS, k)["coupling"]
+        by_prompt = prompt_couplings(ds, NORMALISED, PAIRS, k)["coupling"]
         return float(by_prompt.isel(step=-1).mean())
 
     return take
@@ -234,7 +234,7 @@ def _scored(results: Results, k: int) -> tuple[str, dict[str, Property]]:
 def _interval(name: str, k: int) -> dict[str, Property]:
     def end(which: int) -> Property:
         def take(ds: xr.Dataset) -> float:
-            last = prompt_couplings(ds.isel(step=[-1]), MEASURE, PAIRS, k)["coupling"]
+            last = prompt_couplings(ds.isel(step=[-1]), NORMALISED, PAIRS, k)["coupling"]
             return float(mean_interval(last.transpose("step", "prompt").values)[which][0])
 
         return take

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tracker import comparisons, plots
+from tracker.comparisons import NORMALISED, PAIRS
 
 if TYPE_CHECKING:
     from tracker.plots import Plotted
 
-NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
 SCORED = "results with scores (a Pythia walk has its own, --scores FILE joins others), of several models"
 ALIKE = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # what results in one figure have to share
 

@@ -184,8 +184,7 @@ def _say_what_repeats(units: "Mapping[int, xr.Dataset]") -> None:
 
 def _rescored(plan: Plan, step: int, unit: "xr.Dataset") -> "xr.Dataset":
     """A unit of an earlier walk, with the scores that this one was given."""
-    seeded = any(checkpoint.seed is not None for checkpoint in plan.checkpoints if checkpoint.step == step)
-    joined = unit if seeded else with_scores(unit, plan.scores.get(step, {}))
+    joined = with_scores(unit, plan.scores.get(step, {}))
     if joined.identical(unit):
         return unit
     claim = plan.store.claim(step)

@@ -8,6 +8,7 @@ import numpy as np
 import xarray as xr
 
 from checkpoints.integrity import explained
+from checkpoints.suites import UNTRAINED
 from tracker import packing
 from tracker.paper import ALIKE
 from tracker.results import Store
@@ -34,7 +35,7 @@ def doubts(ds: xr.Dataset) -> list[str]:
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
-        if str(revision).startswith("untrained")
+        if str(revision).startswith(UNTRAINED)
     ]
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
     same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]

@@ -48,7 +48,7 @@ def distinct_names(directories: Sequence[Path]) -> list[str]:
     ['a/70m', 'b/70m', 'a/160m']
     """
     parts = [directory.resolve().parts for directory in directories]
-    for count in range(1, max(map(len, parts), default=0) + 1):
+    for count in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
@@ -161,12 +161,10 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         f"{_rows(remarks.provenance(ds, stores[name]))}</tbody></table></div></details>"
         for name, ds in summaries.items()
     ]
-    doubts = [
-        f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.doubts(ds)
-    ]
-    lacking = [
-        f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remarks.lacking(ds)
-    ]
+    doubts, lacking = (
+        [f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remark(ds)]
+        for remark in (remarks.doubts, remarks.lacking)
+    )
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
-from checkpoints.suites import Checkpoint
+from checkpoints.suites import UNTRAINED, Checkpoint
 from tracker.walk import Plan, untrained
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
     if plan.difficulty is not None:
         unit = unit.assign_coords(difficulty=("prompt", plan.difficulty))
-    if trained:
-        unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
+    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
     elsewhere = "in their files" if directory.is_dir() and trained else "in memory"
     unit.attrs["weights_kept"] = "on the device" if resident else elsewhere
@@ -51,9 +50,11 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
 
 
 def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
-    """A unit with these scores beside those it has."""
+    """A unit with these scores beside those it has; scores are never those of an untrained model."""
     import xarray as xr
 
+    if str(unit.coords["revision"].item()).startswith(UNTRAINED):
+        return unit
     if "score" in unit:
         has = {str(task): float(value) for task, value in zip(unit["task"].values, unit["score"].values, strict=True)}
         scored = has | dict(scored)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from checkpoints import hub, integrity, scores
 from checkpoints.disk import Disk
-from checkpoints.suites import Checkpoint, Suite, find_suite
+from checkpoints.suites import UNTRAINED, Checkpoint, Suite, find_suite
 from tracker.prompts import load_prompts, prompts_digest
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Plan:
 
 def untrained(seed: int | None) -> str:
     """What a unit's `revision` says of a model at its initialisation."""
-    return f"untrained, seed {seed}"
+    return f"{UNTRAINED}{seed}"
 
 
 def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
