@@ -52,20 +52,20 @@ def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
     model, given = build("gpt_neox", Size(width=192))
     options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}
     held = tracker.measure(model, given, **options)
-    operators = []
-    operator = depthwise.Jacobians.operator
+    sketches = []
+    sketch = depthwise.Jacobians.sketch
     monkeypatch.setattr(
-        depthwise.Jacobians, "operator", lambda *arguments: operators.append(arguments) or operator(*arguments)
+        depthwise.Jacobians, "sketch", lambda *arguments: sketches.append(arguments) or sketch(*arguments)
     )
     blocks, one = held.sizes["layer"], 192**2 * 8  # bytes of one block's Jacobian at one row
     for rows_at_once in (1, blocks - 1):
-        operators.clear()
+        sketches.clear()
         again = tracker.measure(model, given, **options, memory_budget=2 * rows_at_once * one)
-        assert len(operators) >= blocks and again.formed.all()
+        assert len(sketches) >= blocks and again.formed.all()
         np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-10)
-    operators.clear()
+    sketches.clear()
     tracker.measure(model, given, **options, memory_budget=2 * blocks * one)
-    assert not operators
+    assert not sketches
 
 
 def test_chosen_by_counted_columns(monkeypatch):

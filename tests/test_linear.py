@@ -1,5 +1,7 @@
 """Linear layers by oneDNN against the same in float64, and what is left alone."""
 
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +44,39 @@ def test_values_products_and_jacobians(chunk, products):
     expected = torch.einsum("rij,crj->cri", J, v.double())
     torch.testing.assert_close(found.pushforward(v).double(), expected, atol=2e-6, rtol=0)
     assert len(products) > before, "also backward"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30])
+def test_few_rows(rows, products, monkeypatch):
+    """Up to `FEW` rows, by the weights' rows, which backward are copied, to where earlier copies were."""
+    monkeypatch.setattr(linear, "LARGE", 1)
+    x, spare, addresses = torch.randn(rows, 12), [], []
+    exact = linearize(network(torch.float64), x.double())
+    J = dense_jacobian(exact.pullback, exact.y, 12)
+    for _ in range(2):
+        with LinearByOneDNN(spare):
+            found = linearize(network(), x)
+        torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
+        for _ in range(3):
+            u = torch.randn(2, rows, 12)
+            expected = torch.einsum("rij,cri->crj", J, u.double())
+            torch.testing.assert_close(found.pullback(u).double(), expected, atol=2e-6, rtol=0)
+            expected = torch.einsum("rij,crj->cri", J, u.double())
+            torch.testing.assert_close(found.pushforward(u).double(), expected, atol=2e-6, rtol=0)
+        assert not spare, "in use"
+        del found
+        addresses.append({memory.data_ptr() for memory in spare})
+    assert len(addresses[0]) == 2 and addresses[0] == addresses[1], "W^T of both layers, and again there"
+
+
+def test_strides_that_onednn_is_slow_with():
+    """Columns of a wider weight: handed on as they are, they take over a second."""
+    W, x = torch.randn(2048, 4096), torch.randn(16, 4096)
+    started = time.perf_counter()
+    with LinearByOneDNN():
+        product = F.linear(x[:, ::2], W[:, 1000:3048])
+    assert time.perf_counter() - started < 0.5
+    torch.testing.assert_close(product, x[:, ::2] @ W[:, 1000:3048].T, atol=1e-3, rtol=1e-4)
 
 
 def test_rows_and_weights_that_are_not_contiguous(products):

@@ -59,7 +59,8 @@ def test_products_with_the_jacobian(name, monkeypatch):
     X = torch.randn(3, d, 7, dtype=torch.float64)
     for call in calls:
         ((J, evidence),) = jacobians([(call, rows)])
-        operator, (other,) = jacobians.operator([(call, rows)])
+        sketch = jacobians.sketch([(call, rows)])
+        operator, (other,) = sketch.operator, sketch.evidence
         assert other.path == evidence.path
         size = float(J.norm())
         torch.testing.assert_close(operator.apply(X) / size, J @ X / size, atol=TOLERANCE[name], rtol=0)
@@ -82,7 +83,7 @@ def test_a_small_jacobian_is_an_operator_in_float64():
     model = torch.nn.Sequential(Block(), Block())
     replica = Replica(model, find_blocks(model, list(model)), torch.float32, CPU)
     calls = record(replica, [torch.randn(1, 4, 8)], {}).calls
-    operator, _ = Jacobians(replica).operator([(calls[0], Rows(torch.tensor([0]), torch.tensor([2])))])
+    operator = Jacobians(replica).sketch([(calls[0], Rows(torch.tensor([0]), torch.tensor([2])))]).operator
     V = torch.randn(1, 8, 3)
     assert operator.apply(V).dtype == torch.float32
     torch.testing.assert_close(operator.apply(V), 1e-6 * M @ V, atol=0, rtol=1e-5)
@@ -119,7 +120,8 @@ def test_only_the_prompt_that_fails_its_proof_falls_back(monkeypatch):
     found = jacobians(selections)
     assert [evidence.path for _, evidence in found] == ["formula", "full sequence", "formula"]
     assert list(jacobians.fallbacks) == [2]
-    operator, evidence = jacobians.operator(selections)
+    sketch = jacobians.sketch(selections)
+    operator, evidence = sketch.operator, sketch.evidence
     assert [e.path for e in evidence] == ["formula", "full sequence", "formula"]
     V = torch.randn(3, calls[0].x.shape[-1], 4, dtype=torch.float64)
     torch.testing.assert_close(operator.apply(V), torch.cat([J for J, _ in found]) @ V)
@@ -158,7 +160,7 @@ def test_tf32_is_allowed_for_the_products_alone():
     seen = []
     calls[0].block.mlp.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
     jacobians = Jacobians(replica, "tf32")
-    operator, _ = jacobians.operator([(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))])
+    operator = jacobians.sketch([(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]).operator
     assert set(seen) == {"highest"}  # the proofs
     V = torch.randn(1, calls[0].x.shape[-1], 2)
     operator.apply(V), operator.apply_transpose(V), operator.dense()

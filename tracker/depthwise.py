@@ -23,16 +23,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker import coupling
-from tracker.jacobian import LinearOperator
 from tracker.krylov import basis_size, expected_columns, has_room
 from tracker.recording import Recording
 from tracker.restriction import Selection
-from tracker.rows import Evidence, Jacobians, Rows
+from tracker.rows import PROBES, Evidence, Jacobians, Rows, Sketch
 from tracker.svd import Triplets, triplets_by_products, triplets_of_each
 
 Method = Literal["auto", "full", "krylov", "matrix-free"]
 METHODS: tuple[Method, ...] = get_args(Method)
-NORM_PROBES = 64  # random products that stand for what the triplets leave of |J|_F
 
 
 @dataclass(frozen=True)
@@ -51,14 +49,14 @@ def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Meth
     x, K = recording.calls[0].x, max(ks)
     d = x.shape[-1]
     columns = matrix_free_columns(d, len(recording.calls), K, x.dtype)
-    # A product of few columns has to read all of a block's weights: measured on two cores at d = 4096, a column costs
-    # four times what it costs among many for one row, where 16 go together, and 1.8 times for four.
-    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 3 / R) * columns < d))
+    # A product of few columns has to read all of a block's weights: measured on two cores at d = 2048 to 4096, a column
+    # costs 1.6 times what it costs among many for one row, where 16 go together, and 1.3 times for four.
+    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 1 / R) * columns < d))
 
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
     """How many products with a block's Jacobian the matrix-free way is expected to take; the dense way takes d."""
-    return 2 * expected_columns(d, K, dtype) + (L + 2) * K + NORM_PROBES
+    return 2 * expected_columns(d, K, dtype) + (L + 2) * K + PROBES
 
 
 def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
@@ -190,32 +188,25 @@ def _formed(jacobians: Jacobians, selections: Sequence[Selection]) -> tuple[Floa
 def _passing(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
     """A layer that finds its products anew."""
     (layer,) = _dense(jacobians, [selections], K, method)
-    return replace(layer, product=partial(_product, jacobians, selections))
+    return replace(layer, product=lambda V: jacobians.sketch(selections).operator.apply(V))
 
 
 def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
-    operator, evidence = jacobians.operator(selections)
-    like = torch.cat([rows.of(call.x).to(jacobians.replica.device) for call, rows in selections])
+    sketch = jacobians.sketch(selections)
+    operator, like = sketch.operator, sketch.signs[..., 0]
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
         return _passing(jacobians, selections, K, "full")
-    product = partial(_product, jacobians, selections)
-    return Layer(triplets, product, _frobenius(operator, triplets), _for_each_row(evidence, selections), False)
+    product = partial(jacobians.product, selections, sketch.inside)
+    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.evidence, selections), False)
 
 
-def _product(jacobians: Jacobians, selections: Sequence[Selection], V: Tensor) -> Tensor:
-    """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
-    return jacobians.operator(selections)[0].apply(V)
-
-
-def _frobenius(operator: LinearOperator, triplets: Triplets) -> Float[Tensor, " R"]:
+def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
     """An estimate of |J|_F."""
     U, S, V = triplets.U, triplets.S, triplets.V
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(2, (*U.shape[:2], NORM_PROBES), generator=generator).to(U) * 2 - 1
-    rest = operator.apply_transpose(signs) - V @ (S[..., None] * (U.mT @ signs))
+    rest = sketch.products - V @ (S[..., None] * (U.mT @ sketch.signs))
     scale = S[:, :1].clamp_min(torch.finfo(S.dtype).tiny)  # squares of tiny entries underflow
-    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(NORM_PROBES))
+    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(PROBES))
     return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
 
 

@@ -3,52 +3,109 @@
 PyTorch gives these products to BLAS, which here and there is far from what the machine can do: measured on an AMD EPYC
 at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4 times for a thousand. Both
 multiply in float32.
+
+A product of few rows is bound by reading the weights, row after row, which is why it is computed as (W x^T)^T: for 16
+rows three quarters of the time of x W^T. Backward the rows of W^T are wanted, which do not lie in memory as rows. A copy
+where they do takes as long as six products, the first, into fresh memory, thirty; it halves the products that follow.
 """
 
 from typing import Any
+from weakref import finalize
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+FEW = 64  # rows up to which the weights' reading counts; beyond, both ways take equally long
+LARGE = 1 << 23  # a weight's scalars from which they are read from memory each time, not from a cache
+ENOUGH = 2  # products of few rows with which a copy is expected to pay: an iteration has begun
+STRIPE = 16  # columns copied at once: one cache line, in a third of the time that all at once take
+
+Spare = list[Tensor]  # memory of copies that nobody reads any more
+
+
+class _Rows:
+    """A weight's rows, as rows in memory."""
+
+    def __init__(self, spare: Spare) -> None:
+        self.asked, self.spare = 0, spare
+        self.copy: Tensor | None = None
+
+    def of(self, weight: Float[Tensor, "o i"]) -> Float[Tensor, "o i"] | None:
+        """The weight itself if it lies so, else a copy; None while a copy would not pay."""
+        if weight.is_contiguous():
+            return weight
+        self.asked += 1
+        if self.copy is None and self.asked >= ENOUGH:
+            sizes = [memory.numel() for memory in self.spare]
+            fits = weight.numel() in sizes
+            memory = self.spare.pop(sizes.index(weight.numel())) if fits else torch.empty(weight.numel())
+            finalize(self, self.spare.append, memory).atexit = False
+            self.copy = memory.view(weight.shape)
+            for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):
+                mine.copy_(its)
+        return self.copy
+
 
 class _Product(torch.autograd.Function):
-    """x W^T. Its derivative is the same with W transposed, as often as is asked for."""
+    """x W^T. Its derivative is the same with W transposed, as often as is asked for; `own` and `other` are the rows of W
+    and of W^T.
+    """
 
     @staticmethod
-    def forward(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"]) -> Float[Tensor, "*B o"]:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    def forward(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], own: _Rows, other: _Rows) -> Tensor:
+        few = weight.numel() >= LARGE and 0 < x.numel() <= FEW * x.shape[-1]
+        if few and (rows := own.of(weight)) is not None:
+            product = _linear(rows, x.reshape(-1, x.shape[-1])).mT
+            return product.contiguous().view(*x.shape[:-1], len(rows))
+        return _linear(x, weight)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.weight = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, _Rows, _Rows], output: Tensor) -> None:
+        _, ctx.weight, ctx.own, ctx.other = inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Product.apply(gradients[0], ctx.weight.mT), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Product.apply(gradients[0], ctx.weight.mT, ctx.other, ctx.own), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, _: None) -> Tensor:
-        return _Product.apply(x, ctx.weight)
+    def jvp(ctx: Any, x: Tensor, *_: None) -> Tensor:
+        return _Product.apply(x, ctx.weight, ctx.own, ctx.other)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, own: _Rows, other: _Rows
+    ) -> tuple[Tensor, int]:
         if in_dims[1] is None and in_dims[0] is not None:
-            return _Product.apply(x.movedim(in_dims[0], 0), weight), 0
+            return _Product.apply(x.movedim(in_dims[0], 0), weight, own, other), 0
         # Weights of their own for each, as of experts that are run side by side: one product each, by BLAS.
-        many, one = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims, strict=True))
+        many, one = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims[:2], strict=True))
         return torch.einsum("b...i,boi->b...o" if in_dims[0] is not None else "...i,boi->b...o", many, one), 0
 
 
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    # Of strides other than these oneDNN makes a product a thousand times as slow.
+    x, weight = x.contiguous(), weight if weight.mT.is_contiguous() else weight.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
 class LinearByOneDNN(TorchFunctionMode):
-    """While it lasts, `torch.nn.functional.linear` takes this way wherever it can; elsewhere its own."""
+    """While it lasts, `torch.nn.functional.linear` takes this way wherever it can; elsewhere its own.
+
+    Args:
+        spare: where copies find the memory of earlier ones and leave theirs: fresh memory can cost more than the copying.
+    """
+
+    def __init__(self, spare: Spare | None = None) -> None:
+        super().__init__()
+        self.spare: Spare = [] if spare is None else spare
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
         if function is torch.nn.functional.linear and (asked := _taken(*arguments, **keywords)):
             x, weight, bias = asked
-            product = _Product.apply(x, weight)
+            product = _Product.apply(x, weight, _Rows(self.spare), _Rows(self.spare))
             return product if bias is None else product + bias
         return function(*arguments, **keywords)
 

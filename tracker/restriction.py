@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
 from tracker.jacobian import Linearization, RowFunction, linearize
-from tracker.linear import LinearByOneDNN
+from tracker.linear import LinearByOneDNN, Spare
 from tracker.recording import AttentionCall, BlockCall
 
 Selection = tuple[BlockCall, Rows]
@@ -60,7 +60,7 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
                 raise NotSliceable("attention over something other than the block's own tokens")
             return answered(attend, query, key, value, frozen)
 
-        with answering(answer), LinearByOneDNN():
+        with answering(answer):
             y = call(x[:, None], arguments)[:, 0]
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
@@ -98,15 +98,18 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def on_single_rows(f: RowFunction, x: Tensor) -> Linearization:
-    """Linearize a restricted block.
+def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
+    """Linearize a restricted block, on a CPU by oneDNN.
+
+    Args:
+        spare: memory for copies of weights.
 
     Raises:
         NotSliceable: with what the block's code says of sequences of length one.
     """
     try:
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), LinearByOneDNN(spare):
             return linearize(f, x)
     except OutOfMemoryError:
         raise

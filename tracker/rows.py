@@ -32,6 +32,7 @@ from tracker.jacobian import (
     stacked_operator,
     tf32_operator,
 )
+from tracker.linear import Spare
 from tracker.proof import FLOOR, TOLERANCE, derivative_error, kind_of, relative_error
 from tracker.recording import BlockCall
 from tracker.replica import Replica
@@ -43,7 +44,7 @@ CHUNK = {"cpu": 1024}
 CHUNK_ELSEWHERE = 4096
 Precision = Literal["float32", "tf32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-PROBES = 8  # random products that stand for a Jacobian whose entries are not found
+PROBES = 64  # random products that stand for a Jacobian whose entries are not found
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,17 @@ class Evidence:
     def sliced(self) -> bool:
         """Whether the rows alone served."""
         return self.path != "full sequence"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Jacobians at R rows known by their products."""
+
+    operator: LinearOperator
+    evidence: list[Evidence]  # one for each selection
+    signs: Float[Tensor, "R d m"]  # random, of 1 and -1
+    products: Float[Tensor, "R d m"]  # J^T signs
+    inside: torch.dtype  # in which the products are computed
 
 
 PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
@@ -79,6 +91,7 @@ class Jacobians:
         self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._proved: dict[Any, float] = {}
+        self._spare: Spare = []
 
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
         """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
@@ -103,7 +116,7 @@ class Jacobians:
             _check_finite(results[i][0], selections[i][0])
         return results
 
-    def operator(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+    def sketch(self, selections: Sequence[Selection]) -> Sketch:
         """The same Jacobians, through their products with (R, d, m) blocks alone: R counts all selected rows, those of
         each call after one another.
 
@@ -111,22 +124,31 @@ class Jacobians:
 
         Raises:
             UsageError: as above.
-            FloatingPointError: as above, so far as a few random products show it.
+            FloatingPointError: as above, so far as random products show it.
         """
         call, dtype = selections[0][0], selections[0][0].x.dtype
         for inside in (dtype, torch.float64):
-            operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
-            sizes = [sum(len(rows.sample) for _, rows in part) for part in parts]
-            operator = stacked_operator(operators, sizes)
-            R, d = sum(sizes), call.x.shape[-1]
+            operator, evidence = self._operator(inside, selections)
+            R, d = sum(len(rows.sample) for _, rows in selections), call.x.shape[-1]
             generator = torch.Generator().manual_seed(0)
-            probes = torch.randn(R, d, PROBES, generator=generator, dtype=torch.float64).to(self.replica.device, inside)
-            products = operator.apply_transpose(probes) * (d / PROBES) ** 0.5  # as large as J itself, on average
+            signs = (torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1).to(self.replica.device, dtype)
+            products = operator.apply_transpose(signs)
             _check_finite(products, call)
-            if inside == torch.float64 or not _hidden_by_rounding(products, dtype):
+            # as large as J itself, on average
+            if inside == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
                 break
-        operator = operator if inside == dtype else converting_operator(operator, inside, dtype)
-        return operator, [of_one for some in evidence for of_one in some]
+        return Sketch(operator, evidence, signs, products, inside)
+
+    def product(self, selections: Sequence[Selection], inside: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
+        """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
+        return self._operator(inside, selections)[0].apply(V)
+
+    def _operator(self, inside: torch.dtype, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
+        operator = stacked_operator(operators, [sum(len(rows.sample) for _, rows in part) for part in parts])
+        dtype = selections[0][0].x.dtype
+        converted = operator if inside == dtype else converting_operator(operator, inside, dtype)
+        return converted, [of_one for some in evidence for of_one in some]
 
     def _operators(
         self, dtype: torch.dtype, selections: Sequence[Selection]
@@ -168,7 +190,7 @@ class Jacobians:
     def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.sources_of(call.x) for call, rows in selections])
-        block = on_single_rows(restrict(selections, PATHS[path]), x)
+        block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
         evidence, keys = [], 0
         for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
             before, recorded = rows.of(call.x), rows.of(call.y)
@@ -185,7 +207,7 @@ class Jacobians:
                 keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = on_single_rows(restrict(selections, PATHS[path]), x)
+                block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
         operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
         return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
