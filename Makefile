@@ -25,8 +25,9 @@ demo-vit: .venv/installed
 	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --engine processes --jobs 2 --threads 1 --wandb offline --out results/vit/demo
 	$(BIN)/python -m vit.analysis results/vit/demo
 
+# Each process has a core: threads of many would be in each other's way. Tests of a file share what they build.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .

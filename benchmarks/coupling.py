@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[nn.Module, "Benchmark", Clock], Any]
 
+Method = Literal["auto", "full", "krylov", "matrix-free"]
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1, 2, 4, 8, 16, 32)
 STAGES = (  # of `tracker.measure`, and the functions whose time they are
@@ -52,6 +53,7 @@ class Benchmark:
         prompts: how many prompts or images ours measures at once; the published algorithm takes one.
         what: coupling, against the published algorithm; or scaling, of ours over lengths and numbers of prompts.
         svd: how ours finds singular vectors.
+        beside: another way to find them, timed in turn with it.
         precision: of the products that our Jacobians are made of.
         device: cpu, cuda, cuda:1 and so on.
         repeats: how often each is timed; the median counts.
@@ -67,7 +69,8 @@ class Benchmark:
     blocks: int | None = None
     prompts: int = 1
     what: Literal["coupling", "scaling"] = "coupling"
-    svd: Literal["auto", "full", "krylov", "matrix-free"] = "auto"
+    svd: Method = "auto"
+    beside: Method | None = None
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     device: str = "cpu"
     repeats: int = 5
@@ -118,10 +121,14 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     jacobians: list[Tensor] = []
     dataset = ours(model, settings, machine.Clock(settings.device), jacobians)  # once untimed: libraries warm up
     reference = published(model, settings, machine.Clock(settings.device)) if settings.published else None
-    our_runs, published_runs, products = [], [], []
+    other = replace(settings, svd=settings.beside) if settings.beside else None
+    other_dataset = ours(model, other, machine.Clock(settings.device)) if other else None
+    our_runs, other_runs, published_runs, products = [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
         our_runs.append(_timed(ours, model, settings))
+        if other:
+            other_runs.append(_timed(ours, model, other))
         if reference is not None:
             published_runs.append(_timed(published, model, settings))
         products.append(machine.gemm_seconds(linear, d, settings.device))
@@ -142,6 +149,9 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         "jacobian": median(products) * L * settings.prompts / stages.get("jacobian", float("nan")),
         "pairs": pair_flops / rate / stages["pairs"],
     }
+    if other_dataset is not None:
+        result["beside"] = _medians(other_runs) | {"differences": _differences(dataset, other_dataset)}
+        result["beside"]["ratio"] = mine["seconds"] / result["beside"]["seconds"]
     if settings.memory:
         mine["peak_bytes"] = _peak(ours, model, settings)
     if reference is not None:
@@ -271,6 +281,15 @@ def _certificate(dataset: "xr.Dataset") -> dict[str, Any]:
     }
 
 
+def _differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
+    """Largest difference of the measures and, relative to s_1, of the singular values."""
+    from tracker.coupling import MEASURES
+
+    found = {name: float(abs(dataset[name] - other[name]).max()) for name in MEASURES}
+    s, t = dataset["singular_value"], other["singular_value"]
+    return found | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
+
+
 def _errors(
     dataset: "xr.Dataset", J: "list[Tensor]", expected: "Tensor", s: "Tensor", by_name: dict
 ) -> dict[str, float]:
@@ -318,6 +337,12 @@ def coupling_table(result: dict[str, Any]) -> str:
     )
     if "errors" in result:
         lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
+    if "beside" in result:
+        beside = result["beside"]
+        lines.append(
+            f"{given['svd']} takes {beside['ratio']:.2f} of the time of {given['beside']} ({beside['seconds']:.3f} s)"
+        )
+        lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
     if given["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
     return "\n".join(lines)

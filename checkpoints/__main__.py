@@ -47,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return (show if parsed.command == "list" else verify)(suite, chosen, examination)
 
 
+def _tokens(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count:,}" if count < 1e8 else f"{count / 1e9:.4g}B"
+
+
 def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:
     """Print what is published; 1 if some of it is doubted."""
     rows = [("revision", "step", "tokens", "formats", "fetched", "cache", "defects")]
@@ -56,7 +62,7 @@ def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -
             (
                 checkpoint.name,
                 f"{checkpoint.step:,}",
-                "" if checkpoint.tokens is None else f"{checkpoint.tokens / 1e9:.4g}B",
+                _tokens(checkpoint.tokens),
                 "+".join(listing.formats) if listing else "?",
                 f"{listing.bytes / 1e9:.3g} GB" if listing else "?",
                 _held(suite, checkpoint, listing),

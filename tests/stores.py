@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -19,7 +20,7 @@ def generated(
     prompts: int = 3,
     matrices: bool = False,
     seed: int = 0,
-    **attributes: str,
+    **attributes: Any,
 ) -> Path:
     """A store of the usual measures, with scores."""
     store = Store(path)
@@ -30,7 +31,7 @@ def generated(
 
 
 def unit(
-    step: int, layers: int, ks: Sequence[int], prompts: int, matrices: bool, seed: int, **attributes: str
+    step: int, layers: int, ks: Sequence[int], prompts: int, matrices: bool, seed: int, **attributes: Any
 ) -> xr.Dataset:
     rng = np.random.default_rng([seed, step])
 
@@ -45,7 +46,9 @@ def unit(
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
     for name in TRAJECTORY:
         variables[name] = (("prompt", "position"), values(1, 5, n))
-    for name in ("lss_window", "expodistance_window", "expodistance_raw_window"):
+    for name in (
+        f"{of}_window" for of in ("lss", "expodistance", "expodistance_raw", "equidistance", "equidistance_raw")
+    ):
         variables[name] = (window, values(1, 5, L, n))
     for name in ("norm", "norm_raw"):
         variables[name] = (depth, values(1, 50, L + 1, n))

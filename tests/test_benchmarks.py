@@ -56,6 +56,15 @@ def test_the_result_says_what_was_timed_and_on_what(compared):
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
 
 
+def test_two_ways_in_turn(directory):
+    result = run(directory, "--published", "false", "--svd", "matrix-free", "--beside", "full", "--repeats", "2")
+    beside = result["beside"]
+    assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
+    assert beside["ratio"] == result["ours"]["seconds"] / beside["seconds"]
+    assert 0 < beside["differences"]["singular_value"] < 1e-5 and beside["differences"]["miscoupling"] < 1e-4
+    assert "of the time of full" in coupling.coupling_table(result)
+
+
 def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)

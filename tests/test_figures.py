@@ -9,7 +9,7 @@ import xarray as xr
 import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
-from tracker import comparisons
+from tracker.across import subset_fits
 from tracker.figures import main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
 from tracker.results import Store, open_results
@@ -208,7 +208,7 @@ def test_subsets_of_models(several, tmp_path):
         {"c": rng.normal(size=12), "family": ["a"] * 6 + ["b"] * 5 + ["c"], "parameters": np.arange(12)}
     )
     made["score"] = made["c"] + rng.normal(size=12)
-    _, table = comparisons._of_subsets(made, "c", "score", "family", "parameters")
+    table = subset_fits(made, "c", "score", "family", "parameters")
     names = ["all", "a only", "without a", "b only", "without b", "without c"]
     assert table.subset.tolist()[:6] == names and table.n.tolist() == [12, 6, 6, 5, 7, 11, 6, 6]
     assert (table.p_holm >= table.p).all()

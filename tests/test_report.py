@@ -14,7 +14,7 @@ import tracker
 from checkpoints.suites import PYTHIA_STEPS
 from tests.conftest import ROOT
 from tests.models import neox, tokens
-from tests.stores import generated
+from tests.stores import generated, unit
 from tracker.contents import page_data
 from tracker.coupling import MEASURES
 from tracker.report import distinct_names, main, write_report
@@ -64,12 +64,28 @@ def other(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def written(results, other, tmp_path_factory):
-    """The page of one store, and that of two."""
+def several(tmp_path_factory):
+    """Stores of six models, of two architectures, measured alike."""
+    place, paths = tmp_path_factory.mktemp("several"), []
+    for i in range(6):
+        store = Store(place / f"model{i}")
+        store.settle({"model": store.path.name})
+        sizes = {"width": 64 + 16 * (i % 4), "parameters": 1000 * (i + 1) ** 2}
+        for step in (0, 64):
+            made = unit(step, 3 + i % 3, (4, 8), 3, False, i, model_class=f"tests.{'AB'[i > 3]}", **sizes)
+            store.write(step, made.assign_coords(tokens_seen=step * 2**i))
+        paths.append(store.path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def written(results, other, several, tmp_path_factory):
+    """The page of one store, that of two, and that of enough to compare models."""
     directory = tmp_path_factory.mktemp("pages")
     return {
         "one": write_report(results, directory / "one.html"),
         "two": write_report([results, other], directory / "two.html"),
+        "six": write_report(several, directory / "six.html"),
     }
 
 
@@ -429,10 +445,88 @@ class TestSeveral:
         assert "|A| of a layer pair: python -m tracker.pythia --model … --measures coupling,trajectory,matrices" in foot
 
 
+class TestBetween:
+    pytestmark = browser_test
+
+    def test_score_against_coupling_and_sizes(self, shared, several):
+        from scipy import stats
+
+        page, last = shared("six"), [tracker.open_results(path).isel(step=-1) for path in several]
+        score = [float(ds.score.mean()) for ds in last]
+        of = {"blocks": [ds.sizes["layer"] for ds in last], "training tokens": [float(ds.tokens_seen) for ds in last]}
+        of |= {name: [ds.attrs[name] for ds in last] for name in ("width", "parameters")}
+        page.select_option("#measure", "offdiag_normalized")
+        page.select_option("#k", "8")
+        for pairs in ("mean_offdiag", "mean"):
+            page.select_option("#pairs", pairs)
+            whole = [ds.offdiag_normalized.sel(k=8).values.astype(float)[:, 0] for ds in last]
+            couplings = [-np.nanmean(off_diagonal(A.mean(0))) if pairs == "mean_offdiag" else -A.mean() for A in whole]
+            assert_line(page, "fit", couplings, score)
+            assert "Blocks, width and parameters held fixed: R² = " in page.inner_text("#fit-caption")
+        assert page.inner_text("#fit-title") == "Score against coupling, off-diagonal, normalized, K = 8, all pairs"
+        for name, x in of.items():
+            page.select_option("#against", name)
+            assert_line(page, "fit", x, score)
+            fit, said = stats.linregress(x, score), page.inner_text("#fit-caption")
+            assert f"R² = {fit.rvalue**2:.2f} " in said and f"p = {fit.pvalue:.2g}" in said
+            assert_line(page, "sizes", x, couplings)
+
+    def test_as_the_figures_have_it(self, shared, several):
+        from tracker.comparisons import against_score, definitions, subsets
+
+        page = shared("six")
+        results = {path.name: tracker.open_results(path) for path in several}
+        page.select_option("#measure", "offdiag_normalized")
+        _, table = against_score(results, 4)
+        dots = [line for line in shown(page, "fit") if line["mode"] == "markers"]
+        np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"])
+        bars = [line["error_x"]["array"][0] for line in dots]
+        np.testing.assert_allclose(bars, table["coupling, K = 4 high"] - table["coupling, K = 4"], atol=1e-6)
+        _, table = subsets(results, 4)
+        (trace,) = shown(page, "subsets")
+        assert trace["y"] == [f"{name} (n = {n})" for name, n in zip(table.subset, table.n, strict=True)]
+        np.testing.assert_allclose(trace["x"], table.r2)
+        _, table = definitions(results, 0)
+        (trace,) = shown(page, "definitions")
+        ordered = table.pivot(index=["measure", "pairs"], columns="k", values="r").loc[
+            list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
+        ]
+        np.testing.assert_allclose(numbers(trace["z"]), ordered.values)
+        assert "corrected for all 24 definitions" in page.inner_text("#fit-caption")
+
+    def test_where_nothing_can_be_fitted(self, shared, several, other, tmp_path):
+        page = shared("two")
+        steps_through(page)
+        assert page.is_hidden("#between-results") and "Fits between" not in page.inner_text("footer")
+        write_report([*several[:3], other], tmp_path / "unlike.html")
+        assert (
+            "Fits between results: they were not measured alike, in final norm"
+            in (tmp_path / "unlike.html").read_text()
+        )
+        bare = Store(tmp_path / "bare")
+        bare.settle({})
+        bare.write(1, tracker.open_results(several[0]).isel(step=-1).drop_vars("score").assign_coords(step=1))
+        write_report([*several[:3], bare.path], tmp_path / "few.html")
+        said = "Fits between results: 3 of 4 results have scores and layer pairs; it takes 4"
+        assert said in (tmp_path / "few.html").read_text()
+
+
+def assert_line(page, chart, x, y):
+    """A point for each result, and the straight line through them."""
+    from scipy import stats
+
+    lines = shown(page, chart)
+    dots = [line for line in lines if line["mode"] == "markers"]
+    np.testing.assert_allclose([line["x"][0] for line in dots], x, rtol=1e-6)
+    np.testing.assert_allclose([line["y"][0] for line in dots], y, rtol=1e-6)
+    drawn, fit = named(lines, "linear fit"), stats.linregress(x, y)
+    np.testing.assert_allclose(drawn["y"], fit.intercept + fit.slope * numbers(drawn["x"]), rtol=1e-6)
+
+
 class TestAccess:
     pytestmark = browser_test
 
-    @pytest.mark.parametrize("which", ["one", "two"])
+    @pytest.mark.parametrize("which", ["one", "two", "six"])
     @pytest.mark.parametrize("width", [1280, 800, 400])
     @pytest.mark.parametrize("theme", ["light", "dark"])
     def test_no_serious_fault_and_nothing_cut_off(self, shared, width, theme, which):

@@ -4,13 +4,14 @@ Each gives the figure and the numbers it plots, as `plots` does. Intervals of R^
 coupling over its prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
+from tracker.across import SIZES, TOKENS, Property, family, mean_score, shared_ks, subset_fits, tokens_seen
 from tracker.coupling import MEASURES
 from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fitted_line, panels
 from tracker.plots import Results, prompt_couplings
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from tracker.plots import Plotted
 
 NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
-Property = Callable[[xr.Dataset], float]
 
 
 def against_score(results: Results, k: int, exponential: bool = False) -> "Plotted":
@@ -34,7 +34,7 @@ def against_score(results: Results, k: int, exponential: bool = False) -> "Plott
 
 def every_k(results: Results, _: int) -> "Plotted":
     """The same for every K that all results have (Fig. 36)."""
-    ks = sorted(set.intersection(*({int(k) for k in ds["k"].values} for ds in results.values())))
+    ks = shared_ks(results)
     properties: dict[str, Property] = {}
     for k in ks:
         properties |= _scored(results, k)[1]
@@ -44,38 +44,37 @@ def every_k(results: Results, _: int) -> "Plotted":
 def sizes(results: Results, k: int) -> "Plotted":
     """The score against depth, width, parameters and coupling, and against coupling with the others held fixed (Fig. 35)."""
     coupling, scored = _scored(results, k)
-    others: dict[str, Property] = {"blocks": lambda ds: float(ds.sizes["layer"])}
-    others |= {name: _attribute(name) for name in ("width", "parameters")}
-    shown = [(name, "score") for name in (*others, coupling)]
-    figure, table = _models(results, others | scored, shown)
-    held = [table[name].to_numpy() for name in others]
+    shown = [(name, "score") for name in (*SIZES, coupling)]
+    figure, table = _models(results, SIZES | scored, shown)
+    held = [table[name].to_numpy() for name in SIZES]
     fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), held)
     said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
     figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said} (uncorrected)", fontsize=8)
     return figure, table
 
 
-def tokens_seen(results: Results, k: int) -> "Plotted":
+def over_tokens(results: Results, k: int) -> "Plotted":
     """Coupling and score against the tokens trained on (Fig. 8)."""
     coupling, scored = _scored(results, k)
-    tokens = "training tokens"
-    return _models(results, {tokens: _tokens} | scored, [(tokens, coupling), (tokens, "score")])
+    return _models(results, {TOKENS: tokens_seen} | scored, [(TOKENS, coupling), (TOKENS, "score")])
 
 
 def subsets(results: Results, k: int) -> "Plotted":
     """R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, scored = _scored(results, k)
-    table = _table(results, scored | {"parameters": _attribute("parameters"), "family": _family})
-    return _of_subsets(table, coupling, "score", "family", "parameters")
+    table = _table(results, scored | {"parameters": SIZES["parameters"], "family": family})
+    fits = subset_fits(table, coupling, "score", "family", "parameters")
+    figure = _of_subsets(fits)
+    figure.axes[0].set_xlabel(f"R² of score on {coupling}", fontsize=8)
+    return figure, fits
 
 
 def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     # Without the coordinates of steps, which only some of the results may have.
     last = {name: curves(ds.isel(step=-1)).reset_coords(drop=True) for name, ds in results.items()}
-    score = _scores(results)
-    ks = sorted(set.intersection(*({int(k) for k in points["k"].values} for points in last.values())))
-    found = [-points[list(MEASURES)].sel(k=ks).to_array("measure") for points in last.values()]
+    _, score = mean_score(results)
+    found = [-points[list(MEASURES)].sel(k=shared_ks(results)).to_array("measure") for points in last.values()]
     coupling = xr.concat(found, "result").transpose("result", ...)
     table = correlations(coupling, np.array([score(ds) for ds in results.values()]))
     table["p_holm"] = holm(table["p"].to_numpy())
@@ -119,7 +118,7 @@ def _models(
         bars = {"xerr": _bars(table, name), "yerr": _bars(table, against)}
         panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
-        said = fitted_line(panel, x, y, line) + (f"\n{corrected:.2g} corrected (Holm)" if len(shown) > 1 else "")
+        said = fitted_line(panel, x, y, line, corrected if len(shown) > 1 else None)
         if exponential:
             fit = exponential_fit(x, y)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
@@ -131,41 +130,17 @@ def _models(
     return figure, table
 
 
-def _of_subsets(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> "Plotted":
-    """R^2 of y on x over all results, each family of four or more and all but it, and the smaller and the larger half.
-
-    Args:
-        table: a row for each result, with the columns named.
-    """
-    chosen = {"all": np.full(len(table), True)}
-    kinds = table[family].value_counts()
-    for kind in kinds.index if len(kinds) > 1 else ():
-        chosen[f"{kind} only"] = (table[family] == kind).to_numpy()
-        if len(kinds) > 2:  # without one of two families is the other one only
-            chosen[f"without {kind}"] = (table[family] != kind).to_numpy()
-    middle = table[size].median()
-    chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
-    chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
-    fits = [
-        {"subset": name, **linear_fit(table[x].to_numpy()[there], table[y].to_numpy()[there])}
-        for name, there in chosen.items()
-        if there.sum() >= FEWEST
-    ]
-    out = pd.DataFrame(fits)
-    out["p_holm"] = holm(out["p"].to_numpy())
+def _of_subsets(table: pd.DataFrame) -> "Figure":
+    """R^2 of each of `across.subset_fits`."""
     figure, (axes,) = panels(1)
-    figure.set_size_inches(6.4, 1.2 + 0.32 * len(out))
-    place = np.arange(len(out))[::-1]
-    ends = np.abs([out["r2_low"] - out["r2"], out["r2_high"] - out["r2"]])
-    axes.errorbar(out["r2"], place, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
-    labels = [
-        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({corrected:.2g} corrected)"
-        for fit, corrected in zip(fits, out["p_holm"], strict=True)
-    ]
+    figure.set_size_inches(6.4, 1.2 + 0.32 * len(table))
+    place = np.arange(len(table))[::-1]
+    ends = np.abs([table["r2_low"] - table["r2"], table["r2_high"] - table["r2"]])
+    axes.errorbar(table["r2"], place, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
+    labels = [f"{fit.subset}\nn = {fit.n}, p = {fit.p:.2g} ({fit.p_holm:.2g} corrected)" for fit in table.itertuples()]
     axes.set_yticks(place, labels, fontsize=7)
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(out) - 0.4))
-    axes.set_xlabel(f"R² of {y} on {x}", fontsize=8)
-    return figure, out
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(table) - 0.4))
+    return figure
 
 
 def _bars(table: pd.DataFrame, name: str) -> Any:
@@ -199,35 +174,10 @@ def _coupling(k: int) -> Property:
     return take
 
 
-def _scores(results: Results) -> Property:
-    """The mean score after the last step, over the benchmarks that all results have there."""
-    last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
-    shared = set.intersection(
-        *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
-    )
-    if not shared:
-        raise ValueError(
-            f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
-        )
-    return lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
-
-
-def _attribute(name: str) -> Property:
-    return lambda ds: float(ds.attrs[name])
-
-
-def _family(ds: xr.Dataset) -> str:
-    return str(ds.attrs["model_class"]).rpartition(".")[2]
-
-
-def _tokens(ds: xr.Dataset) -> float:
-    return float(np.ravel(ds["tokens_seen"])[-1])  # one number where all steps have the same, as a single one has
-
-
 def _scored(results: Results, k: int) -> tuple[str, dict[str, Property]]:
     """The coupling's name; it, its interval over prompts, and the score."""
     name = f"coupling, K = {k}"
-    properties = {name: _coupling(k), **_interval(name, k), "score": _scores(results)}
+    properties = {name: _coupling(k), **_interval(name, k), "score": mean_score(results)[1]}
     return name, properties
 
 

@@ -9,7 +9,7 @@ import xarray as xr
 
 from tracker.coupling import MEASURES
 from tracker.dataset import TOKENWISE
-from tracker.packing import pack
+from tracker.packing import pack, plain
 from tracker.regression import linear_fit, onset
 from tracker.statistics import PAIRS, TRAJECTORY, suspect
 from tracker.summary import BY_DEPTH, summary
@@ -90,7 +90,7 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, float | None] | None:
     if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
         return None
     departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
-    return {key: _plain(value) for key, value in onset(at["step"].values, departure).items()}
+    return plain(onset(at["step"].values, departure))
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _singular(ds: xr.Dataset) -> dict[str, Any]:
     return {
         "ranks": [int(rank) for rank in ds["rank"].values],
         "values": pack(values, 32),
-        "r2": [_plain(fit.get("r2", math.nan)) for fit in fits],
+        "r2": plain([fit.get("r2", math.nan) for fit in fits]),
     }
 
 
@@ -135,7 +135,8 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
         for name in MEASURES
         if name in names
     }
-    return {"lengths": lengths, "texts": texts, "values": by_prompt}
+    difficulty = _numbers(ds["difficulty"]) if "difficulty" in ds.coords else None
+    return {"lengths": lengths, "texts": texts, "difficulty": difficulty, "values": by_prompt}
 
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
@@ -174,12 +175,4 @@ def _by_step(ds: xr.Dataset, name: str) -> xr.DataArray:
 
 def _numbers(values: xr.DataArray) -> list:
     """Nested lists with null where a value is undefined."""
-
-    def plain(value: Any) -> Any:
-        return [plain(entry) for entry in value] if isinstance(value, list) else _plain(value)
-
-    return plain(np.asarray(values.values).tolist())
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return plain(np.asarray(values.values))

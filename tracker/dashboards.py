@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.walk import numbers
 
     try:
+        if not parsed.entity.strip() or not parsed.project.strip():
+            raise ValueError("--entity and --project are names; one is empty")
+        if min(numbers("--k", parsed.k)) < 1:
+            raise ValueError(f"--k {parsed.k}; give numbers of singular vectors, at least 1")
         workspace = build(parsed.entity, parsed.project, parsed.name, numbers("--k", parsed.k))
         if parsed.dry_run:
             print(dumped(workspace))

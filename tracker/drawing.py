@@ -112,13 +112,20 @@ def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
     return figure, list(axes[:count])
 
 
-def fitted_line(panel: "Axes", x: np.ndarray, y: np.ndarray, fit: Mapping[str, float]) -> str:
-    """Draw the straight line of `regression.linear_fit`, and say how good it is."""
+def fitted_line(
+    panel: "Axes", x: np.ndarray, y: np.ndarray, fit: Mapping[str, float], corrected: float | None = None
+) -> str:
+    """Draw the straight line of `regression.linear_fit`, and say how good it is.
+
+    Args:
+        corrected: p, where several were tried.
+    """
     if not np.isfinite(fit["r2"]):
         return "no line: fewer than 4 points, or no spread"
     ends = np.array([np.min(x), np.max(x)])
     panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
-    return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
+    said = f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
+    return said if corrected is None else f"{said}\n{corrected:.2g} corrected (Holm)"
 
 
 def shades(count: int) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from tracker.across import shared_ks
 from tracker.report import distinct_names
 from tracker.results import open_results
 
@@ -100,9 +101,8 @@ def draw(name: str, results: Mapping[str, xr.Dataset], k: int | None) -> "tuple[
 
     if name not in OWN and (why := lacks(FIGURES[name], results)):
         raise ValueError(f"figure {name} can't be drawn: {why}")
-    measured = [{int(value) for value in ds.coords["k"].values} for ds in results.values() if "k" in ds.coords]
-    ks = sorted(set.intersection(*measured)) if measured else []
-    if (k is not None and k not in ks) or (measured and not ks):
+    ks = shared_ks(results)
+    if (k is not None and k not in ks) or (not ks and any("k" in ds.coords for ds in results.values())):
         raise ValueError(f"--k {k} was not measured in all results; they share {', '.join(map(str, ks)) or 'none'}")
     k = k if k is not None else ks[0] if ks else 0
     if name in OWN:

@@ -5,12 +5,22 @@ the code 2^bits - 1 is an undefined value. 32 bits: float32 as they are.
 """
 
 import base64
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 
 TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed it are carried in 32
+
+
+def plain(value: Any) -> Any:
+    """Numbers, arrays, lists and dictionaries of them as JSON has them: null where a value is undefined."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, np.ndarray)):
+        return [plain(entry) for entry in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None = None) -> dict[str, Any]:

@@ -82,7 +82,7 @@ FIGURES: Mapping[str, PaperFigure] = {
     ),
     "8": PaperFigure(
         "Training tokens against coupling",
-        comparisons.tokens_seen,
+        comparisons.over_tokens,
         ("miscoupling", "score", "tokens_seen"),
         results=4,
     ),

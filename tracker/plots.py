@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from tracker.across import Results
 from tracker.drawing import BLUE, GREY, ORANGE, fitted_line, panels, shades, training_axis
-from tracker.regression import linear_fit, mean_interval, onset
+from tracker.regression import holm, linear_fit, mean_interval, onset
 from tracker.statistics import null_matrix, over_pairs, quartiles
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     Plotted = tuple[Figure, pd.DataFrame]
 
-Results = Mapping[str, xr.Dataset]
 TILES = 8  # matrices along a side of a grid of them
 
 
@@ -310,22 +310,27 @@ def coupling_by_layer(results: Results, measure: str, k: int) -> "Plotted":
 def prompts(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
     """Coupling of each prompt after the last step against its difficulty, where that is known, and its length in tokens."""
     shown = [
-        (name, ds, against)
+        (name, against)
         for name, ds in results.items()
         for against in (("difficulty", "tokens") if "difficulty" in ds.coords else ("tokens",))
     ]
     figure, axes = panels(len(shown))
     tables = {}
-    for panel, (name, ds, against) in zip(axes, shown, strict=True):
+    for name, ds in results.items():
         last = ds.isel(step=-1)
-        y = prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values
-        tokens = last["norm_raw"].isel(depth=0).notnull().sum("position").values
-        columns = {"prompt": last["prompt_text"].values, "tokens": tokens, "coupling": y}
+        columns = {
+            "prompt": last["prompt_text"].values,
+            "tokens": last["norm_raw"].isel(depth=0).notnull().sum("position").values,
+            "coupling": prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values,
+        }
         columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
         tables[name] = pd.DataFrame({"result": name, **columns})
-        x = columns[against]
+    points = [(tables[name][against].to_numpy(), tables[name]["coupling"].to_numpy()) for name, against in shown]
+    lines = [linear_fit(x, y) for x, y in points]
+    tried = holm(np.array([line["p"] for line in lines]))
+    for panel, (name, against), (x, y), line, corrected in zip(axes, shown, points, lines, tried, strict=True):
         panel.scatter(x, y, s=12, color=BLUE)
-        panel.set_title(f"{name}\n{fitted_line(panel, x, y, linear_fit(x, y))}", fontsize=8)
+        panel.set_title(f"{name}\n{fitted_line(panel, x, y, line, corrected if len(shown) > 1 else None)}", fontsize=8)
         panel.set_xlabel(against, fontsize=8)
     axes[0].set_ylabel(f"−{measure}, K = {k}", fontsize=8)
     return figure, pd.concat(tables.values(), ignore_index=True)
@@ -335,7 +340,7 @@ def prompt_couplings(ds: xr.Dataset, measure: str, pairs: str, k: int) -> xr.Dat
     """Coupling and its null level, (step, prompt), over the layer pairs chosen."""
     at = ds.sel(k=k)
     both = {"coupling": at[measure], "null": null_matrix(at, measure)}
-    return xr.Dataset({name: -over_pairs(m).sel(pairs=pairs).mean("token") for name, m in both.items()})
+    return xr.Dataset({name: -over_pairs(m.astype(float)).sel(pairs=pairs).mean("token") for name, m in both.items()})
 
 
 def _some(size: int, count: int) -> list[int]:

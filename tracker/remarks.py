@@ -93,6 +93,8 @@ def lacking(ds: xr.Dataset) -> list[str]:
     lines += [
         f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds
     ]
+    if ds.sizes.get("layer") == 1:
+        lines.append("pairs of layers: one block was measured")
     return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "page")  # in this order
+SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "across", "page")  # in this order
 SHORTEST = 2.0  # seconds between looks at the stores
 RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
 OK, FAILED = 0, 2
@@ -143,11 +143,14 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
+    differences = remarks.differences(summaries)
+    between, reason = _across(summaries, differences)
     data = {
         "models": [
             {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
         ],
-        "differences": remarks.differences(summaries),
+        "differences": differences,
+        "across": between,
         "refresh": refresh,
     }
     arrays = []  # the large ones, apart from the curves
@@ -165,6 +168,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         [f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remark(ds)]
         for remark in (remarks.doubts, remarks.lacking)
     )
+    lacking += [f"Fits between results: {reason}"] if reason else []
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((PAGE / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
@@ -181,6 +185,21 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         arrays=_json(arrays),
         provenance="".join(tables),
     )
+
+
+def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+    """Fits between results, or why there are none; of a few results nobody expects any."""
+    from tracker.across import across
+    from tracker.regression import FEWEST
+
+    if len(summaries) < FEWEST:
+        return None, ""
+    if differences:
+        return None, f"they were not measured alike, in {'; '.join(differences)}"
+    try:
+        return across(summaries), ""
+    except ValueError as why:
+        return None, str(why)
 
 
 def _json(value: Any) -> str:

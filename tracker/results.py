@@ -97,21 +97,27 @@ class Store:
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit, whole or not at all."""
-        write_whole(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf")))
+        # Numbers with a checksum: a byte that has changed on the disk is noticed.
+        numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
+        summed = {name: {"fletcher32": True} for name in numbers}
+        write_whole(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf", encoding=summed)))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
         """One unit, loaded.
 
         Raises:
-            ValueError: if the file is damaged.
+            ValueError: if the file is damaged, or not one of ours.
         """
         file = self.file(step)
         try:
-            with xr.open_dataset(file, engine="h5netcdf") as unit:
-                return unit.load()
+            with xr.open_dataset(file, engine="h5netcdf") as opened:
+                unit = opened.load()
         except (OSError, KeyError, RuntimeError) as error:
             raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
+        if "model_class" not in unit.attrs or "prompt" not in unit.dims:
+            raise ValueError(f"{file} is no unit of results but something else; take it out of the directory")
+        return unit
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Move units that no longer belong to the curve to DIR/superseded: nothing measured is deleted."""

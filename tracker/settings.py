@@ -62,9 +62,11 @@ class Settings:
         if not isinstance(self.memory_budget, int) or self.memory_budget < 1:
             raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
         if not self.measures or set(self.measures) - {*MEASURES, "all"}:
-            raise UsageError(f"measures={self.measures!r}; choose from all, {', '.join(MEASURES)}")
+            raise UsageError(f"measures {', '.join(map(str, self.measures))!r}; choose from all, {', '.join(MEASURES)}")
         if not self.asks("coupling") and (self.asks("vju") or self.asks("matrices")):
-            raise UsageError(f"measures={self.measures!r}; vju and matrices are of the layer pairs: add 'coupling'")
+            raise UsageError(
+                f"measures {', '.join(self.measures)!r}; vju and matrices are of the layer pairs: add 'coupling'"
+            )
         if not whole_numbers(self.pair_tokens) or (
             isinstance(self.pair_tokens, (int, Integral)) and self.pair_tokens < 2
         ):

@@ -16,7 +16,16 @@ from tracker.statistics import curves, null_matrix, over_pairs, quartiles
 SAMPLES = ("prompt", "token")
 PAIRS = ("layer", "layer_other")
 TOKEN_PAIRS = ("pair_token", "pair_token_other")
-BY_DEPTH = ("norm_raw", "norm", "lss_window", "expodistance_raw_window", "expodistance_window", "entropy")
+BY_DEPTH = (
+    "norm_raw",
+    "norm",
+    "lss_window",
+    "expodistance_raw_window",
+    "expodistance_window",
+    "equidistance_raw_window",
+    "equidistance_window",
+    "entropy",
+)
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 PROVEN = ("residual", "value_error", "derivative_error")  # of each Jacobian, how far its proof was off

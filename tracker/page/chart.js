@@ -20,7 +20,7 @@ const at = (step) => (step > 0 || state.axis === "linear" ? step : left);
 function stepAxis() {
   if (state.axis === "linear") return { title: { text: "training step" } };
   const steps = all((m) => m.steps).sort((a, b) => a - b),
-    room = narrow() ? 6 : 12,
+    room = window.innerWidth < 1100 ? 6 : 12,
     ticks = [];
   const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;
   for (const step of steps)
@@ -110,6 +110,21 @@ const traces = {
     hovertemplate: "null level at step %{customdata}: %{y:.5g}",
   }),
 };
+
+const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
+  type: "heatmap",
+  x,
+  y,
+  z,
+  zmin: low,
+  zmax: high,
+  colorscale: "Cividis",
+  colorbar: { thickness: 12, outlinewidth: 0, tickfont: { color: css("--ink") } },
+  hoverongaps: false,
+  hovertemplate: `${hovertemplate}<extra></extra>`,
+  name,
+  ...more
+});
 
 const figures = {}; // id -> { has, draw }; draw gives { title, traces, layout, says }
 const seen = new Set(),

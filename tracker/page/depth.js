@@ -44,6 +44,8 @@ byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, () => (state.la
 byDepth("lss_window", () => `Line-shape score, ${model().window} states`, () => "lss_window");
 byDepth("expodistance_window", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
   () => expodistanceWindow(), true);
+byDepth("equidistance_window", () => `Variation of step lengths, ${model().window} states, ${LAST[state.last]}`,
+  () => (state.last === "raw" ? "equidistance_raw_window" : "equidistance_window"));
 byDepth("entropy", () => "Entropy of the next token, nats", () => "entropy");
 
 // The window around an early, a middle and a late block, over training (Figs 28, 29).
@@ -132,23 +134,28 @@ figures.noise = {
   },
 };
 
-figures.prompts = {
-  has: () => Boolean(model().prompts && (model().prompts.values[state.measure] || {})[state.k]),
-  draw() {
-    const { lengths, texts, values } = model().prompts, y = Array.from(atStep(values[state.measure][state.k],
-      stepIndex()).values, (v) => finite(-v));
-    const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
-    return {
-      title: `${ofModel()}Coupling of each prompt against its length, step ${stepName(state.step)}`,
-      traces: [{ x: [Math.min(...lengths), Math.max(...lengths)],
-          y: Array(2).fill(-model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()]), name: "null level", mode: "lines", line: { color: colour(0), dash: "dot",
-          width: 2 } },
-        { x: lengths, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
-          marker: { size: 8, color: colour(0) },
-          hovertemplate: "%{text}<br>%{x} tokens: %{y:.4f}<extra></extra>" }
-      ],
-      layout: { xaxis: { title: { text: "tokens" } },
-      yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
-    };
-  },
-};
+// Of each prompt, against one of its properties.
+function ofPrompts(id, words, values, hover) {
+  figures[id] = {
+    has: () => here() && Boolean(model().prompts && values(model().prompts) && (model().prompts.values[state
+      .measure] || {})[state.k]),
+    draw() {
+      const { texts, values: packed } = model().prompts, x = values(model().prompts), y = Array.from(atStep(packed[
+        state.measure][state.k], stepIndex()).values, (v) => finite(-v));
+      const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
+      const level = -model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()];
+      return {
+        title: `${ofModel()}Coupling of each prompt against its ${words}, step ${stepName(state.step)}`,
+        traces: [{ x: [Math.min(...x), Math.max(...x)], y: [level, level], name: "null level", mode: "lines",
+            line: { color: colour(0), dash: "dot", width: 2 } },
+          { x, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
+            marker: { size: 8, color: colour(0) }, hovertemplate: `%{text}<br>${hover}: %{y:.4f}<extra></extra>` }
+        ],
+        layout: { xaxis: { title: { text: words === "length" ? "tokens" : words } },
+          yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+      };
+    },
+  };
+}
+ofPrompts("prompts", "length", (of) => of.lengths, "%{x} tokens");
+ofPrompts("difficulty", "difficulty", (of) => of.difficulty, "difficulty %{x}");

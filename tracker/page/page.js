@@ -1,5 +1,5 @@
 // The page put together: choices filled in, listened to, and kept; figures framed, observed and drawn.
-const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "l", "m", "block"];
+const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against", "l", "m", "block"];
 
 function fill(id, values, labels = values) {
   $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
@@ -7,7 +7,7 @@ function fill(id, values, labels = values) {
 
 function offer() {
   const measures = all(MEASURED),
-    coupling = all((m) => Object.keys(m.curves)).length > 0,
+    coupling = data.models.some(coupled),
     kinds = Object.keys(model().tokens),
     layers = blocks();
   fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));
@@ -17,6 +17,7 @@ function offer() {
   fill("score", ["", ...all((m) => Object.keys(m.score))], ["none", ...all((m) => Object.keys(m.score))]);
   fill("last", Object.keys(LAST), Object.values(LAST));
   fill("axis", Object.keys(AXES), Object.values(AXES));
+  if (data.across) fill("against", against());
   fill("kind", kinds, kinds.map((kind) => KINDS_OF_TOKENS[kind]));
   for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
   $("step").max = model().steps.length - 1;

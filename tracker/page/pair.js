@@ -21,7 +21,6 @@ function span(packed, key) {
   return spans[key];
 }
 
-const colourbar = () => ({ thickness: 12, outlinewidth: 0, tickfont: { color: css("--ink") } });
 const square = (title, otherTitle, count, first = 1) => ({
   xaxis: { ...layerAxis(count, otherTitle, first), showgrid: false, constrain: "domain" },
   yaxis: { ...layerAxis(count, title, first), range: [first + count - 0.5, first - 0.5], showgrid: false,
@@ -29,7 +28,7 @@ const square = (title, otherTitle, count, first = 1) => ({
 });
 
 figures.matrix = {
-  has: () => here() && model().layers > 1,
+  has: () => here(),
   draw() {
     const m = model(),
       packed = m.matrices[state.measure][state.k],
@@ -44,20 +43,8 @@ figures.matrix = {
       `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
     return {
       title: `${ofModel()}${chosen()}, ${ofStep(index)}`,
-      traces: [{
-        type: "heatmap",
-        x: blocks(),
-        y: blocks(),
-        z: rows(values, m.layers),
-        zmin: low,
-        zmax: high,
-        colorscale: "Cividis",
-        reversescale: true,
-        colorbar: colourbar(),
-        hoverongaps: false,
-        hovertemplate: "block %{y} in the basis of block %{x}: %{z:.4f}<extra></extra>",
-        name: state.measure
-      }],
+      traces: [heatmap(blocks(), blocks(), rows(values, m.layers), [low, high],
+        "block %{y} in the basis of block %{x}: %{z:.4f}", state.measure, { reversescale: true })],
       layout: { ...square("block l", "basis of block l′", m.layers), shapes: [box], dragmode: false },
     };
   },
@@ -114,18 +101,8 @@ figures.absolute = {
       `Largest entry: ${digits(top)}; of block ${state.l} in its own basis, where A is its singular values: ${digits(own)}.`;
     return {
       title: `|A| of block ${state.l} in the basis of block ${state.m}, K = ${K}, ${ofStep(index)}`,
-      traces: [{
-        type: "heatmap",
-        x: range(K, 1),
-        y: range(K, 1),
-        z: rows(tile(state.l, state.m), K),
-        zmin: 0,
-        zmax: top || 1,
-        colorscale: "Cividis",
-        colorbar: colourbar(),
-        hovertemplate: "|A| at row %{y}, column %{x}: %{z:.4g}<extra></extra>",
-        name: "|A|"
-      }],
+      traces: [heatmap(range(K, 1), range(K, 1), rows(tile(state.l, state.m), K), [0, top || 1],
+        "|A| at row %{y}, column %{x}: %{z:.4g}", "|A|")],
       layout: square("row", "column", K),
     };
   },

@@ -25,7 +25,8 @@ const LAST = { raw: "before the final norm", folded: "as measured" };
 
 const asked = new URLSearchParams(location.hash.slice(1));
 const state = {};
-for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "theme", "focus"]) state[
+for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against",
+  "theme", "focus"]) state[
   name] = asked.get(name) || "";
 for (const name of ["step", "l", "m", "block"]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
 
@@ -42,7 +43,8 @@ const stepIndex = () => model().steps.indexOf(state.step);
 const nearest = (steps, step) =>
   step === null ? steps[steps.length - 1] : steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b :
     a));
-const coupled = (m) => Boolean((m.curves[state.measure] || {})[state.k]);
+// One block has no pairs.
+const coupled = (m) => m.layers > 1 && Boolean((m.curves[state.measure] || {})[state.k]);
 const valid = (value, values, otherwise) => (values.includes(value) ? value : otherwise);
 
 const MEASURED = (m) => union([Object.keys(m.curves), ...Object.values(m.tokens).map((kind) => Object.keys(kind
@@ -57,6 +59,7 @@ function settle() {
   state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
   state.last = valid(state.last, Object.keys(LAST), "raw");
+  state.against = valid(state.against, data.across ? against() : [], "coupling");
   state.axis = valid(state.axis, Object.keys(AXES), "log");
   const m = model(),
     kinds = Object.keys(m.tokens),

@@ -34,26 +34,14 @@ figures.token_matrix = {
     const packed = tokensOf(model()).matrices[baseMeasure()][state.k],
       { values, index } = atStep(packed, stepIndex()),
       T = packed.shape[2];
-    const [low, high] = span(packed, ["tokens", state.model, state.kind, baseMeasure(), state.k].join());
     const z = rows(values.subarray((state.block - 1) * T * T, state.block * T * T), T).map((row, i) => row.map((
       value, j) => (i === j ? null : value)));
     return {
       title: `Tokens in block ${state.block}, ${ofStep(index)}`,
-      traces: [{
-        type: "heatmap",
-        x: range(T),
-        y: range(T),
-        z,
-        zmin: low,
-        zmax: high,
-        colorscale: "Cividis",
+      traces: [heatmap(range(T), range(T), z, [undefined, undefined], "%{text}: %{z:.4f}", state.kind, {
         reversescale: true,
-        colorbar: colourbar(),
-        hoverongaps: false,
-        text: range(T).map((i) => range(T).map((j) => `${tokenName(i)} in the basis of ${tokenName(j)}`)),
-        hovertemplate: "%{text}: %{z:.4f}<extra></extra>",
-        name: state.kind
-      }],
+        text: range(T).map((i) => range(T).map((j) => `${tokenName(i)} in the basis of ${tokenName(j)}`))
+      })],
       layout: tokenAxes(T)
     };
   },
@@ -77,9 +65,7 @@ figures.token_absolute = {
     }
     return {
       title: `|A| of token pairs, middle block, ${ofStep(index)}`,
-      traces: [{ type: "heatmap", x: range(side), y: range(side), z, zmin: 0, zmax: 1, colorscale: "Cividis",
-        colorbar: colourbar(), hoverongaps: false, hovertemplate: "%{z:.3f}<extra></extra>",
-        name: "|A| / largest" }],
+      traces: [heatmap(range(side), range(side), z, [0, 1], "%{z:.3f}", "|A| / largest")],
       layout: tokenAxes(T, K + 1)
     };
   },

@@ -1,0 +1,166 @@
+"""Results set beside each other, a point for each: what each has after its last step, and fits of one property on another.
+
+Numbers alone; `comparisons` draws them for print, the page draws `across`. Intervals of R^2 are bootstrapped over the
+results, those of a coupling over its prompts.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.coupling import MEASURES
+from tracker.packing import plain
+from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
+from tracker.statistics import PAIRS, correlations
+
+Results = Mapping[str, xr.Dataset]
+Property = Callable[[xr.Dataset], float]
+
+SIZES: dict[str, Property] = {
+    "blocks": lambda ds: float(ds.sizes["layer"]),
+    "width": lambda ds: float(ds.attrs["width"]),
+    "parameters": lambda ds: float(ds.attrs["parameters"]),
+}
+TOKENS = "training tokens"
+
+
+def shared_ks(results: Results) -> list[int]:
+    """The numbers of singular vectors that all results with layer pairs were measured with, ascending."""
+    measured = [{int(k) for k in ds["k"].values} for ds in results.values() if "k" in ds.coords]
+    return sorted(set.intersection(*measured)) if measured else []
+
+
+def mean_score(results: Results) -> tuple[list[str], Property]:
+    """The benchmarks that all results have after their last step, and the mean score over them.
+
+    Raises:
+        ValueError: if they have none in common.
+    """
+    last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
+    shared = set.intersection(
+        *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
+    )
+    if not shared:
+        raise ValueError(
+            f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
+        )
+    return sorted(shared), lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
+
+
+def tokens_seen(ds: xr.Dataset) -> float:
+    """How many tokens the model was trained on; NaN where nothing tells."""
+    # One number where all steps have the same, as a single one has.
+    return float(np.ravel(ds["tokens_seen"])[-1]) if "tokens_seen" in ds.coords else float("nan")
+
+
+def family(ds: xr.Dataset) -> str:
+    """The architecture: the name of the model's class."""
+    return str(ds.attrs["model_class"]).rpartition(".")[2]
+
+
+def subset_fits(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> pd.DataFrame:
+    """`linear_fit` of y on x over all rows, each family of four or more and all but it, and the smaller and the larger half.
+
+    Args:
+        table: a row for each result, with the columns named.
+
+    Returns:
+        A row for each subset of four or more; p_holm is p corrected for their number.
+    """
+    chosen = {"all": np.full(len(table), True)}
+    kinds = table[family].value_counts()
+    for kind in kinds.index if len(kinds) > 1 else ():
+        chosen[f"{kind} only"] = (table[family] == kind).to_numpy()
+        if len(kinds) > 2:  # without one of two families is the other one only
+            chosen[f"without {kind}"] = (table[family] != kind).to_numpy()
+    middle = table[size].median()
+    chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
+    chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
+    out = pd.DataFrame(
+        [
+            {"subset": name, **linear_fit(table[x].to_numpy()[there], table[y].to_numpy()[there])}
+            for name, there in chosen.items()
+            if there.sum() >= FEWEST
+        ]
+    )
+    return out.assign(p_holm=holm(out["p"].to_numpy()))
+
+
+def across(summaries: Results) -> dict[str, Any]:
+    """What the page shows of several results' scores and couplings after their last steps, JSON-able.
+
+    Args:
+        summaries: as `summary` makes them, measured alike.
+
+    Returns:
+        models: the names of those compared, in whose order all lists are; benchmarks, score, sizes, and fits of the score
+        on each size; coupling: by measure, K and pairs its values, their interval over prompts (l != l' alone), and the fits
+        of the score on it: linear, exponential, with sizes held fixed, and in subsets; and its own on each size.
+
+    Raises:
+        ValueError: if fewer than four results have what is compared.
+    """
+    compared = {name: ds for name, ds in summaries.items() if "score" in ds and ds.sizes.get("layer", 1) > 1}
+    if len(compared) < FEWEST:
+        raise ValueError(f"{len(compared)} of {len(summaries)} results have scores and layer pairs; it takes {FEWEST}")
+    benchmarks, score = mean_score(compared)
+    table = pd.DataFrame({name: [take(ds) for ds in compared.values()] for name, take in SIZES.items()})
+    table["score"], table["family"] = [[take(ds) for ds in compared.values()] for take in (score, family)]
+    tokens = [tokens_seen(ds) for ds in compared.values()]
+    if np.isfinite(tokens).all():
+        table[TOKENS] = tokens
+    sizes = [name for name in (*SIZES, TOKENS) if name in table]
+    coupling = _couplings(compared)
+    fits = correlations(coupling, table["score"].to_numpy())
+    fits["p_holm"] = holm(fits["p"].to_numpy())
+    found: dict[str, Any] = {}
+    for fit in fits.to_dict("records"):
+        measure, k, pairs = (fit.pop(name) for name in ("measure", "k", "pairs"))
+        values = coupling.sel(measure=measure, k=k, pairs=pairs).values
+        at = table.assign(coupling=values)
+        by_k = found.setdefault(measure, {}).setdefault(int(k), {})
+        by_k[pairs] = {
+            "values": plain(values),
+            "interval": [plain(end) for end in _intervals(compared, measure, k)] if pairs == "mean_offdiag" else None,
+            "fit": _fit(at, "coupling", "score", p_holm=fit["p_holm"]),
+            "exponential": plain(exponential_fit(values, at["score"].to_numpy())),
+            "held": plain(partial_correlation(values, at["score"].to_numpy(), [at[name].to_numpy() for name in SIZES])),
+            "subsets": plain(subset_fits(at, "coupling", "score", "family", "parameters").to_dict("list")),
+            "on": {name: _fit(at, name, "coupling") for name in sizes},
+        }
+    return {
+        "models": list(compared),
+        "benchmarks": benchmarks,
+        "score": plain(table["score"].to_numpy()),
+        "sizes": {name: plain(table[name].to_numpy()) for name in sizes},
+        "on": {name: _fit(table, name, "score") for name in sizes},
+        "coupling": found,
+        "tried": int(fits["p"].notna().sum()),
+    }
+
+
+def _couplings(compared: Results) -> xr.DataArray:
+    """Over (result, measure, k, pairs), of the measures and K that all have, after the last step."""
+    last = [ds.isel(step=-1).reset_coords(drop=True) for ds in compared.values()]
+    ks = shared_ks(compared)
+    names = [name for base in MEASURES for name in (base, f"{base}_vju") if all(f"{name}_matrix" in ds for ds in last)]
+    if not ks or not names:
+        raise ValueError("the results share no K and measure of coupling; walk again with the same --k and --measures")
+    chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]
+    return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
+
+
+def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
+    """Lower and upper end, over prompts."""
+    by_prompt = [-ds[f"{measure}_by_prompt"].sel(k=k).isel(step=-1).values for ds in compared.values()]
+    return [np.array(end) for end in zip(*(mean_interval(values) for values in by_prompt), strict=True)]
+
+
+def _fit(table: pd.DataFrame, x: str, y: str, **more: float) -> dict[str, Any]:
+    """`linear_fit`, and where its line begins."""
+    of_x, of_y = table[x].to_numpy(), table[y].to_numpy()
+    fit = linear_fit(of_x, of_y)
+    return plain(fit | {"intercept": of_y.mean() - fit["slope"] * of_x.mean()} | more)

@@ -1,0 +1,112 @@
+// Results beside each other, a point for each: coupling and score after the last step, and fits of one on another.
+const AGAINST = { coupling: "coupling", blocks: "blocks", width: "width", parameters: "parameters",
+  "training tokens": "training tokens" };
+const against = () => Object.keys(AGAINST).filter((name) => name === "coupling" || name in data.across.sizes);
+const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
+const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));
+
+function said(fit) {
+  if (fit.r2 === null) return "No line: no spread.";
+  const corrected = fit.p_holm === undefined ? "" :
+    `, ${p(fit.p_holm)} corrected for all ${data.across.tried} definitions on this page (Holm)`;
+  return `R² = ${fit.r2.toFixed(2)} (95 % interval over results: ${fit.r2_low.toFixed(2)} to ${fit.r2_high.toFixed(2)}), ` +
+    `p = ${p(fit.p)}${corrected}.`;
+}
+
+function points(x, y, fit, interval, exponential) {
+  const names = data.across.models,
+    ends = [Math.min(...x), Math.max(...x)];
+  const dots = names.map((name, r) => {
+    const i = data.models.findIndex((m) => m.name === name);
+    const bar = (end) => (interval && interval[end][r] !== null ? [Math.abs(interval[end][r] - x[r])] : [0]);
+    return traces.line([x[r]], [y[r]], name, i, { mode: "markers", marker: { size: 9 },
+      hovertemplate: "%{x:.4g}, %{y:.4g}", ...(interval ? { error_x: { type: "data", symmetric: false,
+          array: bar(1), arrayminus: bar(0), color: css("--faint"), thickness: 1, width: 3 } } : {}) });
+  });
+  const line = fit.r2 === null ? [] : [{ x: ends, y: ends.map((v) => fit.intercept + fit.slope * v), name: "linear fit",
+    mode: "lines", line: { color: css("--ink"), width: 1.5 }, hoverinfo: "skip", meta: { part: "fit" } }];
+  const along = range(41).map((i) => ends[0] + ((ends[1] - ends[0]) * i) / 40);
+  const curve = !exponential || exponential.r2 === null ? [] : [{ x: along, y: along.map((v) => exponential.a *
+      Math.exp(exponential.b * v)), name: "exponential fit", mode: "lines", line: { color: css("--ink"), width: 1.5,
+      dash: "dash" }, hoverinfo: "skip", meta: { part: "fit" } }];
+  return [...dots, ...line, ...curve];
+}
+
+figures.fit = {
+  has: () => Boolean(couplingAcross()),
+  draw() {
+    const a = data.across,
+      c = couplingAcross(),
+      of = state.against === "coupling",
+      x = of ? c.values : a.sizes[state.against],
+      fit = of ? c.fit : a.on[state.against];
+    const held = c.held.r2 === null ? "too few results or no spread" :
+      `R² = ${c.held.r2.toFixed(2)}, p = ${p(c.held.p)} (uncorrected)`;
+    $("fit-caption").textContent = `${said(fit)} The score is the mean over ${a.benchmarks.join(", ")}.` + (of ?
+      ` Exponential: ${c.exponential.r2 === null ? "no fit" : `R² = ${c.exponential.r2.toFixed(2)}`}. Blocks, width and parameters held fixed: ${held}.` +
+      (c.interval ? " Bars: 95 % interval over prompts." : "") : "");
+    return {
+      title: `Score against ${of ? `coupling, ${chosen()}, ${PAIRS[state.pairs]}` : state.against}`,
+      traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
+      layout: { xaxis: { title: { text: of ? "coupling (minus mis-coupling)" : state.against } }, yaxis: {
+          title: { text: "mean score" } } }
+    };
+  },
+};
+
+figures.sizes = {
+  has: () => Boolean(couplingAcross()),
+  draw() {
+    const a = data.across,
+      c = couplingAcross(),
+      name = state.against === "coupling" ? "blocks" : state.against;
+    $("sizes-caption").textContent = said(c.on[name]);
+    return {
+      title: `Coupling against ${name}, ${chosen()}, ${PAIRS[state.pairs]}`,
+      traces: points(a.sizes[name], c.values, c.on[name]),
+      layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+    };
+  },
+};
+
+figures.definitions = {
+  has: () => Boolean(data.across),
+  draw() {
+    const a = data.across.coupling,
+      measures = Object.keys(a),
+      ks = Object.keys(a[measures[0]]),
+      kinds = measures.flatMap((measure) => Object.keys(PAIRS).map((pairs) => [measure, pairs]));
+    const fit = (measure, pairs, k) => a[measure][k][pairs].fit;
+    return {
+      title: "r of score and coupling, by definition",
+      traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m][0]}, ${PAIRS[pairs]}`),
+        kinds.map(([m, pairs]) => ks.map((k) => fit(m, pairs, k).r)), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
+          colorscale: "RdBu",
+          reversescale: true,
+          text: kinds.map(([m, pairs]) => ks.map((k) => (fit(m, pairs, k).r === null ? "" :
+            `${fit(m, pairs, k).r.toFixed(2)}${fit(m, pairs, k).p_holm < 0.05 ? "*" : ""}`))),
+          texttemplate: "%{text}"
+        })],
+      layout: { xaxis: { type: "category", showgrid: false }, yaxis: { type: "category", autorange: "reversed",
+          showgrid: false } }
+    };
+  },
+};
+
+figures.subsets = {
+  has: () => Boolean(couplingAcross()),
+  draw() {
+    const s = couplingAcross().subsets,
+      y = s.subset.map((name, i) => `${name} (n = ${s.n[i]})`);
+    return {
+      title: `R² of score and coupling in subsets, ${chosen()}, ${PAIRS[state.pairs]}`,
+      traces: [{ x: s.r2, y, name: "R²", mode: "markers", marker: { size: 9, color: colour(0) }, text: s.p_holm.map(p),
+          error_x: { type: "data", symmetric: false, color: colour(0), thickness: 1.5, array: s.r2_high.map((
+            high, i) => high - s.r2[i]), arrayminus: s.r2_low.map((low, i) => s.r2[i] - low) },
+        hovertemplate: "%{y}: R² = %{x:.3f}, p = %{text} corrected<extra></extra>" }],
+      layout: { xaxis: { title: { text: "R²" }, range: [-0.02, 1.02] }, yaxis: { type: "category",
+          autorange: "reversed" }, showlegend: false },
+      says: s.subset.map((name, i) => `${name}: ${s.r2[i] === null ? "undefined" : s.r2[i].toFixed(2)}`).join("; ")
+    };
+  },
+};
