@@ -138,7 +138,7 @@ def across(summaries: Results) -> dict[str, Any]:
         "sizes": {name: plain(table[name].to_numpy()) for name in sizes},
         "on": {name: _fit(table, name, "score") for name in sizes},
         "coupling": found,
-        "tried": int(fits["p"].notna().sum()),
+        "tried": int(np.isfinite(fits["p"].to_numpy()).sum()),
     }
 
 

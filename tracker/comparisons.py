@@ -73,7 +73,7 @@ def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     # Without the coordinates of steps, which only some of the results may have.
     last = {name: curves(ds.isel(step=-1)).reset_coords(drop=True) for name, ds in results.items()}
-    _, score = mean_score(results)
+    score = mean_score(results)[1]
     found = [-points[list(MEASURES)].sel(k=shared_ks(results)).to_array("measure") for points in last.values()]
     coupling = xr.concat(found, "result").transpose("result", ...)
     table = correlations(coupling, np.array([score(ds) for ds in results.values()]))
@@ -137,7 +137,10 @@ def _of_subsets(table: pd.DataFrame) -> "Figure":
     place = np.arange(len(table))[::-1]
     ends = np.abs([table["r2_low"] - table["r2"], table["r2_high"] - table["r2"]])
     axes.errorbar(table["r2"], place, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
-    labels = [f"{fit.subset}\nn = {fit.n}, p = {fit.p:.2g} ({fit.p_holm:.2g} corrected)" for fit in table.itertuples()]
+    labels = [
+        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
+        for fit in table.to_dict("records")
+    ]
     axes.set_yticks(place, labels, fontsize=7)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(table) - 0.4))
     return figure
