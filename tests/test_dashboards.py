@@ -219,8 +219,10 @@ class TestWorkspace:
             (["--entity", "e"], "saving needs a key"),
             ([], "entity"),
             (["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
+            (["--entity", "e", "--k", "10,0"], "--k 10,0; give numbers of singular vectors, at least 1"),
+            (["--entity", "", "--dry-run"], "one is empty"),
         ],
-        ids=["no key", "no entity", "k in words"],
+        ids=["no key", "no entity", "k in words", "no vectors", "empty"],
     )
     def test_bad_usage(self, arguments, message, tmp_path, capsys, monkeypatch):
         without_a_key(monkeypatch, tmp_path)

@@ -603,7 +603,8 @@ class TestHonesty:
         page = open_page(write_report(generated(tmp_path / "run", (0, 5), layers=1), tmp_path / "page.html"))
         steps_through(page)
         visible = page.evaluate("[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)")
-        assert "singular-figure" in visible and "matrix-figure" not in visible
+        assert "singular-figure" in visible and "matrix-figure" not in visible and "coupling-figure" not in visible
+        assert "pairs of layers: one block was measured" in page.inner_text("footer")
 
 
 class TestSize:

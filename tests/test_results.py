@@ -68,6 +68,22 @@ def test_damaged_units_are_named(store, damage):
         tracker.open_results(store.path)
 
 
+def test_a_changed_byte_in_a_number_is_noticed(store):
+    file = store.write(3, unit(3, positions=50))
+    content, number = bytearray(file.read_bytes()), unit(3, positions=50).lss.values.tobytes()
+    content[content.index(number) + 100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*damaged"):
+        store.read(3)
+
+
+def test_a_file_of_something_else_is_named(store):
+    store.write(3, unit(3))
+    xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="h5netcdf")
+    with pytest.raises(ValueError, match=r"step00000004.nc is no unit of results"):
+        tracker.open_results(store.path)
+
+
 def test_no_results(tmp_path):
     with pytest.raises(FileNotFoundError, match="give a walk's --out"):
         tracker.open_results(tmp_path)

@@ -115,7 +115,7 @@ class Store:
                 unit = opened.load()
         except (OSError, KeyError, RuntimeError) as error:
             raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
-        if "model_class" not in unit.attrs or "prompt" not in unit.dims:
+        if "prompt" not in unit.dims:
             raise ValueError(f"{file} is no unit of results but something else; take it out of the directory")
         return unit
 
