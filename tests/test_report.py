@@ -73,7 +73,8 @@ def several(tmp_path_factory):
         sizes = {"width": 64 + 16 * (i % 4), "parameters": 1000 * (i + 1) ** 2}
         for step in (0, 64):
             made = unit(step, 3 + i % 3, (4, 8), 3, False, i, model_class=f"tests.{'AB'[i > 3]}", **sizes)
-            store.write(step, made.assign_coords(tokens_seen=step * 2**i))
+            rated = ("prompt", [3.0, 1, 4])
+            store.write(step, made.assign_coords(tokens_seen=step * 2**i, difficulty=rated))
         paths.append(store.path)
     return paths
 
@@ -243,6 +244,9 @@ class TestNumbers:
         np.testing.assert_allclose(numbers(drawn), ds.norm_raw.median(("prompt", "position")), rtol=1e-6)
         drawn = named(shown(page, "entropy"), "step 2,000")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.entropy.median(("prompt", "position")), rtol=1e-6)
+        drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
+        expected = ds.equidistance_raw_window.median(("prompt", "position"))
+        np.testing.assert_allclose(numbers(drawn), expected, rtol=1e-6)
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]
         by_prompt = ds.miscoupling.sel(k=4).where(apart).mean(("token", "layer", "layer_other"))
@@ -425,6 +429,13 @@ class TestSeveral:
         assert len(shown(page, "matrix")[0]["z"]) == 8 and page.inner_text("#step-shown") == "64"
         (line,) = [line["name"] for line in shown(page, "history") if "null" not in line["name"]]
         assert line == names[1]  # the other has as many blocks only by chance: it has not
+
+    def test_prompts_against_their_difficulty(self, shared, several):
+        page, ds = shared("six"), tracker.open_results(several[0]).isel(step=-1)
+        line = named(shown(page, "difficulty"), "prompts")
+        couplings = [-np.nanmean(off_diagonal(A)) for A in ds.miscoupling.sel(k=4).values[:, 0].astype(float)]
+        assert line["x"] == [3, 1, 4]
+        np.testing.assert_allclose(line["y"], couplings, rtol=1e-6)
 
     def test_what_differs_is_said(self, shared):
         page = shared("two")
