@@ -40,7 +40,7 @@ class _Rows:
         if self.copy is None and self.asked >= ENOUGH:
             sizes = [memory.numel() for memory in self.spare]
             fits = weight.numel() in sizes
-            memory = self.spare.pop(sizes.index(weight.numel())) if fits else torch.empty(weight.numel())
+            memory = self.spare.pop(sizes.index(weight.numel())) if fits else weight.new_empty(weight.numel())
             finalize(self, self.spare.append, memory).atexit = False
             self.copy = memory.view(weight.shape)
             for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):

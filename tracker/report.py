@@ -90,7 +90,9 @@ class Reader:
 
 def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
     """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a cluster sends is answered like Ctrl-C
+    # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(asked, signal.default_int_handler)
     reader, seen, waiting = Reader(), None, False
     there: list[Path] = []
     try:
