@@ -118,25 +118,25 @@ def across(summaries: Results) -> dict[str, Any]:
     fits["p_holm"] = holm(fits["p"].to_numpy())
     found: dict[str, Any] = {}
     for fit in fits.to_dict("records"):
-        measure, k, pairs = (fit.pop(name) for name in ("measure", "k", "pairs"))
+        measure, k, pairs = fit["measure"], fit["k"], fit["pairs"]
         values = coupling.sel(measure=measure, k=k, pairs=pairs).values
         at = table.assign(coupling=values)
         by_k = found.setdefault(measure, {}).setdefault(int(k), {})
         by_k[pairs] = {
             "values": plain(values),
             "interval": [plain(end) for end in _intervals(compared, measure, k)] if pairs == "mean_offdiag" else None,
-            "fit": _fit(at, "coupling", "score", p_holm=fit["p_holm"]),
+            "fit": _line(at, "coupling", "score", fit),
             "exponential": plain(exponential_fit(values, at["score"].to_numpy())),
             "held": plain(partial_correlation(values, at["score"].to_numpy(), [at[name].to_numpy() for name in SIZES])),
             "subsets": plain(subset_fits(at, "coupling", "score", "family", "parameters").to_dict("list")),
-            "on": {name: _fit(at, name, "coupling") for name in sizes},
+            "on": {name: _line(at, name, "coupling") for name in sizes},
         }
     return {
         "models": list(compared),
         "benchmarks": benchmarks,
         "score": plain(table["score"].to_numpy()),
         "sizes": {name: plain(table[name].to_numpy()) for name in sizes},
-        "on": {name: _fit(table, name, "score") for name in sizes},
+        "on": {name: _line(table, name, "score") for name in sizes},
         "coupling": found,
         "tried": int(np.isfinite(fits["p"].to_numpy()).sum()),
     }
@@ -159,8 +159,8 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     return [np.array(end) for end in zip(*(mean_interval(values) for values in by_prompt), strict=True)]
 
 
-def _fit(table: pd.DataFrame, x: str, y: str, **more: float) -> dict[str, Any]:
-    """`linear_fit`, and where its line begins."""
+def _line(table: pd.DataFrame, x: str, y: str, fit: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """`linear_fit`, found here or already, and where its line begins."""
     of_x, of_y = table[x].to_numpy(), table[y].to_numpy()
-    fit = linear_fit(of_x, of_y)
-    return plain(fit | {"intercept": of_y.mean() - fit["slope"] * of_x.mean()} | more)
+    fit = linear_fit(of_x, of_y) if fit is None else fit
+    return plain({**fit, "intercept": of_y.mean() - fit["slope"] * of_x.mean()})

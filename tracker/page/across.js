@@ -1,8 +1,6 @@
 // Results beside each other, a point for each: coupling and score after the last step, and fits of one on another.
-const AGAINST = { coupling: "coupling", blocks: "blocks", width: "width", parameters: "parameters",
-  "training tokens": "training tokens" };
 const SIGNED = [[0, "#67001f"], [0.25, "#d6604d"], [0.5, "#f7f7f7"], [0.75, "#4393c3"], [1, "#053061"]];
-const against = () => Object.keys(AGAINST).filter((name) => name === "coupling" || name in data.across.sizes);
+const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
 const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));
 

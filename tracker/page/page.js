@@ -7,7 +7,7 @@ function fill(id, values, labels = values) {
 
 function offer() {
   const measures = all(MEASURED),
-    coupling = data.models.some(coupled),
+    coupling = data.models.some((m) => m.layers > 1 && Object.keys(m.curves).length),
     kinds = Object.keys(model().tokens),
     layers = blocks();
   fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));

@@ -28,7 +28,7 @@ const square = (title, otherTitle, count, first = 1) => ({
 });
 
 figures.matrix = {
-  has: () => here(),
+  has: here,
   draw() {
     const m = model(),
       packed = m.matrices[state.measure][state.k],

@@ -38,7 +38,7 @@ figures.token_matrix = {
       value, j) => (i === j ? null : value)));
     return {
       title: `Tokens in block ${state.block}, ${ofStep(index)}`,
-      traces: [heatmap(range(T), range(T), z, [undefined, undefined], "%{text}: %{z:.4f}", state.kind, {
+      traces: [heatmap(range(T), range(T), z, [], "%{text}: %{z:.4f}", state.kind, {
         reversescale: true,
         text: range(T).map((i) => range(T).map((j) => `${tokenName(i)} in the basis of ${tokenName(j)}`))
       })],
