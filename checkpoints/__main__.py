@@ -47,12 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return (show if parsed.command == "list" else verify)(suite, chosen, examination)
 
 
-def _tokens(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count:,}" if count < 1e8 else f"{count / 1e9:.4g}B"
-
-
 def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:
     """Print what is published; 1 if some of it is doubted."""
     rows = [("revision", "step", "tokens", "formats", "fetched", "cache", "defects")]
@@ -122,6 +116,12 @@ def _place(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> Pat
         return Path(checkpoint.source)
     revision = listing.commit if listing is not None and listing.commit else checkpoint.revision
     return snapshot(checkpoint.source, revision, suite.cache_dir)
+
+
+def _tokens(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count:,}" if count < 1e8 else f"{count / 1e9:.4g}B"
 
 
 def _held(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> str:

@@ -113,9 +113,8 @@ def across(summaries: Results) -> dict[str, Any]:
     if np.isfinite(tokens).all():
         table[TOKENS] = tokens
     sizes = [name for name in (*SIZES, TOKENS) if name in table]
-    coupling = _couplings(compared)
+    coupling = last_couplings(compared)
     fits = correlations(coupling, table["score"].to_numpy())
-    fits["p_holm"] = holm(fits["p"].to_numpy())
     found: dict[str, Any] = {}
     for fit in fits.to_dict("records"):
         measure, k, pairs = fit["measure"], fit["k"], fit["pairs"]
@@ -142,11 +141,19 @@ def across(summaries: Results) -> dict[str, Any]:
     }
 
 
-def _couplings(compared: Results) -> xr.DataArray:
-    """Over (result, measure, k, pairs), of the measures and K that all have, after the last step."""
-    last = [ds.isel(step=-1).reset_coords(drop=True) for ds in compared.values()]
-    ks = shared_ks(compared)
-    names = [name for base in MEASURES for name in (base, f"{base}_vju") if all(f"{name}_matrix" in ds for ds in last)]
+def last_couplings(points: Results) -> xr.DataArray:
+    """Over (result, measure, k, pairs), of the measures and K that all have, after the last step.
+
+    Args:
+        points: of each result, as `statistics.curves` or `summary` gives them.
+
+    Raises:
+        ValueError: if they share none.
+    """
+    # Without the coordinates of steps, which only some of the results may have.
+    last = [ds.isel(step=-1).reset_coords(drop=True) for ds in points.values()]
+    ks = shared_ks(points)
+    names = [name for base in MEASURES for name in (base, f"{base}_vju") if all(name in ds for ds in last)]
     if not ks or not names:
         raise ValueError("the results share no K and measure of coupling; walk again with the same --k and --measures")
     chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]

@@ -11,8 +11,17 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.across import SIZES, TOKENS, Property, family, mean_score, shared_ks, subset_fits, tokens_seen
-from tracker.coupling import MEASURES
+from tracker.across import (
+    SIZES,
+    TOKENS,
+    Property,
+    family,
+    last_couplings,
+    mean_score,
+    shared_ks,
+    subset_fits,
+    tokens_seen,
+)
 from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fitted_line, panels
 from tracker.plots import Results, prompt_couplings
 from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
@@ -71,13 +80,9 @@ def subsets(results: Results, k: int) -> "Plotted":
 
 def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
-    # Without the coordinates of steps, which only some of the results may have.
-    last = {name: curves(ds.isel(step=-1)).reset_coords(drop=True) for name, ds in results.items()}
     score = mean_score(results)[1]
-    found = [-points[list(MEASURES)].sel(k=shared_ks(results)).to_array("measure") for points in last.values()]
-    coupling = xr.concat(found, "result").transpose("result", ...)
+    coupling = last_couplings({name: curves(ds.isel(step=[-1])) for name, ds in results.items()})
     table = correlations(coupling, np.array([score(ds) for ds in results.values()]))
-    table["p_holm"] = holm(table["p"].to_numpy())
     return what_follows(table, "score"), table
 
 

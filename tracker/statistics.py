@@ -22,7 +22,7 @@ import xarray as xr
 
 from tracker.coupling import MEASURES, depth_means
 from tracker.dataset import TOKENWISE
-from tracker.regression import linear_fit
+from tracker.regression import holm, linear_fit
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 TRAJECTORY = (
@@ -144,14 +144,18 @@ def by_distance(matrices: xr.DataArray) -> xr.DataArray:
 
 
 def correlations(coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | None = None) -> pd.DataFrame:
-    """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs."""
+    """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
+
+    p_holm is p corrected for all rows.
+    """
     stacked = coupling.stack(which=("measure", "k", "pairs"))
-    return pd.DataFrame(
+    found = pd.DataFrame(
         [
             {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
             for i, (measure, k, pairs) in enumerate(stacked["which"].values)
         ]
     )
+    return found.assign(p_holm=holm(found["p"].to_numpy()))
 
 
 def scalars(unit: xr.Dataset) -> dict[str, float]:

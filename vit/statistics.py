@@ -74,7 +74,7 @@ def read_grid(directory: Path) -> xr.Dataset:
 def correlations(grid: xr.Dataset) -> pd.DataFrame:
     """One regression for each stochastic depth rate and for all cells at fixed rate, measure, K and choice of layer pairs.
 
-    `p_holm` is corrected for all rows of the table.
+    `p_holm` is corrected for all rows of the whole table.
     """
     last, accuracy = -grid["miscoupling"].isel(step=-1), grid["accuracy"].values
     rates = grid["drop_path"].values

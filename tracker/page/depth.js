@@ -39,13 +39,12 @@ function byDepth(id, title, name, log = false) {
     },
   };
 }
-byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, () => (state.last === "raw" ? "norm_raw" : "norm"),
-  true);
+byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, lastState("norm"), true);
 byDepth("lss_window", () => `Line-shape score, ${model().window} states`, () => "lss_window");
 byDepth("expodistance_window", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
-  () => expodistanceWindow(), true);
+  lastState("expodistance", "_window"), true);
 byDepth("equidistance_window", () => `Variation of step lengths, ${model().window} states, ${LAST[state.last]}`,
-  () => (state.last === "raw" ? "equidistance_raw_window" : "equidistance_window"));
+  lastState("equidistance", "_window"));
 byDepth("entropy", () => "Entropy of the next token, nats", () => "entropy");
 
 // The window around an early, a middle and a late block, over training (Figs 28, 29).
@@ -73,10 +72,9 @@ function ofBlocks(name) {
     [0, Math.round((there.length - 1) / 2), there.length - 1].map((i) => there[i])
   ]).filter((l) => l !== undefined);
 }
-const expodistanceWindow = () => (state.last === "raw" ? "expodistance_raw_window" : "expodistance_window");
 atBlocks("lss_blocks", () => `Line-shape score, ${model().window} states`, () => "lss_window", {});
 atBlocks("expodistance_blocks", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
-  expodistanceWindow, LOGARITHMIC);
+  lastState("expodistance", "_window"), LOGARITHMIC);
 
 figures.singular = {
   has: () => Boolean(model().singular),
@@ -135,7 +133,7 @@ figures.noise = {
 };
 
 // Of each prompt, against one of its properties.
-function ofPrompts(id, words, values, hover) {
+function ofPrompts(id, property, axis, values, hover) {
   figures[id] = {
     has: () => here() && Boolean(model().prompts && values(model().prompts) && (model().prompts.values[state
       .measure] || {})[state.k]),
@@ -145,17 +143,17 @@ function ofPrompts(id, words, values, hover) {
       const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
       const level = -model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()];
       return {
-        title: `${ofModel()}Coupling of each prompt against its ${words}, step ${stepName(state.step)}`,
+        title: `${ofModel()}Coupling of each prompt against its ${property}, step ${stepName(state.step)}`,
         traces: [{ x: [Math.min(...x), Math.max(...x)], y: [level, level], name: "null level", mode: "lines",
             line: { color: colour(0), dash: "dot", width: 2 } },
           { x, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
             marker: { size: 8, color: colour(0) }, hovertemplate: `%{text}<br>${hover}: %{y:.4f}<extra></extra>` }
         ],
-        layout: { xaxis: { title: { text: words === "length" ? "tokens" : words } },
+        layout: { xaxis: { title: { text: axis } },
           yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
       };
     },
   };
 }
-ofPrompts("prompts", "length", (of) => of.lengths, "%{x} tokens");
-ofPrompts("difficulty", "difficulty", (of) => of.difficulty, "difficulty %{x}");
+ofPrompts("prompts", "length", "tokens", (of) => of.lengths, "%{x} tokens");
+ofPrompts("difficulty", "difficulty", "difficulty", (of) => of.difficulty, "difficulty %{x}");

@@ -73,7 +73,7 @@ function medians(id, title, name, more = {}) {
     }),
   };
 }
-const lastState = (name) => () => (state.last === "raw" ? `${name}_raw` : name);
+const lastState = (name, end = "") => () => (state.last === "raw" ? `${name}_raw${end}` : `${name}${end}`);
 medians("lss", () => "Line-shape score", () => "lss");
 medians("expodistance", () => `Expodistance, ${LAST[state.last]}`, lastState("expodistance"), LOGARITHMIC);
 medians("alpha", () => `Mean growth rate α, ${LAST[state.last]}`, lastState("alpha_mean"));
