@@ -53,10 +53,8 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         ("miscoupling", BLUE, "miscoupling"),
         ("offdiag_normalized", ORANGE, "offdiag normalized"),
     ):
-        coupling.fill_between(
-            step, points[f"{measure}_q25"].sel(at), points[f"{measure}_q75"].sel(at), color=colour, alpha=0.2, lw=0
-        )
-        coupling.plot(step, points[measure].sel(at), color=colour, marker="o", ms=3, label=label)
+        middle, low, high = (points[measure + end].sel(at) for end in ("", "_q25", "_q75"))
+        banded_line(coupling, step, middle, low, high, colour, label)
         coupling.plot(step, points[f"{measure}_null"].sel(at), color=colour, ls=":", label="its null level")
     coupling.set(title=f"Mis-coupling, l ≠ l', K = {k}", ylim=(0, None))
     coupling.legend(fontsize=7)
@@ -65,8 +63,7 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         (growth, "expodistance_raw", "Expodistance, before final norm"),
     ):
         low, middle, high = (points[name].sel(statistic=s) for s in ("q25", "median", "q75"))
-        axes.fill_between(step, low, high, color=GREEN, alpha=0.2, lw=0)
-        axes.plot(step, middle, color=GREEN, marker="o", ms=3)
+        banded_line(axes, step, middle, low, high, GREEN)
         axes.set(title=heading)
     growth.set_yscale("log")
     growth.yaxis.set_major_formatter("{x:g}")
@@ -84,6 +81,12 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         training_axis(axes, step[-1])
     figure.suptitle(title)
     return figure
+
+
+def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
+    """A line through points, and the band from low to high about it."""
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+    axes.plot(x, middle, color=color, marker="o", ms=3, label=label)
 
 
 def training_axis(axes: "Axes", last: float) -> None:

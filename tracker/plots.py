@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.across import Results
-from tracker.drawing import BLUE, GREY, ORANGE, fitted_line, panels, shades, training_axis
+from tracker.drawing import BLUE, GREY, ORANGE, banded_line, fitted_line, panels, shades, training_axis
 from tracker.regression import holm, linear_fit, mean_interval, onset
 from tracker.statistics import null_matrix, over_pairs, quartiles
 
@@ -35,8 +35,7 @@ def coupling_over_training(results: Results, measure: str, pairs: str, k: int) -
         low, high = mean_interval(by_prompt["coupling"].transpose("step", "prompt").values)
         left = onset(ds["step"].values, (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values)
         step = ds["step"].values
-        panel.fill_between(step, low, high, color=BLUE, alpha=0.25, lw=0)
-        panel.plot(step, mean, color=BLUE, marker="o", ms=3)
+        banded_line(panel, step, mean, low, high, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         if np.isfinite(left["step"]):
             panel.axvspan(left["low"], left["high"], color=ORANGE, alpha=0.2, lw=0)
@@ -138,8 +137,7 @@ def by_depth(results: Results, variables: Mapping[str, str], log: Sequence[str] 
             spread = quartiles(values.isel(step=i), over)
             low, middle, high = (spread.sel(statistic=s).values for s in ("q25", "median", "q75"))
             step = int(ds["step"][i])
-            panel.fill_between(values[axis], low, high, color=colour, alpha=0.15, lw=0)
-            panel.plot(values[axis], middle, color=colour, marker="o", ms=2, label=f"step {step:,}")
+            banded_line(panel, values[axis], middle, low, high, colour, f"step {step:,}")
             columns = {"depth": values[axis].values, "median": middle, "q25": low, "q75": high}
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         if variable in log:
@@ -165,8 +163,7 @@ def at_depths(results: Results, variable: str, label: str, sign: int = 1, log: b
                 "statistic", "step"
             )
             low, middle, high = spread.values
-            panel.fill_between(ds["step"], low, high, color=colour, alpha=0.15, lw=0)
-            panel.plot(ds["step"], middle, color=colour, marker="o", ms=3, label=f"layer {layer}")
+            banded_line(panel, ds["step"], middle, low, high, colour, f"layer {layer}")
             columns = {"step": ds["step"].values, "median": middle, "q25": low, "q75": high}
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
         training_axis(panel, ds["step"].values[-1])
@@ -185,8 +182,7 @@ def over_training(results: Results, variable: str, label: str) -> "Plotted":
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         spread = quartiles(ds[variable], ("prompt", "position")).transpose("step", "statistic")
         low, middle, high = spread.values.T
-        axes.fill_between(ds["step"], low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(ds["step"], middle, color=colour, marker="o", ms=3, label=name)
+        banded_line(axes, ds["step"], middle, low, high, colour, name)
         rows.append(pd.DataFrame({"result": name, "step": ds["step"], "median": middle, "q25": low, "q75": high}))
     training_axis(axes, max(float(ds["step"][-1]) for ds in results.values()))
     axes.set_ylabel(label, fontsize=8)
@@ -253,8 +249,7 @@ def noise_response(results: Results) -> "Plotted":
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth).mean("position").transpose("noise", "prompt").values
             mean, (low, high) = by_prompt.mean(-1), mean_interval(by_prompt)
-            panel.fill_between(at["noise"], low, high, color=colour, alpha=0.2, lw=0)
-            panel.plot(at["noise"], mean, color=colour, marker="o", ms=3, label=f"after block {depth}")
+            banded_line(panel, at["noise"], mean, low, high, colour, f"after block {depth}")
             columns = {"noise": at["noise"].values, "mean": mean, "low": low, "high": high}
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set_xscale("log")
@@ -297,8 +292,7 @@ def coupling_by_layer(results: Results, measure: str, k: int) -> "Plotted":
         others = matrices.where(matrices["layer"] != matrices["layer_other"]).mean("layer_other")
         by_prompt = others.transpose("layer", "prompt").values
         mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt)
-        axes.fill_between(ds["layer"], low, high, color=colour, alpha=0.2, lw=0)
-        axes.plot(ds["layer"], mean, color=colour, marker="o", ms=3, label=name)
+        banded_line(axes, ds["layer"], mean, low, high, colour, name)
         columns = {"layer": ds["layer"].values, "coupling": mean, "low": low, "high": high}
         rows.append(pd.DataFrame({"result": name, **columns}))
     axes.set_xlabel("layer", fontsize=8)
