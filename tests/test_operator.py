@@ -55,7 +55,7 @@ def test_products_with_the_jacobian(name, monkeypatch):
     d, n = calls[0].x.shape[-1], calls[0].x.shape[1]
     rows = Rows(torch.tensor([0, 1, 1]), torch.tensor([n - 1, 1, n - 1]))
     jacobians = Jacobians(replica)
-    monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 3 * 5})  # chunks of 5, the last one not full
+    monkeypatch.setattr(tracker.rows, "_enough_rows", lambda *_: 3 * 5)  # chunks of 5, the last one not full
     X = torch.randn(3, d, 7, dtype=torch.float64)
     for call in calls:
         ((J, evidence),) = jacobians([(call, rows)])

@@ -224,7 +224,7 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
 def test_chunks_do_not_change_the_numbers(monkeypatch):
     model, inputs = build("llama, grouped keys")
     whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
-    monkeypatch.setattr(tracker.rows, "CHUNK", {"cpu": 40})
+    monkeypatch.setattr(tracker.rows, "_enough_rows", lambda *_: 40)
     budget = 2 * 8 * 3 * WIDTH**2 * 2  # half of it: two rows' Jacobians of three blocks
     parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64, memory_budget=budget)
     torch.testing.assert_close(

@@ -38,13 +38,9 @@ from tracker.recording import BlockCall
 from tracker.replica import Replica
 from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
 
-# Rows (cotangents x token rows) that pass through a block at once: enough for matrix multiplication at its full rate,
-# if the memory allows. Each takes about 16 d scalars: 64 MiB in all on a CPU at d = 1024.
-CHUNK = {"cpu": 1024}
-CHUNK_ELSEWHERE = 4096
+PROBES = 64  # random products that stand for a Jacobian whose entries are not found
 Precision = Literal["float32", "tf32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-PROBES = 64  # random products that stand for a Jacobian whose entries are not found
 
 
 @dataclass(frozen=True)
@@ -214,9 +210,18 @@ class Jacobians:
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
-    """How many cotangents at once, where each keeps so many scalars alive."""
+    """How many cotangents at once, where each keeps so many scalars alive; one of one row takes about 16 d."""
     d = x.shape[-1]
-    return cotangent_chunk(scalars, min(memory, 16 * d * CHUNK.get(x.device.type, CHUNK_ELSEWHERE)), d)
+    return cotangent_chunk(scalars, min(memory, 16 * d * _enough_rows(d, x.device.type)), d)
+
+
+def _enough_rows(d: int, device: str) -> int:
+    """With how many rows (cotangents x token rows) at once matrix multiplication runs at its full rate.
+
+    On a CPU no more than that: what comes out of a layer is then small enough for the C library to keep its memory for the
+    next, and fresh memory can cost as much as the product.
+    """
+    return max(256, min(1024, (1 << 20) // d)) if device == "cpu" else 4096
 
 
 def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
@@ -225,7 +230,7 @@ def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
 
 
 def _check_finite(J: Tensor, call: BlockCall) -> None:
-    if not torch.isfinite(J).all():
+    if not torch.isfinite(torch.stack(J.aminmax())).all():  # NaN where one entry is
         raise FloatingPointError(
             f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
         )
