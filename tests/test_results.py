@@ -106,13 +106,14 @@ def test_a_claim_is_one_walks_alone_and_ends_with_it_however_it_ends(store):
     assert free is not None and store.claim(4) is None
     with pytest.raises(ValueError, match="never mixed"):
         store.settle({"k": [5], "dtype": "float32"})  # a walk is at work, though it has no results yet
-    free.release(remove=True)
+    free.release()  # its file stays, as that of a walk that was killed
+    assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [".step00000003.claim"]
     other.kill()
     other.wait()
     taken = store.claim(3)
     assert taken is not None
-    taken.release(remove=True)
-    assert not list(store.units.glob(".*"))
+    taken.release()
+    assert not store.remove_abandoned() and not list(store.units.glob(".*"))
 
 
 def test_locks_exclude_each_other_while_their_files_come_and_go(tmp_path):

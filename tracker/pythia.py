@@ -142,6 +142,7 @@ def run(walk: Walk) -> int:
         _say_what_repeats(units)
         if plan.store.steps():
             with plan.store.alone():
+                plan.store.remove_abandoned()  # of steps that were done before their walk was killed
                 print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
     except UsageError as error:
         return _usage_error(error)

@@ -44,7 +44,7 @@ class Store:
 
     def _settle(self, settings: Mapping[str, Any]) -> None:
         file = self.settings
-        if not self.steps() and not self._claimed():
+        if not self.steps() and not self.remove_abandoned():
             write_whole(file, json.dumps(settings, indent=2).encode())
             return
         try:
@@ -79,21 +79,19 @@ class Store:
         except FileNotFoundError:
             return ""
 
+    def remove_abandoned(self) -> bool:
+        """Remove the claims of processes that were killed; whether some process is measuring."""
+        locks = [Lock.take(file) for file in self.units.glob(".step*.claim")]
+        for lock in filter(None, locks):
+            lock.release(remove=True)
+        return None in locks
+
     def alone(self) -> Lock:
         """A lock for what concerns the whole store, such as its page; waits while another process has it."""
         return Lock.wait(self.path / ".lock")
 
     def _claim(self, step: int) -> Path:
         return self.units / f".step{step:08d}.claim"
-
-    def _claimed(self) -> bool:
-        """Whether some process is measuring."""
-        for file in self.units.glob(".step*.claim"):
-            lock = Lock.take(file)
-            if lock is None:
-                return True
-            lock.release(remove=True)
-        return False
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit, whole or not at all."""
