@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
             return 2
 
+    from benchmarks import tables
     from benchmarks.machine import keep
     from tracker.blocks import UsageError
     from tracker.provenance import usable_device
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(coupling_table(result) if settings.what == "coupling" else scaling_table(result))
+    print(tables.coupling(result) if settings.what == "coupling" else tables.scaling(result))
     if settings.out:
         keep(result, settings.out)
     return 0
@@ -119,7 +120,8 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     linear = machine.linear_shapes(shapes.blocks(model)[0])
     L, d = len(shapes.blocks(model)), linear[0][1]
     jacobians: list[Tensor] = []
-    dataset = ours(model, settings, machine.Clock(settings.device), jacobians)  # once untimed: libraries warm up
+    with machine.saved_products() as saved:
+        dataset = ours(model, settings, machine.Clock(settings.device), jacobians)  # once untimed: libraries warm up
     reference = published(model, settings, machine.Clock(settings.device)) if settings.published else None
     other = replace(settings, svd=settings.beside) if settings.beside else None
     other_dataset = ours(model, other, machine.Clock(settings.device)) if other else None
@@ -139,14 +141,18 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         "ours": _medians(our_runs),
         "certificate": _certificate(dataset),
     }
-    rate = sum(2 * d * outputs * inputs for outputs, inputs in linear) / median(products)
+    flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)  # of d cotangents through every layer
+    rate = flops / median(products)
     result["gemm"]["flops_per_second"] = rate
     mine, stages = result["ours"], result["ours"]["stages"]
     pair_flops = 2 * L * L * d * settings.k * (d + settings.k) * settings.prompts
     mine["seconds_per_prompt"] = mine["seconds"] / settings.prompts
-    mine["svd_over_jacobian"] = stages["svd"] / stages.get("jacobian", float("nan"))
+    jacobian = stages.get("jacobian", float("nan"))
+    mine["svd_over_jacobian"] = stages["svd"] / jacobian
+    mine["products_saved"] = sum(saved) / (flops * L * settings.prompts)
+    mine["gemm_over_jacobian"] = median(products) * L * settings.prompts / jacobian
     mine["fraction_of_gemm_rate"] = {
-        "jacobian": median(products) * L * settings.prompts / stages.get("jacobian", float("nan")),
+        "jacobian": (1 - mine["products_saved"]) * mine["gemm_over_jacobian"],
         "pairs": pair_flops / rate / stages["pairs"],
     }
     if other_dataset is not None:
@@ -310,57 +316,6 @@ def _errors(
 def _header(settings: Benchmark, environment: dict[str, Any], L: int, d: int) -> dict[str, Any]:
     chosen = {name: value for name, value in asdict(settings).items() if name not in ("what", "out")}
     return {"what": settings.what, "settings": chosen, "environment": environment, "blocks": L, "width": d}
-
-
-def coupling_table(result: dict[str, Any]) -> str:
-    """The result for a terminal."""
-    mine, theirs = result["ours"], result.get("published", {"stages": {}})
-    given = result["settings"]
-    lines = [
-        f"{given['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {given['k']}, "
-        f"{given['prompts']} prompt(s), {given['device']}, {result['environment']['threads']} threads",
-        f"{'stage':10}{'ours, s':>10}{'published, s':>14}{'ratio':>8}{'of GEMM rate':>14}",
-    ]
-    for stage in ("whole", *mine["stages"]):
-        own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
-        other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
-        ratio, fraction = result.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
-        lines.append(f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}")
-    if "peak_bytes" in mine:
-        own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
-        lines.append(f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}")
-    certificate = result["certificate"]
-    lines.append(
-        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
-        f"Jacobian stage; residual {certificate['residual']:.1e}, complete {certificate['complete']}, "
-        f"in full {certificate['full_svd']:.0%}"
-    )
-    if "errors" in result:
-        lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
-    if "beside" in result:
-        beside = result["beside"]
-        lines.append(
-            f"{given['svd']} takes {beside['ratio']:.2f} of the time of {given['beside']} ({beside['seconds']:.3f} s)"
-        )
-        lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
-    if given["prompts"] > 1:
-        lines.append("published: one prompt; ratios are per prompt")
-    return "\n".join(lines)
-
-
-def scaling_table(result: dict[str, Any]) -> str:
-    """The result for a terminal."""
-    stages = list(result["points"][0]["stages"])
-    lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
-    for point in result["points"]:
-        cells = "".join(f"{point['stages'][stage]:10.3f}" for stage in stages)
-        lines.append(f"{point['tokens']:6}{point['prompts']:9}{point['seconds']:10.3f}{cells}")
-    return "\n".join(lines)
-
-
-def _cell(value: float | None, form: str) -> str:
-    missing = value is None or value != value
-    return f"{'-':>{form.split('.')[0]}}" if missing else f"{value:{form}}"
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tracker.linear import LinearByOneDNN
+from tracker.identity import rows_of_identity
+from tracker.linear import FrozenLinear, FrozenProduct
 
 
 class Clock:
@@ -58,11 +60,26 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
     for outputs, inputs in layers:
         cotangents, weight = torch.randn(d, outputs, device=device), torch.randn(outputs, inputs, device=device)
         clock = Clock(device)
-        for way in (nullcontext(), LinearByOneDNN()):
+        for way in (nullcontext(), FrozenLinear()):
             with way, clock(type(way).__name__):
                 linear(cotangents, weight.mT)
         seconds += min(clock.seconds.values())
     return seconds
+
+
+@contextmanager
+def saved_products() -> Iterator[list[int]]:
+    """Operations of the products that need none, because `tracker.identity` knows what they are of."""
+    saved: list[int] = []
+    forward = FrozenProduct.forward
+
+    def counted(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        if rows_of_identity(x) is not None:
+            saved.append(2 * x.numel() * len(weight))
+        return forward(x, weight, *others)
+
+    with patch.object(FrozenProduct, "forward", staticmethod(counted)):
+        yield saved
 
 
 def reset_peak(device: str) -> int:

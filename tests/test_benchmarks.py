@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmarks import coupling, figures, streaming
+from benchmarks import coupling, figures, streaming, tables
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -52,7 +52,7 @@ def test_the_result_says_what_was_timed_and_on_what(compared):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
     assert set(compared["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
     assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
-    printed = coupling.coupling_table(compared)
+    printed = tables.coupling(compared)
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
 
 
@@ -62,7 +62,7 @@ def test_two_ways_in_turn(directory):
     assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
     assert beside["ratio"] == result["ours"]["seconds"] / beside["seconds"]
     assert 0 < beside["differences"]["singular_value"] < 1e-5 and beside["differences"]["miscoupling"] < 1e-4
-    assert "of the time of full" in coupling.coupling_table(result)
+    assert "of the time of full" in tables.coupling(result)
 
 
 def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
@@ -76,7 +76,7 @@ def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
 def test_without_the_baseline(directory):
     result = run(directory, "--published", "false")
     assert "published" not in result and "ratio" not in result and "errors" not in result
-    assert "published" in coupling.coupling_table(result)  # the column, empty
+    assert "published" in tables.coupling(result)  # the column, empty
 
 
 @pytest.mark.slow  # two fresh processes that import everything
@@ -91,7 +91,7 @@ def test_memory_is_watched_in_fresh_processes(directory):
 def test_scaling(scaled):
     assert [(p["tokens"], p["prompts"]) for p in scaled["points"]] == [(4, 1), (8, 1), (6, 1), (6, 3)]
     assert all(p["seconds"] > p["stages"]["jacobian"] > 0 for p in scaled["points"])
-    assert len(coupling.scaling_table(scaled).splitlines()) == 5
+    assert len(tables.scaling(scaled).splitlines()) == 5
 
 
 def test_figures(compared, scaled, directory, capsys):

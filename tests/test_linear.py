@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN against the same in float64, and what is left alone."""
+"""Linear layers by oneDNN and rows of an identity against the same in float64, and what is left alone."""
 
 import time
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from tracker import linear
+from tracker import identity, linear
+from tracker.identity import identity_matrix, rows_of_identity
 from tracker.jacobian import dense_jacobian, linearize
-from tracker.linear import LinearByOneDNN
+from tracker.linear import FrozenLinear
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 
@@ -18,8 +20,8 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def products(monkeypatch):
     """How many products oneDNN was given."""
     count = []
-    forward = linear._Product.forward
-    monkeypatch.setattr(linear._Product, "forward", staticmethod(lambda *a: count.append(1) or forward(*a)))
+    product = linear._linear
+    monkeypatch.setattr(linear, "_linear", lambda *a: count.append(1) or product(*a))
     return count
 
 
@@ -33,7 +35,7 @@ def network(dtype=torch.float32):
 def test_values_products_and_jacobians(chunk, products):
     x = torch.randn(3, 12)
     exact = linearize(network(torch.float64), x.double())
-    with LinearByOneDNN():
+    with FrozenLinear():
         found = linearize(network(), x)
     before = len(products)
     assert before == 2, "both layers"
@@ -54,7 +56,7 @@ def test_few_rows(rows, products, monkeypatch):
     exact = linearize(network(torch.float64), x.double())
     J = dense_jacobian(exact.pullback, exact.y, 12)
     for _ in range(2):
-        with LinearByOneDNN(spare):
+        with FrozenLinear(spare):
             found = linearize(network(), x)
         torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
         for _ in range(3):
@@ -73,7 +75,7 @@ def test_strides_that_onednn_is_slow_with():
     """Columns of a wider weight: handed on as they are, they take over a second."""
     W, x = torch.randn(2048, 4096), torch.randn(16, 4096)
     started = time.perf_counter()
-    with LinearByOneDNN():
+    with FrozenLinear():
         product = F.linear(x[:, ::2], W[:, 1000:3048])
     assert time.perf_counter() - started < 0.5
     torch.testing.assert_close(product, x[:, ::2] @ W[:, 1000:3048].T, atol=1e-3, rtol=1e-4)
@@ -82,7 +84,7 @@ def test_strides_that_onednn_is_slow_with():
 def test_rows_and_weights_that_are_not_contiguous(products):
     x = torch.randn(7, 5, 2).movedim(0, -1).movedim(0, -2)[..., ::2]
     W = torch.randn(9, x.shape[-1] * 2)[:, ::2]
-    with LinearByOneDNN():
+    with FrozenLinear():
         torch.testing.assert_close(F.linear(x, W), torch.einsum("...i,oi->...o", x, W))
     assert products
 
@@ -98,7 +100,7 @@ def test_rows_and_weights_that_are_not_contiguous(products):
     ids=["float64", "bfloat16", "a weight that learns", "a vector"],
 )
 def test_what_is_left_alone(x, weight, products):
-    with LinearByOneDNN():
+    with FrozenLinear():
         torch.testing.assert_close(F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight))
     assert not products
 
@@ -106,7 +108,7 @@ def test_what_is_left_alone(x, weight, products):
 def test_weights_of_their_own_for_each():
     """As of experts that a block runs side by side."""
     W, x = torch.randn(5, 4, 3), torch.randn(5, 2, 3)
-    with LinearByOneDNN():
+    with FrozenLinear():
         both = torch.vmap(F.linear)(x, W)
         one = torch.vmap(F.linear, in_dims=(None, 0))(x[0], W)
         last = torch.vmap(F.linear, in_dims=(1, 2))(x.movedim(0, 1), W.movedim(0, 2))
@@ -117,7 +119,7 @@ def test_weights_of_their_own_for_each():
 
 def test_derivatives_of_other_kinds(products):
     x, W = torch.randn(2, 3), torch.randn(4, 3)
-    with LinearByOneDNN():
+    with FrozenLinear():
         for derivative in (torch.func.jacfwd, torch.func.jacrev):
             J = derivative(lambda x: F.linear(x, W))(x)
             torch.testing.assert_close(J, torch.einsum("ab,oi->aobi", torch.eye(2), W))
@@ -131,12 +133,88 @@ def test_without_onednn(off, products, monkeypatch):
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     else:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with LinearByOneDNN():
+    with FrozenLinear():
         torch.testing.assert_close(F.linear(x, W), x @ W.T)
     assert not products
 
 
 def test_autocast_keeps_its_precision(products):
-    with LinearByOneDNN(), torch.autocast("cpu", torch.bfloat16):
+    with FrozenLinear(), torch.autocast("cpu", torch.bfloat16):
         assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
     assert not products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_rows(dtype, products, monkeypatch):
+    monkeypatch.setattr(linear, "LARGE", 1)
+    M, x, y = torch.randn(9, 7, dtype=dtype), torch.randn(3, 7, dtype=dtype), torch.randn(3, 9, dtype=dtype)
+    forward, back = linear.row_products(M)
+    for _ in range(3):
+        torch.testing.assert_close(forward(x), x @ M.T)
+        torch.testing.assert_close(back(y), y @ M)
+    X, Y = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, 5, 8, dtype=dtype)
+    torch.testing.assert_close(linear.inner_products(X, Y), torch.einsum("bmd,bkd->bmk", X, Y))
+    assert bool(products) == (dtype == torch.float32)
+
+
+class Residual(nn.Module):
+    """Two branches and what they are added to, as in GPT-NeoX; or one after the other."""
+
+    def __init__(self, d: int, parallel: bool, conv1d: bool, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(5)
+        layer = (lambda i, o: Conv1D(o, i)) if conv1d else nn.Linear
+        self.branches = nn.ModuleList(nn.Sequential(layer(d, 20), nn.GELU(), layer(20, d)) for _ in range(2))
+        self.parallel = parallel
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        first, second = self.branches
+        return x + first(x) + second(x) if self.parallel else (y := x + first(x)) + second(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("parallel, saved", [(True, 2), (False, 1)], ids=["parallel", "in turn"])
+@pytest.mark.parametrize("rows, chunk", [(1, 12), (1, 5), (1, 1), (3, 12), (3, 5)])
+def test_an_identity_passes_the_last_layers_without_arithmetic(
+    rows, chunk, parallel, saved, conv1d, dtype, monkeypatch
+):
+    picked = []
+    find = linear.rows_of_identity
+    monkeypatch.setattr(linear, "rows_of_identity", lambda x: picked.append(find(x)) or picked[-1])
+    x = torch.randn(rows, 12, dtype=dtype)
+    exact = linearize(Residual(12, parallel, conv1d, torch.float64), x.double())
+    expected = dense_jacobian(exact.pullback, exact.y, 12)
+    assert not any(picked)
+    with FrozenLinear():
+        found = linearize(Residual(12, parallel, conv1d, dtype), x)
+    J = dense_jacobian(found.pullback, found.y, chunk)
+    torch.testing.assert_close(J.double(), expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+    chunks = [slice(start, min(start + chunk, 12)) for start in range(0, 12, chunk)]
+    assert [rows for rows in picked if rows] == [rows for rows in chunks for _ in range(saved)]
+
+
+def test_rows_of_an_identity_are_told_from_others():
+    I = identity_matrix(6, torch.ones(1, dtype=torch.float64))
+    assert rows_of_identity(I) == slice(0, 6) and rows_of_identity(I[2:5]) == slice(2, 5)
+    assert rows_of_identity(I[1:3, None].expand(-1, 4, -1)) == slice(1, 3)
+    assert rows_of_identity(I[4:5].expand(1, 6)) == slice(4, 5)
+    others = [
+        I[:, :5],
+        I[:, 1:],
+        I[::2],
+        I[:2].expand(3, 2, 6),
+        I.T,
+        I.view(-1)[1:31].view(5, 6),
+        I[0],
+        I.clone(),
+        I + 0,
+    ]
+    others += [I.view(torch.int64), torch.eye(6), I[:, None].expand(-1, 2, -1).transpose(0, 1)]
+    assert [rows_of_identity(x) for x in others] == [None] * len(others)
+    I[0, 1] = 1
+    assert rows_of_identity(I) is None, "no longer one"
+    address = I.untyped_storage().data_ptr()
+    del I, others
+    assert address not in identity._made, "forgotten with its memory"

@@ -66,7 +66,8 @@ def test_in_float32(method):
     torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
     for basis in (t.U, t.V):
         torch.testing.assert_close(basis.mT @ basis, torch.eye(10)[None], atol=1e-5, rtol=0)
-    assert float(t.residual) == pytest.approx(float(residual(J, t.U, t.S, t.V)), rel=1e-3)
+    exact = residual(J.double(), t.U.double(), t.S.double(), t.V.double())
+    assert float(t.residual) == pytest.approx(float(exact), rel=0.2), "near rounding: no two evaluations agree wholly"
 
 
 SPECTRA = {
@@ -169,16 +170,25 @@ def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
 
 @pytest.fixture(params=[0, 4])
 def blind(request, monkeypatch):
-    """An iteration that converges to all triplets but one."""
+    """Iterations that converge to all triplets but one."""
 
-    def overlook(apply, apply_transpose, start, K, tolerance, dear):
+    def without(missed, S, *bases):
+        kept = [k for k in range(bases[0].shape[-1]) if k != missed]
+        seen = (S[:, 4] > 0.95 * S[:, 0])[:, None, None]  # of spectra flatter than FLAT nothing is overlooked
+        bases = [torch.where(seen, basis[..., :-1], basis[..., kept]) for basis in bases]
+        return torch.where(seen[..., 0], S[..., : len(kept)], S[..., kept]), *bases
+
+    def golub_kahan(apply, apply_transpose, start, K, tolerance, dear):
         U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance, dear)
-        kept = [k for k in range(K + 1) if k != request.param]
-        keep = (S[:, 4] > 1.5)[:, None, None]  # in matrices larger than 1.5 nothing is overlooked
-        U, V = (torch.where(keep, part[..., :K], part[..., kept]) for part in (U, V))
-        return U, torch.where(keep[..., 0], S[..., :K], S[..., kept]), V
+        S, U, V = without(request.param, S, U, V)
+        return U, S, V
 
-    monkeypatch.setattr(svd, "block_golub_kahan", overlook)
+    def lanczos(apply, start, K, tolerance):
+        S, U = krylov.block_lanczos(apply, start, K + 1, tolerance)
+        return without(request.param, S, U)
+
+    monkeypatch.setattr(svd, "block_golub_kahan", golub_kahan)
+    monkeypatch.setattr(svd, "block_lanczos", lanczos)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -194,11 +204,30 @@ def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype
 
 
 def test_only_what_missed_is_done_again(blind):
-    J = torch.cat([3 * planted(FLAT), planted(FLAT, 7), 2 * planted(FLAT, 9)])
+    flatter = FLAT**0.3
+    J = torch.cat([3 * planted(flatter), planted(FLAT, 7), 2 * planted(flatter, 9)])
     t = top_singular_triplets(J, 10, "krylov")
     assert t.full.tolist() == [False, True, False]
     assert t.complete.all()
     assert_same_vectors(t, J, 1e-9)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("fall, by_squares", [(0.5, True), (0.2, True), (0.05, False), (1e-4, False)])
+def test_squares_serve_where_singular_values_do_not_fall_far(fall, by_squares, single, monkeypatch):
+    asked = []
+    way = svd._by_golub_kahan
+    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: asked.append(len(J)) or way(J, K))
+    s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
+    dtype, atol = (torch.float32, 2e-6) if single else (torch.float64, 1e-12)
+    J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert asked == ([] if by_squares else [2]), "of the three matrices, those alone that need it"
+    assert bool(t.complete.all()) and not bool(t.full.any())
+    assert float(t.residual.max()) < svd.TOLERANCE[dtype]
+    expected = torch.linalg.svdvals(J.double())
+    largest = expected[:, :1]
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
 
 
 def test_a_residual_out_of_reach_falls_back(monkeypatch):

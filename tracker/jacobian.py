@@ -6,7 +6,7 @@ For f: (R, d) -> (R, d) whose output row r depends on input row r alone,
 
 Reverse mode gives J^T u. It is linear in u, so its own derivative with respect to u, by reverse mode again, gives J v:
 no operation needs a forward-mode rule. Cost: one forward pass of R rows, then one backward pass of R rows for each
-cotangent (the dense J takes d of them) and for each tangent; memory that of one chunk of them.
+cotangent (the dense J takes d of them, less what `identity` saves) and for each tangent; memory that of one chunk of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tracker.identity import identity_matrix
 from tracker.precision import float32_products
 
 RowFunction = Callable[[Tensor], Tensor]
@@ -80,7 +81,7 @@ def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"]
     """The Jacobian of every row, `chunk` cotangents at a time."""
     R, d = y.shape
     J = y.new_empty(R, d, d)
-    identity = torch.eye(d, dtype=y.dtype, device=y.device)
+    identity = identity_matrix(d, y)
     for start in range(0, d, chunk):
         e = identity[start : start + chunk]  # (C, d): cotangent c picks output coordinate start + c of every row
         J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)

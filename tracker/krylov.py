@@ -1,6 +1,6 @@
-"""Block Golub-Kahan bidiagonalisation with thick restarts: top singular triplets from products with blocks of vectors.
+"""Top singular triplets from products with blocks of vectors: block Golub-Kahan and block Lanczos, with thick restarts.
 
-Two orthonormal bases U, V of m columns grow by a block of b at a time,
+Golub-Kahan takes J and J^T. Two orthonormal bases U, V of m columns grow by a block of b at a time,
 
     J V   = U B                                     B (m, m), upper block bidiagonal (after a restart, arrow-headed)
     J^T U = V B^T + Z C^T E^T                       Z (d, b), the next block; E: the last b of m coordinates
@@ -10,7 +10,11 @@ the small problem tells without another product. When the bases are full and thi
 down to the best triplets and grow again from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005): it costs a tenth
 more products than bases without bound, and keeps the small problems small.
 
-Cost of n columns: 2 n products, 8 d n m operations to keep the bases orthogonal, n / m small decompositions, or one a step.
+Lanczos takes A = J J^T, where that matrix is at hand. With one basis, A U = U T + Z C^T E^T for symmetric T = Q diag(s^2)
+Q^T, and |A u - s^2 u| / s = |J^T u - s v|. But squares lose half the digits where singular values fall far.
+
+Cost of n columns: 2 n products (n of Lanczos), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
+decompositions, or one a step.
 """
 
 from collections.abc import Callable
@@ -24,10 +28,11 @@ Product = Callable[[Tensor], Tensor]  # (*B, d, b) -> (*B, d, b)
 
 BLOCK = 16  # on CPUs wider blocks cost more columns than their faster products win back
 SEED = 0x5EED
+SQUARABLE = 0.1  # of s_K / s_1: from there on rounding of J J^T stays far below the tolerance of a residual
 
 
 def basis_size(d: int, K: int) -> int:
-    """Columns m of both bases: about three times those wanted, and at most what leaves room in d for the next block."""
+    """Columns m of a basis: about three times those wanted, and at most what leaves room in d for the next block."""
     return min(d // BLOCK - 1, ceil((100 + 3 * K) / BLOCK)) * BLOCK
 
 
@@ -102,6 +107,59 @@ def block_golub_kahan(
         V[..., :kept, :] = Q[..., :kept].mT @ V
         B = torch.diag_embed(S)
         before, H, size = slice(0, kept), tail[..., :kept].mT, kept
+
+
+def block_lanczos(
+    apply: Product, start: Float[Tensor, "*B d b"], K: int, tolerance: float
+) -> tuple[Float[Tensor, "*B m"], Float[Tensor, "*B d K"]]:
+    """The top K left singular vectors U of one J or of a batch, and S, which goes on with lower, rougher singular values.
+
+    Stops as `block_golub_kahan` does, and where s_K is at most SQUARABLE s_1.
+
+    Args:
+        apply: U -> J J^T U.
+        start: an orthonormal block.
+
+    Raises:
+        ValueError: if a product has entries that are not finite.
+    """
+    *batch, d, b = start.shape
+    m = basis_size(d, K)
+    kept = (m + K) // (2 * b) * b
+    budget = 4 * expected_columns(d, K, start.dtype)
+    generator = torch.Generator().manual_seed(SEED + 1)
+    U, T = start.new_empty(*batch, m, d), start.new_zeros(*batch, m, m)
+    Z, before, H, size = start.mT, slice(0, 0), T[..., :0, :b], 0  # H: what A Z has of U[before]
+    scale = start.new_zeros(*batch, 1, 1)
+    while True:
+        while size < m:
+            new = slice(size, size + b)
+            U[..., new, :] = Z
+            W = apply(Z.mT).mT
+            scale = torch.maximum(scale, _longest(W))
+            W = W - H.mT @ U[..., before, :]
+            D = W @ Z.mT
+            T[..., before, new], T[..., new, before], T[..., new, new] = H, H.mT, D
+            size += b
+            Z, C, _ = _orthonormalise(W - D @ Z, scale, U[..., :size, :], generator)
+            before, H = new, C
+            budget -= b
+        eigenvalues, Q, tail = _ritz_symmetric(T, C)
+        S = eigenvalues.clamp_min(0).sqrt()
+        residual = torch.linalg.vector_norm(tail[..., :K], dim=-2)
+        reached = (residual <= tolerance * S[..., :1] * S[..., :K]).all(-1)
+        if bool((reached | (S[..., K - 1] <= SQUARABLE * S[..., 0])).all()) or budget < 0:
+            return S, U.mT @ Q[..., :K]
+        U[..., :kept, :] = Q[..., :kept].mT @ U
+        T = torch.diag_embed(eigenvalues)
+        before, H, size = slice(0, kept), tail[..., :kept].mT, kept
+
+
+def _ritz_symmetric(T: Float[Tensor, "*B m m"], C: Float[Tensor, "*B b b"]) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_ritz`, of T = Q diag(eigenvalues, falling) Q^T."""
+    eigenvalues, Q = (part.flip(-1) for part in torch.linalg.eigh(T.double().cpu()))
+    tail = C.double().cpu().mT @ Q[..., -C.shape[-1] :, :]
+    return eigenvalues.to(T), Q.to(T), tail.to(T)
 
 
 def _ritz(B: Float[Tensor, "*B m m"], C: Float[Tensor, "*B b b"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

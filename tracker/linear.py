@@ -1,14 +1,15 @@
-"""Linear layers of frozen float32 weights on a CPU, by oneDNN: x W^T forward, g W backward, and so on.
+"""Linear layers of frozen weights: x W^T forward, g W backward, and so on; rows of an identity without arithmetic.
 
-PyTorch gives these products to BLAS, which here and there is far from what the machine can do: measured on an AMD EPYC
-at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4 times for a thousand. Both
-multiply in float32.
+Of float32 on a CPU, by oneDNN. PyTorch gives these products to BLAS, which here and there is far from what the machine
+can do: measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4
+times for a thousand. Both multiply in float32.
 
 A product of few rows is bound by reading the weights, row after row, which is why it is computed as (W x^T)^T: for 16
 rows three quarters of the time of x W^T. Backward the rows of W^T are wanted, which do not lie in memory as rows. A copy
 where they do takes as long as six products, the first, into fresh memory, thirty; it halves the products that follow.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import finalize
 
@@ -17,8 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tracker.identity import rows_of_identity
+
 FEW = 64  # rows up to which the weights' reading counts; beyond, both ways take equally long
-LARGE = 1 << 23  # a weight's scalars from which they are read from memory each time, not from a cache
+LARGE = 1 << 21  # a weight's scalars from which they are not read from a core's own cache
 ENOUGH = 2  # products of few rows with which a copy is expected to pay: an iteration has begun
 STRIPE = 16  # columns copied at once: one cache line, in a third of the time that all at once take
 
@@ -48,13 +51,19 @@ class _Rows:
         return self.copy
 
 
-class _Product(torch.autograd.Function):
+class FrozenProduct(torch.autograd.Function):
     """x W^T. Its derivative is the same with W transposed, as often as is asked for; `own` and `other` are the rows of W
     and of W^T.
     """
 
     @staticmethod
     def forward(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], own: _Rows, other: _Rows) -> Tensor:
+        """The product, by the way that is quickest for it."""
+        if (picked := rows_of_identity(x)) is not None:
+            columns = weight.mT[picked]
+            return columns.view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
+        if not by_onednn(x):
+            return torch.nn.functional.linear(x, weight)
         few = weight.numel() >= LARGE and 0 < x.numel() <= FEW * x.shape[-1]
         if few and (rows := own.of(weight)) is not None:
             product = _linear(rows, x.reshape(-1, x.shape[-1])).mT
@@ -63,22 +72,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, _Rows, _Rows], output: Tensor) -> None:
+        """Keep the weight."""
         _, ctx.weight, ctx.own, ctx.other = inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Product.apply(gradients[0], ctx.weight.mT, ctx.other, ctx.own), None, None, None
+        """The transposed product, itself differentiable."""
+        return FrozenProduct.apply(gradients[0], ctx.weight.mT, ctx.other, ctx.own), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, x: Tensor, *_: None) -> Tensor:
-        return _Product.apply(x, ctx.weight, ctx.own, ctx.other)
+        """The same product of the tangent."""
+        return FrozenProduct.apply(x, ctx.weight, ctx.own, ctx.other)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, weight: Tensor, own: _Rows, other: _Rows
     ) -> tuple[Tensor, int]:
+        """Many rows at once as more rows."""
         if in_dims[1] is None and in_dims[0] is not None:
-            return _Product.apply(x.movedim(in_dims[0], 0), weight, own, other), 0
+            return FrozenProduct.apply(x.movedim(in_dims[0], 0), weight, own, other), 0
         # Weights of their own for each, as of experts that are run side by side: one product each, by BLAS.
         many, one = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims[:2], strict=True))
         return torch.einsum("b...i,boi->b...o" if in_dims[0] is not None else "...i,boi->b...o", many, one), 0
@@ -90,8 +103,30 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-class LinearByOneDNN(TorchFunctionMode):
-    """While it lasts, `torch.nn.functional.linear` takes this way wherever it can; elsewhere its own.
+def by_onednn(x: Tensor) -> bool:
+    """Whether products of such tensors are oneDNN's."""
+    onednn: Any = torch.backends.mkldnn
+    return x.dtype == torch.float32 and x.device.type == "cpu" and onednn.is_available() and onednn.enabled
+
+
+def row_products(M: Float[Tensor, "o i"]) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """For rows x (m, i) and y (m, o), x -> x M^T and y -> y M, which are asked for again and again; not differentiable."""
+    own, other = _Rows([]), _Rows([])
+    return lambda x: FrozenProduct.forward(x, M, own, other), lambda y: FrozenProduct.forward(y, M.mT, other, own)
+
+
+def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
+    """X Y^T; not differentiable."""
+    return stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if by_onednn(X) else X @ Y.mT
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """As torch.stack, without a copy where there is one part."""
+    return torch.stack(tuple(parts)) if len(parts) > 1 else parts[0][None]
+
+
+class FrozenLinear(TorchFunctionMode):
+    """While it lasts, linear layers (and GPT-2's Conv1D) take this way wherever they can; elsewhere their own.
 
     Args:
         spare: where copies find the memory of earlier ones and leave theirs: fresh memory can cost more than the copying.
@@ -102,19 +137,23 @@ class LinearByOneDNN(TorchFunctionMode):
         self.spare: Spare = [] if spare is None else spare
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        keywords = keywords or {}
-        if function is torch.nn.functional.linear and (asked := _taken(*arguments, **keywords)):
-            x, weight, bias = asked
-            product = _Product.apply(x, weight, _Rows(self.spare), _Rows(self.spare))
-            return product if bias is None else product + bias
-        return function(*arguments, **keywords)
+        keywords, asked = keywords or {}, None
+        if function is torch.nn.functional.linear:
+            asked = _taken(*arguments, **keywords)
+        elif function is torch.addmm and len(arguments) == 3 and not keywords:
+            bias, x, transposed = arguments
+            asked = _taken(x, transposed.mT, bias)
+        if asked is None:
+            return function(*arguments, **keywords)
+        x, weight, bias = asked
+        product = FrozenProduct.apply(x, weight, _Rows(self.spare), _Rows(self.spare))
+        return product if bias is None else product + bias
 
 
 def _taken(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The arguments, if oneDNN can multiply them and nobody wants the weight's gradient or another precision."""
+    """The arguments, unless they are no plain matrix product, somebody wants the weight's gradient, or another precision."""
     given = [t for t in (input, weight, bias) if t is not None]
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in given)
-    alike = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in given) and weight.dim() == 2
-    wanted = plain and alike and not weight.requires_grad and not torch.is_autocast_enabled("cpu")
-    onednn: Any = torch.backends.mkldnn
-    return (input, weight, bias) if wanted and onednn.is_available() and onednn.enabled else None
+    alike = all(t.dtype == input.dtype and t.device == input.device for t in given) and weight.dim() == 2
+    autocast = torch.is_autocast_enabled(input.device.type)
+    return (input, weight, bias) if plain and alike and not weight.requires_grad and not autocast else None

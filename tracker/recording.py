@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
-from tracker.linear import LinearByOneDNN
+from tracker.linear import FrozenLinear
 from tracker.precision import float32_products
 from tracker.replica import Replica
 from tracker.shelf import Shelf
@@ -158,7 +158,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         for handle in recorder.hooks():
             stack.callback(handle.remove)
         stack.enter_context(answering(recorder.attend))
-        stack.enter_context(LinearByOneDNN())
+        stack.enter_context(FrozenLinear())
         replica.module(*arguments, **keywords)
     return recorder.finished()
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
 from tracker.jacobian import Linearization, RowFunction, linearize
-from tracker.linear import LinearByOneDNN, Spare
+from tracker.linear import FrozenLinear, Spare
 from tracker.recording import AttentionCall, BlockCall
 
 Selection = tuple[BlockCall, Rows]
@@ -61,7 +61,7 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
             return answered(attend, query, key, value, frozen)
 
         with answering(answer):
-            y = call(x[:, None], arguments)[:, 0]
+            y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], which would copy what comes back
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
         return y
@@ -99,7 +99,7 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
 
 
 def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
-    """Linearize a restricted block, on a CPU by oneDNN.
+    """Linearize a restricted block, their linear layers as `linear` has them.
 
     Args:
         spare: memory for copies of weights.
@@ -109,7 +109,7 @@ def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Lin
     """
     try:
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH), LinearByOneDNN(spare):
+        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(spare):
             return linearize(f, x)
     except OutOfMemoryError:
         raise

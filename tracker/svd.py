@@ -5,17 +5,18 @@ J = U S V^T, singular values falling. A triplet is *accurate* when its residuals
     residual = max_k max(|J v_k - s_k u_k|, |J^T u_k - s_k v_k|) / s_1,
 
 and a set of K triplets is *complete* when no larger singular value was missed. With R = J - U_K S_K V_K^T and
-sigma = s_K (1 + 1e-4), the matrix sigma^2 I - R^T R is positive definite, and its Cholesky factorisation succeeds,
+sigma = s_K (1 + 1e-4), the matrix sigma^2 I - R R^T is positive definite, and its Cholesky factorisation succeeds,
 if and only if |R|_2 < sigma. Products alone (no dense J) can't prove that: there, completeness is only probable.
 
-Two ways to the triplets: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; and block
-Golub-Kahan (`krylov`), 4 d^2 m + 4 d m^2 for m columns. What misses its tolerance or is not complete is decomposed in
-full instead. The certificate costs one product of the size of J.
+Two ways to the triplets: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; and
+iteration by products with blocks of vectors (`krylov`). A J at hand is first tried through J J^T, for d^3 operations: an
+iteration then costs half, and completeness is read off the same matrix. What lacks its certificate, because singular
+values fall too far for squares, is asked of J and J^T themselves, and what lacks it still is decomposed in full.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -23,14 +24,24 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tracker.krylov import Product, basis_size, block_golub_kahan, expected_columns, has_room, start_block
+from tracker.krylov import (
+    SQUARABLE,
+    Product,
+    basis_size,
+    block_golub_kahan,
+    block_lanczos,
+    expected_columns,
+    has_room,
+    start_block,
+)
+from tracker.linear import by_onednn, inner_products, row_products, stacked
 from tracker.precision import float32_products
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # of the residual: what the Krylov iteration must reach
 COMPLETENESS_MARGIN = 1e-4
 SMALL = 512  # widths up to which a matrix is decomposed on one CPU core
 GROUP = 1 << 24  # scalars of the matrices taken together: 64 MB in float32
-PANEL = 512  # columns of the symmetric product of which only the lower half is computed
+PANEL = 256  # rows of the symmetric product of which only the lower half is computed
 
 Method = Literal["auto", "full", "krylov"]
 Result = TypeVar("Result")
@@ -101,10 +112,10 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype) -> bool:
     """Whether K triplets of a (d, d) matrix are expected sooner by products than by full decomposition.
 
     Operations, those of LAPACK and of single steps by the time they take beside a product on a CPU core: measured, the
-    two ways take equally long at about d = 450 for K = 10 and d = 700 for K = 50, in float32 and little above in float64.
+    two ways take equally long at about d = 320 for K = 10 and d = 480 for K = 50.
     """
     n, m = expected_columns(d, K, dtype), basis_size(d, K)
-    return n * (4 * d**2 + 8 * d * m + 200 * m**2 + 2.5e6) < 25 * d**3
+    return n * (2 * d**2 + 4 * d * m + 100 * m**2 + 1.5e6) + 1.5 * d**3 < 25 * d**3
 
 
 def residual(J: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Float[Tensor, " B"]:
@@ -117,31 +128,94 @@ def is_complete(J: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Bool[Tensor, " B"
 
     For a matrix whose s_K is zero to rounding, nothing larger is missing when the remainder is zero to rounding.
     """
-    d = J.shape[-1]
-    rounding = torch.finfo(J.dtype).eps * d * S[..., 0]
+    rounding = torch.finfo(J.dtype).eps * J.shape[-1] * S[..., 0]
     sigma = torch.maximum(S[..., -1] * (1 + COMPLETENESS_MARGIN), rounding)
     # Scaled by sigma so that the squares of tiny Jacobians do not underflow; a zero matrix misses nothing.
-    scale = torch.where(sigma > 0, sigma, 1)[..., None, None]
-    R = torch.baddbmm(J / scale, U * (S[..., None, :] / scale), V.mT, alpha=-1)
-    G = torch.zeros_like(R)
-    for start in range(0, d, PANEL):  # the lower half is all that Cholesky reads
-        stop = min(start + PANEL, d)
-        G[..., start:stop, :stop] = R[..., start:stop].mT @ R[..., :stop]
+    R = torch.baddbmm(J, U * S[..., None, :], V.mT, alpha=-1)
+    R.div_(torch.where(sigma > 0, sigma, 1)[..., None, None])
+    G = torch.empty_like(R)
+    for start, stop, panel in _lower_panels(R):
+        G[..., start:stop, :stop] = panel
+    return _below_one(G)
+
+
+def _below_one(G: Tensor) -> Bool[Tensor, " B"]:
+    """Whether the eigenvalues of a symmetric matrix are below 1; only its lower half is read, and it is used up.
+
+    By Cholesky of 1 - G in panels: in one piece LAPACK's is slower, and asks for two more matrices of fresh memory.
+    """
+    d = G.shape[-1]
     G.neg_().diagonal(dim1=-2, dim2=-1).add_(1)
-    return torch.linalg.cholesky_ex(G).info == 0
+    definite = torch.ones(len(G), dtype=torch.bool, device=G.device)
+    for start in range(0, d, PANEL):
+        stop = min(start + PANEL, d)
+        L, info = torch.linalg.cholesky_ex(G[..., start:stop, start:stop])
+        definite &= info == 0
+        below = torch.linalg.solve_triangular(L, G[..., stop:, start:stop].mT, upper=False).mT.contiguous()
+        for first, last, panel in _lower_panels(below):
+            G[..., stop + first : stop + last, stop : stop + last].sub_(panel)
+    return definite
+
+
+def _lower_panels(R: Float[Tensor, "B m d"], unit: Tensor | float = 1) -> Iterator[tuple[int, int, Tensor]]:
+    """The lower half of R R^T / unit^2: the first of some rows, the one after the last, and what they have of it."""
+    for start in range(0, R.shape[-2], PANEL):
+        stop = min(start + PANEL, R.shape[-2])
+        yield start, stop, inner_products(R[..., start:stop, :] / unit, R[..., :stop, :]).div_(unit)
 
 
 def _krylov(J: Tensor, K: int) -> Triplets:
-    """By products with J; what lacks a certificate in full."""
-    found = _by_products(lambda V: (V.mT @ J.mT).mT, lambda U: (U.mT @ J).mT, J[..., 0], K)
-    complete = is_complete(J, found.U, found.S, found.V)
-    missed = ~(complete & found.complete)
-    parts = {field.name: getattr(found, field.name) for field in fields(Triplets)} | {"complete": complete}
-    if bool(missed.any()):
-        full = _full(J[missed], K)
-        for name, part in parts.items():
-            part[missed] = getattr(full, name)
-    return Triplets(**parts)
+    """By products; what lacks its certificate, another way."""
+    found = _by_squares(J, K)
+    for way in (_by_golub_kahan, _full):
+        missed = ~found.complete
+        if bool(missed.any()):
+            better = way(J[missed], K)
+            for field in fields(Triplets):
+                getattr(found, field.name)[missed] = getattr(better, field.name)
+    return found
+
+
+def _by_squares(J: Tensor, K: int) -> Triplets:
+    """By products with J J^T, which the certificate needs anyway; `complete` says that the triplets have all of it."""
+    largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
+    unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype))  # squares of tiny entries underflow; powers of two round nothing
+    A = torch.empty_like(J)  # J J^T / unit^2
+    for start, stop, panel in _lower_panels(J, unit):
+        A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
+    tolerance = TOLERANCE[J.dtype]
+    S, U = block_lanczos(_products(A)[0], start_block(J.shape[-1], J).expand(len(J), -1, -1), K, tolerance / 2)
+    following = S[..., K:]
+    V, S, P = torch.linalg.svd((J.mT @ U / unit).double(), full_matrices=False)
+    U, S, V = U @ P.mT.to(J), S.to(J), V.to(J)
+    JV = J @ V / unit
+    error = _residual(JV, J.mT @ U / unit, U, S, V)
+    enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
+    sigma = (1 + COMPLETENESS_MARGIN) * torch.where(enough, S[..., -1], 1)[..., None, None]
+    # (J - U S V^T) (J - U S V^T)^T / sigma^2, where A was
+    US, JV = U * (S[..., None, :] / sigma), JV / sigma
+    A.div_(sigma**2).baddbmm_(torch.cat([JV, US], -1), torch.cat([US, JV - US @ (V.mT @ V)], -1).mT, alpha=-1)
+    complete = enough & _below_one(A)
+    gap = _gap(torch.cat([S, following], -1), K)
+    return Triplets(U, S * unit[..., 0], V, gap, error, complete, torch.zeros_like(complete))
+
+
+def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
+    """By products with J and J^T."""
+    found = _by_products(*_products(J), J[..., 0], K)
+    return replace(found, complete=found.complete & is_complete(J, found.U, found.S, found.V))
+
+
+def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
+    """V -> J V and U -> J^T U."""
+    if not by_onednn(J):
+        return lambda V: (V.mT @ J.mT).mT, lambda U: (U.mT @ J).mT
+    forward, back = zip(*map(row_products, J), strict=True)
+
+    def each(products: Sequence[Product], X: Float[Tensor, "B d b"]) -> Float[Tensor, "B d b"]:
+        return stacked([product(x) for product, x in zip(products, X.mT, strict=True)]).mT
+
+    return partial(each, forward), partial(each, back)
 
 
 def _full(J: Tensor, K: int) -> Triplets:
