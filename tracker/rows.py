@@ -221,7 +221,7 @@ def _enough_rows(d: int, device: str) -> int:
     On a CPU no more than that: what comes out of a layer is then small enough for the C library to keep its memory for the
     next, and fresh memory can cost as much as the product.
     """
-    return max(256, min(1024, (1 << 20) // d)) if device == "cpu" else 4096
+    return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
 
 
 def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:

@@ -179,7 +179,9 @@ def _krylov(J: Tensor, K: int) -> Triplets:
 def _by_squares(J: Tensor, K: int) -> Triplets:
     """By products with J J^T, which the certificate needs anyway; `complete` says that the triplets have all of it."""
     largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
-    unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype))  # squares of tiny entries underflow; powers of two round nothing
+    unit = torch.exp2(
+        torch.frexp(largest).exponent.to(J.dtype)
+    )  # squares of tiny entries underflow; powers of two round nothing
     A = torch.empty_like(J)  # J J^T / unit^2
     for start, stop, panel in _lower_panels(J, unit):
         A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
