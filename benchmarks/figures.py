@@ -23,7 +23,12 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
     compared = [result for result in results if result["what"] == "coupling"]
     for axes, x, fixed, drawn in zip(panels, ("n", "d"), ("d", "n"), (results, compared), strict=True):
         points = [point for result in drawn for point in _points(result)]
-        for name, colour in (("ours", OURS), ("published", PUBLISHED), ("matrix products", PRODUCTS)):
+        known_at: dict[int, set[int]] = {}
+        for point in points:
+            known_at.setdefault(point[fixed], set()).add(point[x])
+        if any(len(at) > 1 for at in known_at.values()):  # then what is known at one x alone is left out: it is no line
+            points = [point for point in points if len(known_at[point[fixed]]) > 1]
+        for name, colour in (("ours", OURS), ("published", PUBLISHED), ("products of d cotangents", PRODUCTS)):
             here = [point for point in points if point["name"] == name]
             for style, value in zip(
                 cycle(("-", "--", ":", "-.")), sorted({point[fixed] for point in here}), strict=False
@@ -58,7 +63,7 @@ def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
     if result["what"] == "scaling":
         return [point("ours", timed["tokens"], timed) for timed in result["points"] if timed["prompts"] == 1]
     n = result["tokens"]
-    products = {"name": "matrix products", "n": n, "d": d, "seconds": result["gemm"]["seconds_per_block"]}
+    products = {"name": "products of d cotangents", "n": n, "d": d, "seconds": result["gemm"]["seconds_per_block"]}
     return [products, *(point(name, n, result[name]) for name in ("ours", "published") if name in result)]
 
 
