@@ -69,7 +69,7 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
 
 @contextmanager
 def saved_products() -> Iterator[list[int]]:
-    """Operations of the products that need none, because `tracker.identity` knows what they are of."""
+    """The operations of each product that needs none, as `tracker.identity` knows what it is of."""
     saved: list[int] = []
     forward = FrozenProduct.forward
 

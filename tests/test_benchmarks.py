@@ -45,6 +45,7 @@ def test_the_result_says_what_was_timed_and_on_what(compared):
     assert compared["settings"]["k"] == 5
     assert compared["environment"]["torch"] and compared["environment"]["threads"] >= 1
     assert compared["gemm"]["layers"] == [[384, 128], [128, 128], [512, 128], [128, 512]]
+    assert compared["ours"]["products_saved"] == pytest.approx(5 / 12)
     stages = ["forward", "jacobian", "svd", "pairs"]
     assert list(compared["published"]["stages"]) == stages
     assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "proofs", "svd", "pairs"]
@@ -69,6 +70,7 @@ def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)
     assert result["errors"]["jacobian"] < 1e-5
+    assert result["ours"]["products_saved"] == pytest.approx(1 / 3)
     assert result["ours"]["seconds_per_prompt"] == result["ours"]["seconds"] / 2
     assert result["ratio"]["whole"] == result["published"]["seconds"] / result["ours"]["seconds_per_prompt"]
 

@@ -13,7 +13,7 @@ from tracker.identity import identity_matrix, rows_of_identity
 from tracker.jacobian import dense_jacobian, linearize
 from tracker.linear import FrozenLinear
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+with_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_rows_and_weights_that_are_not_contiguous(products):
     ],
     ids=["float64", "bfloat16", "a weight that learns", "a vector"],
 )
-def test_what_is_left_alone(x, weight, products):
+def test_what_is_not_onednns(x, weight, products):
     with FrozenLinear():
         torch.testing.assert_close(F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight))
     assert not products
@@ -195,6 +195,68 @@ def test_an_identity_passes_the_last_layers_without_arithmetic(
     assert [rows for rows in picked if rows] == [rows for rows in chunks for _ in range(saved)]
 
 
+@pytest.mark.parametrize("after", [nn.LayerNorm(12), nn.Hardtanh(-9, 9), nn.Dropout(0.5).eval()], ids=repr)
+def test_a_norm_after_the_last_layer_needs_its_product(after, monkeypatch):
+    picked = []
+    find = linear.rows_of_identity
+    monkeypatch.setattr(linear, "rows_of_identity", lambda x: picked.append(find(x)) or picked[-1])
+    block = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), after).double().requires_grad_(False)
+    x = torch.randn(1, 12, dtype=torch.float64)
+    with FrozenLinear():
+        found = linearize(lambda x: x + block(x), x)
+    J = dense_jacobian(found.pullback, found.y, 12)
+    expected = torch.autograd.functional.jacobian(lambda x: x + block(x), x[0])
+    torch.testing.assert_close(J[0], expected, atol=1e-12, rtol=0)
+    assert any(picked) == isinstance(after, nn.Dropout)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes into the gradient that it is given."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_are_not_lent_out_as_gradients(rows):
+    W = torch.randn(6, 6)
+    before = W.clone()
+    with FrozenLinear():
+        found = linearize(lambda x: x + F.linear(Doubled.apply(x), W), torch.randn(rows, 6))
+    J = dense_jacobian(found.pullback, found.y, 6)
+    assert torch.equal(W, before)
+    torch.testing.assert_close(J, (torch.eye(6) + 2 * W).expand(rows, -1, -1))
+
+
+def test_addmm_is_as_strict_as_it_was():
+    x, W = torch.randn(2, 3), torch.randn(3, 4)
+    with FrozenLinear():
+        for bias in (torch.randn(4), torch.randn(2, 4)):
+            torch.testing.assert_close(torch.addmm(bias, x, W), x @ W + bias)
+        for bias, x_ in ((torch.randn(5, 4), x), (torch.randn(4), x[None]), (torch.randn(1, 2, 4), x)):
+            with pytest.raises(RuntimeError):
+                torch.addmm(bias, x_, W)
+
+
+def test_complex_and_meta_are_left_alone(monkeypatch):
+    monkeypatch.setattr(linear.FrozenProduct, "forward", None)
+    with FrozenLinear():
+        x, W = torch.randn(2, 3, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
+        torch.testing.assert_close(F.linear(x, W), x @ W.T)
+        assert F.linear(x.to("meta"), W.to("meta")).shape == (2, 4)
+
+
 def test_rows_of_an_identity_are_told_from_others():
     I = identity_matrix(6, torch.ones(1, dtype=torch.float64))
     assert rows_of_identity(I) == slice(0, 6) and rows_of_identity(I[2:5]) == slice(2, 5)
@@ -211,7 +273,7 @@ def test_rows_of_an_identity_are_told_from_others():
         I.clone(),
         I + 0,
     ]
-    others += [I.view(torch.int64), torch.eye(6), I[:, None].expand(-1, 2, -1).transpose(0, 1)]
+    others += [I.view(torch.int64), torch.eye(6), I[:, None].expand(-1, 2, -1).transpose(0, 1), torch._neg_view(I)]
     assert [rows_of_identity(x) for x in others] == [None] * len(others)
     I[0, 1] = 1
     assert rows_of_identity(I) is None, "no longer one"

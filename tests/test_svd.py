@@ -184,8 +184,9 @@ def blind(request, monkeypatch):
         return U, S, V
 
     def lanczos(apply, start, K, tolerance):
-        S, U = krylov.block_lanczos(apply, start, K + 1, tolerance)
-        return without(request.param, S, U)
+        U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
+        S, U = without(request.param, S, U)
+        return U, S
 
     monkeypatch.setattr(svd, "block_golub_kahan", golub_kahan)
     monkeypatch.setattr(svd, "block_lanczos", lanczos)
@@ -228,6 +229,44 @@ def test_squares_serve_where_singular_values_do_not_fall_far(fall, by_squares, s
     expected = torch.linalg.svdvals(J.double())
     largest = expected[:, :1]
     torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("fall, tried", [(0.5, True), (0.02, False)])
+def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(svd, "block_lanczos", lambda *a: asked.append(1) or krylov.block_lanczos(*a))
+    s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), fall * FLAT[10:]])
+    t = top_singular_triplets(planted(s), 10, "krylov")
+    assert bool(asked) == tried and bool(t.complete) and not bool(t.full)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_squares_of_several_wider_than_a_panel(dtype, atol):
+    J = torch.randn(2, 2 * svd.PANEL + 60, 2 * svd.PANEL + 60, dtype=dtype)
+    before = J.clone()
+    t = svd._by_squares(J, 10)
+    assert torch.equal(J, before), "the Jacobians are still needed"
+    assert bool(t.complete.all()) and float(t.residual.max()) < svd.TOLERANCE[dtype]
+    expected = torch.linalg.svdvals(J.double())
+    largest = expected[:, :1]
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("last", [0.105, 0.15])
+@pytest.mark.parametrize("missed", [0, 1, 9])
+def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, monkeypatch):
+    """One outlier above values that are just squarable; in float32."""
+    s = torch.cat([torch.ones(1, dtype=torch.float64), last * (1 + torch.linspace(0.2, 0, 10)), 0.9 * last * FLAT[11:]])
+    J = planted(s).float()
+    assert bool(svd._by_squares(J, 10).complete)
+
+    def without(apply, start, K, tolerance):
+        U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
+        kept = [k for k in range(K + 1) if k != missed]
+        return U[..., kept], S[..., kept]
+
+    monkeypatch.setattr(svd, "block_lanczos", without)
+    assert not bool(svd._by_squares(J, 10).complete)
 
 
 def test_a_residual_out_of_reach_falls_back(monkeypatch):

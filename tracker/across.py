@@ -117,7 +117,9 @@ def across(summaries: Results) -> dict[str, Any]:
     fits = correlations(coupling, table["score"].to_numpy())
     found: dict[str, Any] = {}
     for fit in fits.to_dict("records"):
-        measure, k, pairs = (fit.pop(name) for name in ("measure", "k", "pairs"))
+        measure, k, pairs = (
+            fit.pop(name) for name in ("measure", "k", "pairs")
+        )  # what is left are the fit's own numbers
         values = coupling.sel(measure=measure, k=k, pairs=pairs).values
         at = table.assign(coupling=values)
         by_k = found.setdefault(measure, {}).setdefault(int(k), {})

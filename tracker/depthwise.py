@@ -50,8 +50,8 @@ def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Meth
     d = x.shape[-1]
     columns = matrix_free_columns(d, len(recording.calls), K, x.dtype)
     # A product of few columns has to read all of a block's weights: measured on two cores at d = 2048 to 4096, a column
-    # costs 1.6 times what it costs among many for one row, where 16 go together, and 1.3 times for four. The dense way's
-    # d columns cost 0.7 of theirs, decomposition included: a block's last layers cost it nothing (`identity`).
+    # costs 1.6 times what it costs among many for one row, where 16 go together, and 1.3 times for four; 1 + 1 / R is
+    # cautious. Dense costs 0.7 d columns among many, decomposition included, where last layers are saved (`identity`).
     return has_room(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 1 / R) * columns < 0.7 * d))
 
 

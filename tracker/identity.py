@@ -1,7 +1,8 @@
-"""Rows of an identity that can be told from any others, wherever they get to unchanged: their products need no arithmetic.
+"""Identity matrices whose rows are known again wherever autograd hands them on unchanged: products with them need no
+arithmetic.
 
-A dense Jacobian's cotangents are the rows of an identity. A residual sum hands them on as they are to what was added,
-so they reach a block's last linear layer unchanged, and there e_c W is row c of W.
+A dense Jacobian's cotangents are the rows of an identity. A residual sum hands them on as they are to what was added, so
+they reach a block's last linear layer unchanged, unless a norm or a scale follows it; and there e_c W is row c of W.
 """
 
 from weakref import WeakValueDictionary
@@ -25,7 +26,9 @@ def rows_of_identity(x: Float[Tensor, "C *B d"]) -> slice | None:
     if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
         return None
     found = _made.get(x.untyped_storage().data_ptr())
-    if found is None or found._version != 0 or x.dtype != found.dtype:  # of another, or written to after all
+    if found is None or x.dtype != found.dtype or x.device != found.device or x.is_neg():
+        return None
+    if found._version != 0:  # written to after all
         return None
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()

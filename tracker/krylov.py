@@ -6,14 +6,17 @@ Golub-Kahan takes J and J^T. Two orthonormal bases U, V of m columns grow by a b
     J^T U = V B^T + Z C^T E^T                       Z (d, b), the next block; E: the last b of m coordinates
 
 With B = P S Q^T the Ritz triplets are u = U p, v = V q. Then J v = s u exactly, and |J^T u - s v| = |C^T E^T p|, which
-the small problem tells without another product. When the bases are full and this is still too large, they are cut
-down to the best triplets and grow again from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005): it costs a tenth
-more products than bases without bound, and keeps the small problems small.
+the small problem tells without another product.
 
-Lanczos takes A = J J^T, where that matrix is at hand. With one basis, A U = U T + Z C^T E^T for symmetric T = Q diag(s^2)
-Q^T, and |A u - s^2 u| / s = |J^T u - s v|. But squares lose half the digits where singular values fall far.
+Lanczos takes A = J J^T, where that matrix is at hand, and one basis: A U = U T + Z C^T E^T, T symmetric = Q diag(s^2) Q^T,
+u = U q. With v = J^T u / s here J^T u = s v exactly, and |J v - s u| = |A u - s^2 u| / s = |C^T E^T q| / s. Squares lose
+digits where singular values fall: of s_k, eps (s_1 / s_k)^2 of its size.
 
-Cost of n columns: 2 n products (n of Lanczos), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
+When the bases are full and residuals still too large, they are cut down to the best triplets and grow again from Z
+(Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005): it costs a tenth more products than bases without bound, and keeps the
+small problems small.
+
+Cost of n columns: 2 n products (with A: n), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
 decompositions, or one a step.
 """
 
@@ -25,10 +28,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]  # (*B, d, b) -> (*B, d, b)
+Bases = tuple[Tensor, ...]  # (*B, m, d): rows, as products of a few long rows are a third faster than of columns
 
 BLOCK = 16  # on CPUs wider blocks cost more columns than their faster products win back
 SEED = 0x5EED
-SQUARABLE = 0.1  # of s_K / s_1: from there on rounding of J J^T stays far below the tolerance of a residual
 
 
 def basis_size(d: int, K: int) -> int:
@@ -57,8 +60,8 @@ def block_golub_kahan(
 ) -> tuple[Float[Tensor, "*B d K"], Float[Tensor, "*B r"], Float[Tensor, "*B d K"]]:
     """The top K triplets U, S, V of one operator or of a batch; S goes on with lower, rougher singular values.
 
-    Stops when every residual is below `tolerance` s_1, or after four times the columns expected: what was reached is
-    for the caller to test.
+    Stops when every residual is below `tolerance` s_1, as far as the small problem tells, or after four times the columns
+    expected: what was reached is for the caller to test.
 
     Args:
         apply: V -> J V.
@@ -70,106 +73,109 @@ def block_golub_kahan(
     Raises:
         ValueError: if a product has entries that are not finite.
     """
-    *batch, d, b = start.shape
-    m = basis_size(d, K)
-    kept = (m + K) // (2 * b) * b
-    budget = 4 * expected_columns(d, K, start.dtype)
-    generator = torch.Generator().manual_seed(SEED + 1)
-    # Rows, not columns: products of a few long rows are a third faster in BLAS than of a few long columns.
-    V, U = start.new_empty(*batch, m, d), start.new_empty(*batch, m, d)
-    B = start.new_zeros(*batch, m, m)
-    Z, before, H, size = start.mT, slice(0, 0), B[..., :0, :b], 0  # H: what J Z has of U[before]
-    scale = start.new_zeros(*batch, 1, 1)
-    while True:
-        while size < m:
-            new = slice(size, size + b)
-            V[..., new, :] = Z
-            W = apply(Z.mT).mT
-            scale = torch.maximum(scale, _longest(W))
-            W, R, rest = _orthonormalise(W - H.mT @ U[..., before, :], scale, U[..., :size, :], generator)
-            U[..., new, :] = W
-            B[..., before, new] = H
-            B[..., :size, new] += rest.mT
-            B[..., new, new] = R.mT
-            size += b
-            Z = apply_transpose(W.mT).mT
-            scale = torch.maximum(scale, _longest(Z))
-            Z, C, _ = _orthonormalise(Z - R.mT @ V[..., new, :], scale, V[..., :size, :], generator)
-            before, H = new, C
-            budget -= b
-            if size < m and not (dear and size > K + b):
-                continue
-            P, S, Q, tail = _ritz(B[..., :size, :size], C)
-            residual = torch.linalg.vector_norm(tail[..., :K], dim=-2).amax(-1)
-            if bool((residual <= tolerance * S[..., 0]).all()) or budget < 0:
-                return U[..., :size, :].mT @ P[..., :K], S, V[..., :size, :].mT @ Q[..., :K]
-        U[..., :kept, :] = P[..., :kept].mT @ U
-        V[..., :kept, :] = Q[..., :kept].mT @ V
-        B = torch.diag_embed(S)
-        before, H, size = slice(0, kept), tail[..., :kept].mT, kept
+    U, V = (_empty_basis(start, K) for _ in "UV")
+    orthonormalise = _Orthonormaliser(start)
+
+    def step(Z: Tensor, H: Tensor, before: slice, new: slice, B: Tensor) -> tuple[Tensor, Tensor]:
+        V[..., new, :] = Z
+        W = orthonormalise.seen(apply(Z.mT).mT)
+        U[..., new, :], R, rest = orthonormalise(W - H.mT @ U[..., before, :], U[..., : new.start, :])
+        B[..., before, new] = H
+        B[..., : new.start, new] += rest.mT
+        B[..., new, new] = R.mT
+        W = orthonormalise.seen(apply_transpose(U[..., new, :].mT).mT)
+        Z, C, _ = orthonormalise(W - R.mT @ V[..., new, :], V[..., : new.stop, :])
+        return Z, C
+
+    def ritz(B: Tensor, C: Tensor) -> tuple[Tensor, Bases, Tensor]:
+        P, S, Qh = torch.linalg.svd(B)
+        return S, (P, Qh.mT), C.mT @ P[..., -C.shape[-1] :, :]
+
+    def reached(S: Tensor, residual: Tensor) -> Tensor:
+        return residual <= tolerance * S[..., :1]
+
+    S, (U_K, V_K) = _restarted(step, ritz, reached, (U, V), start, K, dear)
+    return U_K, S, V_K
 
 
 def block_lanczos(
     apply: Product, start: Float[Tensor, "*B d b"], K: int, tolerance: float
-) -> tuple[Float[Tensor, "*B m"], Float[Tensor, "*B d K"]]:
+) -> tuple[Float[Tensor, "*B d K"], Float[Tensor, "*B m"]]:
     """The top K left singular vectors U of one J or of a batch, and S, which goes on with lower, rougher singular values.
 
-    Stops as `block_golub_kahan` does, and where s_K is at most SQUARABLE s_1.
+    Stops as `block_golub_kahan` does.
 
     Args:
         apply: U -> J J^T U.
         start: an orthonormal block.
-
-    Raises:
-        ValueError: if a product has entries that are not finite.
     """
-    *batch, d, b = start.shape
-    m = basis_size(d, K)
-    kept = (m + K) // (2 * b) * b
-    budget = 4 * expected_columns(d, K, start.dtype)
-    generator = torch.Generator().manual_seed(SEED + 1)
-    U, T = start.new_empty(*batch, m, d), start.new_zeros(*batch, m, m)
-    Z, before, H, size = start.mT, slice(0, 0), T[..., :0, :b], 0  # H: what A Z has of U[before]
-    scale = start.new_zeros(*batch, 1, 1)
+    U = _empty_basis(start, K)
+    orthonormalise = _Orthonormaliser(start)
+
+    def step(Z: Tensor, H: Tensor, before: slice, new: slice, T: Tensor) -> tuple[Tensor, Tensor]:
+        U[..., new, :] = Z
+        W = orthonormalise.seen(apply(Z.mT).mT) - H.mT @ U[..., before, :]
+        D = W @ Z.mT
+        T[..., before, new], T[..., new, before], T[..., new, new] = H, H.mT, D
+        Z, C, _ = orthonormalise(W - D @ Z, U[..., : new.stop, :])
+        return Z, C
+
+    def ritz(T: Tensor, C: Tensor) -> tuple[Tensor, Bases, Tensor]:
+        squares, Q = (part.flip(-1) for part in torch.linalg.eigh(T))
+        return squares, (Q,), C.mT @ Q[..., -C.shape[-1] :, :]
+
+    def reached(squares: Tensor, residual: Tensor) -> Tensor:
+        S = squares[..., : residual.shape[-1]].clamp_min(0).sqrt()
+        return residual <= tolerance * S[..., :1] * S
+
+    squares, (U_K,) = _restarted(step, ritz, reached, (U,), start, K, dear=False)
+    return U_K, squares.clamp_min(0).sqrt()
+
+
+def _restarted(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    ritz: Callable[[Tensor, Tensor], tuple[Tensor, Bases, Tensor]],
+    reached: Callable[[Tensor, Tensor], Tensor],
+    bases: Bases,
+    start: Float[Tensor, "*B d b"],
+    K: int,
+    dear: bool,
+) -> tuple[Tensor, list[Float[Tensor, "*B d K"]]]:
+    """Bases that grow block by block and are cut down when they are full: Ritz values, and the top K vectors of each basis.
+
+    Args:
+        step: takes in a block Z, of which the operator is known to have H in the rows `before`, as the rows `new`; fills in
+            the small matrix there, and gives the next Z and H.
+        ritz: of the small matrix and the last H, its values, its vectors for each basis, and what the operator has of each
+            Ritz vector in the next block. In float64 and on the CPU: that costs little, and GPUs are slow at small ones.
+        reached: whether values with such residuals will do.
+    """
+    *batch, m, _ = bases[0].shape
+    b = start.shape[-1]
+    kept, budget = (m + K) // (2 * b) * b, 4 * expected_columns(start.shape[-2], K, start.dtype)
+    small = start.new_zeros(*batch, m, m)
+    Z, before, H, size = start.mT, slice(0, 0), small[..., :0, :b], 0
     while True:
         while size < m:
             new = slice(size, size + b)
-            U[..., new, :] = Z
-            W = apply(Z.mT).mT
-            scale = torch.maximum(scale, _longest(W))
-            W = W - H.mT @ U[..., before, :]
-            D = W @ Z.mT
-            T[..., before, new], T[..., new, before], T[..., new, new] = H, H.mT, D
-            size += b
-            Z, C, _ = _orthonormalise(W - D @ Z, scale, U[..., :size, :], generator)
-            before, H = new, C
-            budget -= b
-        eigenvalues, Q, tail = _ritz_symmetric(T, C)
-        S = eigenvalues.clamp_min(0).sqrt()
-        residual = torch.linalg.vector_norm(tail[..., :K], dim=-2)
-        reached = (residual <= tolerance * S[..., :1] * S[..., :K]).all(-1)
-        if bool((reached | (S[..., K - 1] <= SQUARABLE * S[..., 0])).all()) or budget < 0:
-            return S, U.mT @ Q[..., :K]
-        U[..., :kept, :] = Q[..., :kept].mT @ U
-        T = torch.diag_embed(eigenvalues)
+            Z, H = step(Z, H, before, new, small)
+            before, size, budget = new, size + b, budget - b
+            if size < m and not (dear and size > K + b):
+                continue
+            values, vectors, tail = ritz(small[..., :size, :size].double().cpu(), H.double().cpu())
+            values, tail, *vectors = (part.to(start) for part in (values, tail, *vectors))
+            if bool(reached(values, torch.linalg.vector_norm(tail[..., :K], dim=-2)).all()) or budget < 0:
+                top = [basis[..., :size, :].mT @ Q[..., :K] for basis, Q in zip(bases, vectors, strict=True)]
+                return values, top
+        for basis, Q in zip(bases, vectors, strict=True):
+            basis[..., :kept, :] = Q[..., :kept].mT @ basis
+        small = torch.diag_embed(values)
         before, H, size = slice(0, kept), tail[..., :kept].mT, kept
 
 
-def _ritz_symmetric(T: Float[Tensor, "*B m m"], C: Float[Tensor, "*B b b"]) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_ritz`, of T = Q diag(eigenvalues, falling) Q^T."""
-    eigenvalues, Q = (part.flip(-1) for part in torch.linalg.eigh(T.double().cpu()))
-    tail = C.double().cpu().mT @ Q[..., -C.shape[-1] :, :]
-    return eigenvalues.to(T), Q.to(T), tail.to(T)
-
-
-def _ritz(B: Float[Tensor, "*B m m"], C: Float[Tensor, "*B b b"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """P, S, Q with B = P S Q^T, and what J^T u - s v of every Ritz pair is in the next block.
-
-    In float64, where it costs little and stays out of the residuals; on the CPU, as GPUs are slow at small ones.
-    """
-    P, S, Qh = torch.linalg.svd(B.double().cpu())
-    tail = C.double().cpu().mT @ P[..., -C.shape[-1] :, :]
-    return P.to(B), S.to(B), Qh.mT.to(B), tail.to(B)
+def _empty_basis(start: Float[Tensor, "*B d b"], K: int) -> Float[Tensor, "*B m d"]:
+    *batch, d, _ = start.shape
+    return start.new_empty(*batch, basis_size(d, K), d)
 
 
 def start_block(d: int, like: Tensor) -> Float[Tensor, "d b"]:
@@ -185,23 +191,34 @@ def _longest(W: Tensor) -> Tensor:
     return largest * torch.linalg.vector_norm(W / unit, dim=-1, keepdim=True).amax(-2, keepdim=True)
 
 
-def _orthonormalise(
-    W: Tensor, scale: Tensor, basis: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, L and c with W = L Q + c basis, rows of Q orthonormal and orthogonal to those of the basis.
+class _Orthonormaliser:
+    """Blocks of rows made orthonormal, to each other and to a basis."""
 
-    In theory c is zero: what a product has of the basis is known, and taken away already. What rounding left of it is
-    taken away here after the rows have been normalised, as often as that still shortens them much: once, as a rule.
-    `scale` is the operator's, against which rounding is told from directions.
-    """
-    scale = torch.where(scale > 0, scale, 1)
-    Q, L, _ = _orthonormal_rows(W / scale, generator)
-    L, c, shortest = L * scale, torch.zeros_like(Q @ basis.mT), 0.0
-    while shortest < 0.1:
-        overlap = Q @ basis.mT
-        Q, factor, shortest = _orthonormal_rows(Q - overlap @ basis, generator)
-        L, c = L @ factor, c + L @ overlap
-    return Q, L, c
+    def __init__(self, like: Tensor) -> None:
+        self.generator = torch.Generator().manual_seed(SEED + 1)
+        self.scale = like.new_zeros(
+            *like.shape[:-2], 1, 1
+        )  # the operator's, against which rounding is told from directions
+
+    def seen(self, W: Tensor) -> Tensor:
+        """The same, a product with the operator, of whose scale it tells."""
+        self.scale = torch.maximum(self.scale, _longest(W))
+        return W
+
+    def __call__(self, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, L and c with W = L Q + c basis, rows of Q orthonormal and orthogonal to those of the basis.
+
+        In theory c is zero: what a product has of the basis is known, and taken away already. What rounding left of it is
+        taken away here after the rows have been normalised, as often as that still shortens them much: once, as a rule.
+        """
+        scale = torch.where(self.scale > 0, self.scale, 1)
+        Q, L, _ = _orthonormal_rows(W / scale, self.generator)
+        L, c, shortest = L * scale, torch.zeros_like(Q @ basis.mT), 0.0
+        while shortest < 0.1:
+            overlap = Q @ basis.mT
+            Q, factor, shortest = _orthonormal_rows(Q - overlap @ basis, self.generator)
+            L, c = L @ factor, c + L @ overlap
+        return Q, L, c
 
 
 def _orthonormal_rows(W: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:

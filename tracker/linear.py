@@ -1,6 +1,7 @@
-"""Linear layers of frozen weights: x W^T forward, g W backward, and so on; rows of an identity without arithmetic.
+"""Products with frozen weights: x W^T forward, g W backward, and so on.
 
-Of float32 on a CPU, by oneDNN. PyTorch gives these products to BLAS, which here and there is far from what the machine
+Rows of an identity (`identity`) are read off the weights, float32 on a CPU goes to oneDNN, everything else to PyTorch. On a
+CPU that is BLAS, which here and there is far from what the machine
 can do: measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4
 times for a thousand. Both multiply in float32.
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from tracker.identity import rows_of_identity
 
 FEW = 64  # rows up to which the weights' reading counts; beyond, both ways take equally long
-LARGE = 1 << 21  # a weight's scalars from which they are not read from a core's own cache
+LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
 ENOUGH = 2  # products of few rows with which a copy is expected to pay: an iteration has begun
 STRIPE = 16  # columns copied at once: one cache line, in a third of the time that all at once take
 
@@ -60,8 +61,9 @@ class FrozenProduct(torch.autograd.Function):
     def forward(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], own: _Rows, other: _Rows) -> Tensor:
         """The product, by the way that is quickest for it."""
         if (picked := rows_of_identity(x)) is not None:
-            columns = weight.mT[picked]
-            return columns.view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
+            columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
+            # A copy: a backward pass that writes into its gradient must not write into the weight.
+            return columns.clone(memory_format=torch.contiguous_format)
         if not by_onednn(x):
             return torch.nn.functional.linear(x, weight)
         few = weight.numel() >= LARGE and 0 < x.numel() <= FEW * x.shape[-1]
@@ -126,7 +128,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 class FrozenLinear(TorchFunctionMode):
-    """While it lasts, linear layers (and GPT-2's Conv1D) take this way wherever they can; elsewhere their own.
+    """While it lasts, linear layers (and GPT-2's Conv1D) go through `FrozenProduct` wherever they can.
 
     Args:
         spare: where copies find the memory of earlier ones and leave theirs: fresh memory can cost more than the copying.
@@ -142,7 +144,7 @@ class FrozenLinear(TorchFunctionMode):
             asked = _taken(*arguments, **keywords)
         elif function is torch.addmm and len(arguments) == 3 and not keywords:
             bias, x, transposed = arguments
-            asked = _taken(x, transposed.mT, bias)
+            asked = _taken(x, transposed.mT, bias) if x.dim() == transposed.dim() == 2 and bias.dim() < 2 else None
         if asked is None:
             return function(*arguments, **keywords)
         x, weight, bias = asked
@@ -151,9 +153,11 @@ class FrozenLinear(TorchFunctionMode):
 
 
 def _taken(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The arguments, unless they are no plain matrix product, somebody wants the weight's gradient, or another precision."""
+    """The arguments of x W^T + b, if all are plain tensors of one floating dtype and device, the weight is a matrix that
+    wants no gradient, and autocast is off; else None.
+    """
     given = [t for t in (input, weight, bias) if t is not None]
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided for t in given)
-    alike = all(t.dtype == input.dtype and t.device == input.device for t in given) and weight.dim() == 2
-    autocast = torch.is_autocast_enabled(input.device.type)
-    return (input, weight, bias) if plain and alike and not weight.requires_grad and not autocast else None
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta for t in given)
+    alike = all(t.dtype == input.dtype and t.device == input.device for t in given) and input.is_floating_point()
+    wanted = plain and alike and weight.dim() == 2 and not weight.requires_grad
+    return (input, weight, bias) if wanted and not torch.is_autocast_enabled(input.device.type) else None

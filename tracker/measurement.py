@@ -63,9 +63,9 @@ def measure(
             their class token, "last" elsewhere.
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
             leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
-        svd: how singular vectors are found: "full" decomposition; "krylov", which without a perfect certificate is
-            done again in full; "matrix-free", from products with Jacobians that are never formed, where nothing proves
-            that no vector was missed; "auto": what is expected to cost least.
+        svd: how singular vectors are found: "full" decomposition; "krylov", iteration for the top K, which without a
+            perfect certificate is done again another way, in full at last; "matrix-free", from products with Jacobians
+            that are never formed, where nothing proves that no vector was missed; "auto": what is expected to cost least.
         dtype: float32 or float64.
         precision: of the products that Jacobians in float32 are made of; "tf32" (on GPUs that have it) and "bfloat16"
             are faster and err by what docs/measurements.md says. Everything else stays in `dtype`.

@@ -61,7 +61,7 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
             return answered(attend, query, key, value, frozen)
 
         with answering(answer):
-            y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], which would copy what comes back
+            y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
         return y
@@ -99,7 +99,7 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
 
 
 def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
-    """Linearize a restricted block, their linear layers as `linear` has them.
+    """Linearize a restricted block, its linear layers through `FrozenLinear`.
 
     Args:
         spare: memory for copies of weights.

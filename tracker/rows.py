@@ -218,8 +218,8 @@ def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
 def _enough_rows(d: int, device: str) -> int:
     """With how many rows (cotangents x token rows) at once matrix multiplication runs at its full rate.
 
-    On a CPU no more than that: what comes out of a layer is then small enough for the C library to keep its memory for the
-    next, and fresh memory can cost as much as the product.
+    On a CPU no more than fill some 16 MB: the C library keeps memory of that size for the next layer, and fresh memory can
+    cost as much as the product. Narrow models need many rows, as their products are small beside PyTorch's own steps.
     """
     return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
 

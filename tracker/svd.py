@@ -9,9 +9,9 @@ sigma = s_K (1 + 1e-4), the matrix sigma^2 I - R R^T is positive definite, and i
 if and only if |R|_2 < sigma. Products alone (no dense J) can't prove that: there, completeness is only probable.
 
 Two ways to the triplets: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; and
-iteration by products with blocks of vectors (`krylov`). A J at hand is first tried through J J^T, for d^3 operations: an
-iteration then costs half, and completeness is read off the same matrix. What lacks its certificate, because singular
-values fall too far for squares, is asked of J and J^T themselves, and what lacks it still is decomposed in full.
+iteration by products with blocks of vectors (`krylov`). Where singular values are flat, as at initialisation, J J^T is
+formed first, for d^3 operations: a step of the iteration then costs half, and completeness is read off J J^T too. Where
+they fall, and for whatever lacks its certificate, the iteration asks J and J^T; what lacks it still is decomposed in full.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.krylov import (
-    SQUARABLE,
     Product,
     basis_size,
     block_golub_kahan,
@@ -41,7 +40,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # of the residual: what
 COMPLETENESS_MARGIN = 1e-4
 SMALL = 512  # widths up to which a matrix is decomposed on one CPU core
 GROUP = 1 << 24  # scalars of the matrices taken together: 64 MB in float32
-PANEL = 256  # rows of the symmetric product of which only the lower half is computed
+SQUARABLE = 0.1  # s_K / s_1 from which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
+POWERS = 4
+PANEL = 256  # rows at once of symmetric products, of which only the lower half is computed, and of Cholesky's factor
 
 Method = Literal["auto", "full", "krylov"]
 Result = TypeVar("Result")
@@ -64,8 +65,8 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
     """The K largest singular triplets of each matrix.
 
     Args:
-        method: "full" decomposition, or "krylov", in full only where that lacks its certificate or the space for K
-            triplets; "auto": whichever is expected to cost less.
+        method: "full" decomposition; or "krylov", iteration, in full only where that lacks its certificate or the
+            space for K triplets; "auto": whichever is expected to cost less.
 
     Raises:
         ValueError: if an entry of J is not finite (LAPACK would return garbage without a word).
@@ -158,38 +159,41 @@ def _below_one(G: Tensor) -> Bool[Tensor, " B"]:
 
 
 def _lower_panels(R: Float[Tensor, "B m d"], unit: Tensor | float = 1) -> Iterator[tuple[int, int, Tensor]]:
-    """The lower half of R R^T / unit^2: the first of some rows, the one after the last, and what they have of it."""
+    """The lower half of R R^T / unit^2: the first of some rows, the one after the last, and what they have of it. One
+    factor is divided by the unit before, the product after: no scaled copy of R.
+    """
     for start in range(0, R.shape[-2], PANEL):
         stop = min(start + PANEL, R.shape[-2])
         yield start, stop, inner_products(R[..., start:stop, :] / unit, R[..., :stop, :]).div_(unit)
 
 
 def _krylov(J: Tensor, K: int) -> Triplets:
-    """By products; what lacks its certificate, another way."""
-    found = _by_squares(J, K)
-    for way in (_by_golub_kahan, _full):
+    """By iteration; what lacks its certificate, the next way."""
+    ways = [_by_golub_kahan, _full]
+    if bool(_surely_squarable(J, K).any()):
+        ways.insert(0, _by_squares)
+    found = ways[0](J, K)
+    for way in ways[1:]:
         missed = ~found.complete
         if bool(missed.any()):
-            better = way(J[missed], K)
+            better = way(J if bool(missed.all()) else J[missed], K)
             for field in fields(Triplets):
                 getattr(found, field.name)[missed] = getattr(better, field.name)
     return found
 
 
 def _by_squares(J: Tensor, K: int) -> Triplets:
-    """By products with J J^T, which the certificate needs anyway; `complete` says that the triplets have all of it."""
-    largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
-    unit = torch.exp2(
-        torch.frexp(largest).exponent.to(J.dtype)
-    )  # squares of tiny entries underflow; powers of two round nothing
+    """By iteration with J J^T. `complete`: whether s_K / s_1, the residual and completeness have all passed."""
+    B, d, _ = J.shape
+    unit = _unit(J)
     A = torch.empty_like(J)  # J J^T / unit^2
     for start, stop, panel in _lower_panels(J, unit):
         A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
     tolerance = TOLERANCE[J.dtype]
-    S, U = block_lanczos(_products(A)[0], start_block(J.shape[-1], J).expand(len(J), -1, -1), K, tolerance / 2)
+    U, S = block_lanczos(_products(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
     following = S[..., K:]
-    V, S, P = torch.linalg.svd((J.mT @ U / unit).double(), full_matrices=False)
-    U, S, V = U @ P.mT.to(J), S.to(J), V.to(J)
+    V, S, Ph = torch.linalg.svd((J.mT @ U / unit).double(), full_matrices=False)
+    U, S, V = U @ Ph.mT.to(J), S.to(J), V.to(J)
     JV = J @ V / unit
     error = _residual(JV, J.mT @ U / unit, U, S, V)
     enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
@@ -202,8 +206,28 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     return Triplets(U, S * unit[..., 0], V, gap, error, complete, torch.zeros_like(complete))
 
 
+def _surely_squarable(J: Tensor, K: int) -> Bool[Tensor, " B"]:
+    """Whether s_K is above SQUARABLE s_1: surely so, where the mean square of all d singular values is more than K of s_1 and
+    the others below that could have. s_1 is taken from a few steps of power iteration, a little too small at most.
+    """
+    d, unit = J.shape[-1], _unit(J)
+    apply, apply_transpose = _products(J)
+    x = start_block(d, J)[:, :1].expand(len(J), -1, -1)
+    for _ in range(POWERS):
+        x = torch.nn.functional.normalize(apply_transpose(apply(x) / unit) / unit, dim=-2)
+    s_1 = torch.linalg.vector_norm(apply(x) / unit, dim=(-2, -1), dtype=torch.float64)
+    frobenius = torch.linalg.vector_norm(J, dim=(-2, -1), dtype=torch.float64) / unit[:, 0, 0]
+    return frobenius**2 > (K + (d - K) * SQUARABLE**2) * s_1**2
+
+
+def _unit(J: Tensor) -> Float[Tensor, "B 1 1"]:
+    """A power of two near the largest entry: divided by it, nothing is rounded, and squares of tiny entries do not underflow."""
+    largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
+    return torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
+
+
 def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
-    """By products with J and J^T."""
+    """By iteration with J and J^T. `complete`: whether residual and completeness have both passed."""
     found = _by_products(*_products(J), J[..., 0], K)
     return replace(found, complete=found.complete & is_complete(J, found.U, found.S, found.V))
 
@@ -231,7 +255,8 @@ def _full(J: Tensor, K: int) -> Triplets:
 def _decompose(J: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """SVD. Small matrices go to the CPU, one to each core: cuSOLVER, and LAPACK's own threads, take them one by one.
 
-    The eigenvectors of J^T J are no way out: half the digits are lost in float32, and in float64 they cost an SVD.
+    Squares are no way out here: of all d values the small ones would be lost in float32, and in float64 eigenvectors cost
+    an SVD.
     """
     if J.shape[-1] > SMALL or len(J) == 1:
         return torch.linalg.svd(J, full_matrices=False)
