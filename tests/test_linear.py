@@ -13,16 +13,25 @@ from tracker.identity import identity_matrix, rows_of_identity
 from tracker.jacobian import dense_jacobian, linearize
 from tracker.linear import FrozenLinear
 
-with_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
-
 
 @pytest.fixture
 def products(monkeypatch):
     """How many products oneDNN was given."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
     count = []
     product = linear._linear
     monkeypatch.setattr(linear, "_linear", lambda *a: count.append(1) or product(*a))
     return count
+
+
+@pytest.fixture
+def picked(monkeypatch):
+    """Which rows of an identity each product was found to be of, or None."""
+    found = []
+    find = linear.rows_of_identity
+    monkeypatch.setattr(linear, "rows_of_identity", lambda x: found.append(find(x)) or found[-1])
+    return found
 
 
 def network(dtype=torch.float32):
@@ -177,12 +186,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("parallel, saved", [(True, 2), (False, 1)], ids=["parallel", "in turn"])
 @pytest.mark.parametrize("rows, chunk", [(1, 12), (1, 5), (1, 1), (3, 12), (3, 5)])
-def test_an_identity_passes_the_last_layers_without_arithmetic(
-    rows, chunk, parallel, saved, conv1d, dtype, monkeypatch
-):
-    picked = []
-    find = linear.rows_of_identity
-    monkeypatch.setattr(linear, "rows_of_identity", lambda x: picked.append(find(x)) or picked[-1])
+def test_an_identity_passes_the_last_layers_without_arithmetic(rows, chunk, parallel, saved, conv1d, dtype, picked):
     x = torch.randn(rows, 12, dtype=dtype)
     exact = linearize(Residual(12, parallel, conv1d, torch.float64), x.double())
     expected = dense_jacobian(exact.pullback, exact.y, 12)
@@ -196,10 +200,7 @@ def test_an_identity_passes_the_last_layers_without_arithmetic(
 
 
 @pytest.mark.parametrize("after", [nn.LayerNorm(12), nn.Hardtanh(-9, 9), nn.Dropout(0.5).eval()], ids=repr)
-def test_a_norm_after_the_last_layer_needs_its_product(after, monkeypatch):
-    picked = []
-    find = linear.rows_of_identity
-    monkeypatch.setattr(linear, "rows_of_identity", lambda x: picked.append(find(x)) or picked[-1])
+def test_a_norm_after_the_last_layer_needs_its_product(after, picked):
     block = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), after).double().requires_grad_(False)
     x = torch.randn(1, 12, dtype=torch.float64)
     with FrozenLinear():

@@ -269,6 +269,12 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
     assert not bool(svd._by_squares(J, 10).complete)
 
 
+def test_entries_near_the_largest_number():
+    J = planted(FLAT).float()
+    huge, plain = (top_singular_triplets(scale * J, 10, "krylov") for scale in (2.0**126, 1.0))
+    assert bool(huge.complete) and torch.equal(huge.S, 2.0**126 * plain.S) and torch.equal(huge.U, plain.U)
+
+
 def test_a_residual_out_of_reach_falls_back(monkeypatch):
     monkeypatch.setitem(svd.TOLERANCE, torch.float64, 1e-18)
     J = planted(FLAT)

@@ -196,9 +196,8 @@ class _Orthonormaliser:
 
     def __init__(self, like: Tensor) -> None:
         self.generator = torch.Generator().manual_seed(SEED + 1)
-        self.scale = like.new_zeros(
-            *like.shape[:-2], 1, 1
-        )  # the operator's, against which rounding is told from directions
+        # The operator's, against which rounding is told from directions.
+        self.scale = like.new_zeros(*like.shape[:-2], 1, 1)
 
     def seen(self, W: Tensor) -> Tensor:
         """The same, a product with the operator, of whose scale it tells."""

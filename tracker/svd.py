@@ -41,7 +41,7 @@ COMPLETENESS_MARGIN = 1e-4
 SMALL = 512  # widths up to which a matrix is decomposed on one CPU core
 GROUP = 1 << 24  # scalars of the matrices taken together: 64 MB in float32
 SQUARABLE = 0.1  # s_K / s_1 from which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
-POWERS = 4
+POWERS = 4  # steps after which power iteration has s_1 within a tenth, also of flat singular values
 PANEL = 256  # rows at once of symmetric products, of which only the lower half is computed, and of Cholesky's factor
 
 Method = Literal["auto", "full", "krylov"]
@@ -113,7 +113,7 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype) -> bool:
     """Whether K triplets of a (d, d) matrix are expected sooner by products than by full decomposition.
 
     Operations, those of LAPACK and of single steps by the time they take beside a product on a CPU core: measured, the
-    two ways take equally long at about d = 320 for K = 10 and d = 480 for K = 50.
+    two ways take equally long at about d = 320 for K = 10 and d = 480 for K = 50, of flat singular values.
     """
     n, m = expected_columns(d, K, dtype), basis_size(d, K)
     return n * (2 * d**2 + 4 * d * m + 100 * m**2 + 1.5e6) + 1.5 * d**3 < 25 * d**3
@@ -158,17 +158,19 @@ def _below_one(G: Tensor) -> Bool[Tensor, " B"]:
     return definite
 
 
-def _lower_panels(R: Float[Tensor, "B m d"], unit: Tensor | float = 1) -> Iterator[tuple[int, int, Tensor]]:
-    """The lower half of R R^T / unit^2: the first of some rows, the one after the last, and what they have of it. One
-    factor is divided by the unit before, the product after: no scaled copy of R.
-    """
+def _lower_panels(R: Float[Tensor, "B m d"]) -> Iterator[tuple[int, int, Tensor]]:
+    """The lower half of R R^T: the first of some rows, the one after the last, and what they have of it."""
     for start in range(0, R.shape[-2], PANEL):
         stop = min(start + PANEL, R.shape[-2])
-        yield start, stop, inner_products(R[..., start:stop, :] / unit, R[..., :stop, :]).div_(unit)
+        yield start, stop, inner_products(R[..., start:stop, :], R[..., :stop, :])
 
 
 def _krylov(J: Tensor, K: int) -> Triplets:
     """By iteration; what lacks its certificate, the next way."""
+    largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
+    # Squares of tiny entries underflow; division by a power of two rounds nothing.
+    unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
+    J = J / unit
     ways = [_by_golub_kahan, _full]
     if bool(_surely_squarable(J, K).any()):
         ways.insert(0, _by_squares)
@@ -179,23 +181,22 @@ def _krylov(J: Tensor, K: int) -> Triplets:
             better = way(J if bool(missed.all()) else J[missed], K)
             for field in fields(Triplets):
                 getattr(found, field.name)[missed] = getattr(better, field.name)
-    return found
+    return replace(found, S=found.S * unit[..., 0])
 
 
 def _by_squares(J: Tensor, K: int) -> Triplets:
     """By iteration with J J^T. `complete`: whether s_K / s_1, the residual and completeness have all passed."""
     B, d, _ = J.shape
-    unit = _unit(J)
-    A = torch.empty_like(J)  # J J^T / unit^2
-    for start, stop, panel in _lower_panels(J, unit):
+    A = torch.empty_like(J)  # J J^T
+    for start, stop, panel in _lower_panels(J):
         A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
     tolerance = TOLERANCE[J.dtype]
     U, S = block_lanczos(_products(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
     following = S[..., K:]
-    V, S, Ph = torch.linalg.svd((J.mT @ U / unit).double(), full_matrices=False)
+    V, S, Ph = torch.linalg.svd((J.mT @ U).double(), full_matrices=False)
     U, S, V = U @ Ph.mT.to(J), S.to(J), V.to(J)
-    JV = J @ V / unit
-    error = _residual(JV, J.mT @ U / unit, U, S, V)
+    JV = J @ V
+    error = _residual(JV, J.mT @ U, U, S, V)
     enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
     sigma = (1 + COMPLETENESS_MARGIN) * torch.where(enough, S[..., -1], 1)[..., None, None]
     # (J - U S V^T) (J - U S V^T)^T / sigma^2, where A was
@@ -203,27 +204,20 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     A.div_(sigma**2).baddbmm_(torch.cat([JV, US], -1), torch.cat([US, JV - US @ (V.mT @ V)], -1).mT, alpha=-1)
     complete = enough & _below_one(A)
     gap = _gap(torch.cat([S, following], -1), K)
-    return Triplets(U, S * unit[..., 0], V, gap, error, complete, torch.zeros_like(complete))
+    return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 
 def _surely_squarable(J: Tensor, K: int) -> Bool[Tensor, " B"]:
     """Whether s_K is above SQUARABLE s_1: surely so, where the mean square of all d singular values is more than K of s_1 and
     the others below that could have. s_1 is taken from a few steps of power iteration, a little too small at most.
     """
-    d, unit = J.shape[-1], _unit(J)
+    d = J.shape[-1]
     apply, apply_transpose = _products(J)
     x = start_block(d, J)[:, :1].expand(len(J), -1, -1)
     for _ in range(POWERS):
-        x = torch.nn.functional.normalize(apply_transpose(apply(x) / unit) / unit, dim=-2)
-    s_1 = torch.linalg.vector_norm(apply(x) / unit, dim=(-2, -1), dtype=torch.float64)
-    frobenius = torch.linalg.vector_norm(J, dim=(-2, -1), dtype=torch.float64) / unit[:, 0, 0]
-    return frobenius**2 > (K + (d - K) * SQUARABLE**2) * s_1**2
-
-
-def _unit(J: Tensor) -> Float[Tensor, "B 1 1"]:
-    """A power of two near the largest entry: divided by it, nothing is rounded, and squares of tiny entries do not underflow."""
-    largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
-    return torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
+        x = torch.nn.functional.normalize(apply_transpose(apply(x)), dim=-2)
+    s_1 = torch.linalg.vector_norm(apply(x), dim=(-2, -1))
+    return torch.linalg.matrix_norm(J) ** 2 > (K + (d - K) * SQUARABLE**2) * s_1**2
 
 
 def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
