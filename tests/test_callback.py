@@ -23,7 +23,7 @@ from checkpoints import nano
 from checkpoints.fetch import cached
 from checkpoints.load import load
 from tests.conftest import ROOT, TINY
-from tests.training import Classifier, TwoOptimizers, fit, trainer
+from tests.training import Classifier, Rescaling, TwoOptimizers, fit, trainer
 from tracker import callback, schedule
 from tracker.blocks import UsageError
 from tracker.callback import CouplingCallback
@@ -67,6 +67,7 @@ RUNS = {
     "gradient checkpointing": {"module": lambda: Classifier(checkpointing=True)},
     "manual optimisation": {"module": TwoOptimizers},
     "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},
+    "weights written in eval mode": {"module": Rescaling, "validate": False, "limit_val_batches": 0},
     "no validation": {"validate": False, "limit_val_batches": 0},
     "no sanity check": {"num_sanity_val_steps": 0},
 }

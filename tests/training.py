@@ -87,6 +87,18 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
+class Rescaling(Classifier):
+    """Writes to its weights in eval mode, as RWKV does."""
+
+    def forward(self, x):
+        if not self.training:
+            with torch.no_grad():
+                for block in self.stages:
+                    block.mlp[0].weight.clamp_(-0.1, 0.1)
+                    block.norm1.bias.data.add_(0.01)
+        return super().forward(x)
+
+
 class TwoOptimizers(Classifier):
     """Manual optimisation: two optimizer steps a batch."""
 

@@ -64,7 +64,7 @@ class Rows:
 def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     """An argument of the block, restricted to the rows; only arguments known by name are divided."""
     if isinstance(value, dict):  # what the signature collects as **kwargs
-        return {key: of_rows(key, entry, call, rows) for key, entry in value.items()}
+        return {key: of_rows(str(key), entry, call, rows) for key, entry in value.items()}
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
         return value
     n = call.x.shape[1]
@@ -93,7 +93,7 @@ def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any(type(part) is not type(first) for part in parts):
         pass
     elif isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
-        return {key: join(key, [part[key] for part in parts], sizes) for key in first}
+        return {key: join(str(key), [part[key] for part in parts], sizes) for key in first}
     elif isinstance(first, (tuple, list)) and all(len(part) == len(first) for part in parts):
         return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
     elif isinstance(first, Tensor):
@@ -149,7 +149,7 @@ def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]
 
     def cut(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: cut(key, entry) for key, entry in value.items()}
+            return {key: cut(str(key), entry) for key, entry in value.items()}
         if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             return value
         if name in PER_TOKEN:

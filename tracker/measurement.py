@@ -181,8 +181,8 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
     """
     recording = record(
         replica,
-        [_convert(replica, argument) for argument in batch.arguments],
-        {name: _convert(replica, value) for name, value in batch.keywords.items()},
+        batch.arguments,
+        batch.keywords,
         room * settings.dtype.itemsize,
     )
     convention = settings.convention(recording, replica.description.include_final_norm)
@@ -222,7 +222,3 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
             sample.values["pair_position"] = np.asarray(settings.pairs_of(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
     return recording, Rows(*rows.unbind(1)), samples
-
-
-def _convert(replica: Replica, value: Any) -> Any:
-    return replica.convert(value) if isinstance(value, Tensor) else value

@@ -68,6 +68,7 @@ def readings(
     with ExitStack() as lent:
         if settings.asks("entropy") and head is not None:
             unembedding = replica.module.get_submodule(head)
+            lent.enter_context(replica.guard())
             for module in (unembedding, norm):
                 lent.enter_context(replica.weights(module))
             scalars += int(unembedding(raw.states(0, slice(1), on)[:1]).shape[-1])

@@ -19,9 +19,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from tracker import residual_pair
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
+from tracker.copies import copied
 from tracker.linear import FrozenLinear
+from tracker.module_state import ModuleState
 from tracker.precision import float32_products
 from tracker.replica import Replica
 from tracker.shelf import Shelf
@@ -47,10 +50,14 @@ class BlockCall:
     arguments: inspect.BoundArguments
     state: str  # the argument that carries the hidden state
     batch_first: bool
+    replica: Replica = field(repr=False)
     x: Float[Tensor, "B n d"]
     y: Float[Tensor, "B n d"] = field(init=False)
     final_norm: nn.Module | None = None
     attention: list[AttentionCall] = field(default_factory=list)
+    # Of a block that passes its state on as two tensors, whose sum is the hidden state:
+    second_argument: str | None = None  # the argument that carries the other one; None where it was not given
+    second_output: int | None = None  # its place in the output
 
     def kept(self) -> Iterator[Tensor]:
         """What was recorded."""
@@ -75,13 +82,27 @@ class BlockCall:
         other.y = convert(self.y)
         return other
 
-    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
-        """Run the block, final norm included where it is folded in, on a hidden state (B, n, d)."""
+    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None, second: Tensor | None = None) -> Tensor:
+        """Run the block, final norm included where it is folded in, on a hidden state (B, n, d).
+
+        Args:
+            arguments: take the place of recorded ones.
+            second: of a state in two tensors the second one, of x's shape, which x is then without.
+        """
+        arguments = arguments or {}
+        # Copies: what the block writes into its arguments must not reach the next call.
+        recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
-        bound.arguments.update(arguments or {})
+        bound.arguments.update(copied(recorded, _clone, {}) | dict(arguments))
         bound.arguments[self.state] = x if self.batch_first else x.transpose(0, 1)
-        out = hidden_state(self.block(*bound.args, **bound.kwargs))
-        out = out if self.final_norm is None else self.final_norm(out)
+        if self.second_argument is not None:
+            second = torch.zeros_like(x) if second is None else second
+            residual_pair.put(bound, self.second_argument, second if self.batch_first else second.transpose(0, 1))
+        with self.replica.guard(), self.replica.fresh_weights(self.block):
+            output = self.block(*bound.args, **bound.kwargs)
+            out = hidden_state(output)
+            out = out if self.second_output is None else out + output[self.second_output]
+            out = out if self.final_norm is None else self.final_norm(out)
         return out if self.batch_first else out.transpose(0, 1)
 
 
@@ -115,12 +136,17 @@ class Recording:
         return replace(self, calls=[*self.calls[:-1], last])
 
 
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def hidden_state(output: Any) -> Any:
     """A block's output is the hidden state, or a tuple that begins with it."""
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
 _ONE_AT_A_TIME = RLock()
+STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
 
 
 @contextmanager
@@ -159,6 +185,8 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
             stack.callback(handle.remove)
         stack.enter_context(answering(recorder.attend))
         stack.enter_context(FrozenLinear())
+        stack.enter_context(replica.guard())
+        arguments, keywords = replica.own((list(arguments), dict(keywords)))
         replica.module(*arguments, **keywords)
     return recorder.finished()
 
@@ -172,6 +200,10 @@ class _Recorder:
         self.running: BlockCall | None = None
         self.lent = ExitStack()
         self.normed: tuple[str, nn.Module, Tensor] | None = None
+        self.outputs: dict[int, Tensor] = {}  # of the last block, where it returned several of the state's shape
+        self.state_before: ModuleState | None = None
+        self.checking = False
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
 
     def hooks(self) -> Iterator[Any]:
         for block in self.replica.blocks:
@@ -182,7 +214,11 @@ class _Recorder:
             yield norm.register_forward_hook(partial(self.norm, name))
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.checking:
+            return
+        self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
         self.lent.enter_context(self.replica.weights(block))
+        self.replica.begin_call()
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         state = next(iter(bound.arguments))
         x = bound.arguments[state]
@@ -193,6 +229,8 @@ class _Recorder:
                 f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
             )
         batch_first = self.replica.description.batch_first
+        place, second = self.pair_up(bound, state) if self.outputs else (None, None)
+        x = x if second is None else x + residual_pair.get(bound, second)
         x = x if batch_first else x.transpose(0, 1)
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
@@ -206,7 +244,45 @@ class _Recorder:
                 "name consecutive blocks, so that each takes the output of the one before"
             )
         bound.arguments[state] = None  # given at every call; here it would keep the original alive
-        self.running = BlockCall(len(self.calls) + 1, name, block, bound, state, batch_first, x)
+        if second is not None:
+            residual_pair.put(bound, second, None)
+        memo: dict[int, Any] = {}
+        given = {key: copied(value, self.copy_of, memo) for key, value in bound.arguments.items()}
+        bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
+        layer = len(self.calls) + 1
+        self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
+        self.running.second_argument, self.running.second_output = second, place
+
+    def copy_of(self, value: Any) -> Any:
+        """A copy of a tensor among the arguments; one for all blocks that are given it unchanged."""
+        if not isinstance(value, Tensor):
+            return value
+        key = id(value), value._version
+        if key not in self.copies:
+            self.copies[key] = value, value.clone()  # the original is kept, so that its id stays its own
+        return self.copies[key][1]
+
+    def pair_up(self, bound: inspect.BoundArguments, state: str) -> tuple[int | None, str | None]:
+        """Where the block before handed its state on as two tensors, take their sum for it.
+
+        Returns:
+            The place of the second one in the output, and the argument that carries it on.
+        """
+        place, second = residual_pair.find_pair(bound, state, self.outputs)
+        before = self.calls[-1]
+        if place is not None and before.second_output is None:  # the first time
+            first = self.outputs[0] + self.outputs[place]
+            before.second_output, before.y = (
+                place,
+                self.shelf.keep(first if before.batch_first else first.transpose(0, 1)),
+            )
+            given = None if second is None else residual_pair.get(before.arguments, second)
+            if isinstance(given, Tensor) and given.shape == self.outputs[0].shape:
+                assert second is not None
+                before.second_argument = second
+                residual_pair.put(before.arguments, second, None)
+                before.x = self.shelf.keep(before.x + (given if before.batch_first else given.transpose(0, 1)))
+        return place, second
 
     def attend(
         self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
@@ -216,10 +292,14 @@ class _Recorder:
         return attend(query, key, value, mask, causal)
 
     def leave(self, block: nn.Module, args: tuple, output: Any) -> None:
+        if self.checking:
+            return
         call, self.running = self.running, None
-        self.lent.close()
         assert call is not None
+        self.replica.end_call(block)
         y = hidden_state(output)
+        self.outputs = residual_pair.outputs_like(y, output)
+        y = y if call.second_output is None else y + output[call.second_output]
         y = y if call.batch_first else y.transpose(0, 1)
         if y.shape != call.x.shape:
             raise UsageError(
@@ -227,10 +307,33 @@ class _Recorder:
             )
         self.check_finite(y, f"block {call.layer} ({call.name})")
         call.y = self.shelf.keep(y.clone())
+        if self.state_before is not None:
+            self.check_stateless(call, self.state_before)
+        self.lent.close()
         for attention in call.attention:
             attention.key, attention.value = self.shelf.keep(attention.key), self.shelf.keep(attention.value)
         self.calls.append(call)
         self.normed = None  # a norm met so far took an earlier block's output
+
+    def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
+        """Compare the block as the recorded call left it with the block as it was before that call, on another input."""
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.x)
+        x = call.x + 0.1 * noise * call.x.square().mean().sqrt()
+        self.checking = True
+        after = ModuleState(call.block)
+        seen = call(x)
+        with self.replica.weights(call.block):
+            before.restore()
+            expected = call(x)
+        after.restore()
+        self.checking = False
+        self.replica.stateless.add(id(call.block))
+        if not torch.allclose(seen, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
+            raise UsageError(
+                f"block {call.layer} ({call.name}) does not reproduce its own output: it is random or keeps state between "
+                "calls, so it has no Jacobian to measure"
+            )
 
     def norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
         """Keep the first norm that is handed the last block's output itself."""
@@ -248,6 +351,9 @@ class _Recorder:
         missed = [name for name in self.replica.description.names if name not in reached]
         if missed:
             raise UsageError(f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}")
+        for call in self.calls:
+            if call.second_argument is not None:
+                residual_pair.check_sum(call)
         if self.normed is None:
             return Recording(self.calls, None, None)
         name, module, normed = self.normed

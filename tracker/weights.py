@@ -12,6 +12,17 @@ from torch import Tensor, nn
 from tracker.blocks import UsageError
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its own value: not quantised, sharded, sparse or offloaded."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and getattr(tensor, "quant_state", None) is None
+        and getattr(tensor, "SCB", None) is None
+    )
+
+
 def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """The full, dequantised, detached value of a module's parameter or buffer.
 
@@ -29,7 +40,9 @@ def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
         return int8_vectorwise_dequant(tensor.data, tensor.SCB)  # type: ignore[attr-defined]
     full = getattr(tensor, "full_tensor", None)  # DTensor: every rank must take part
-    return full().detach() if full else tensor.detach()
+    if full is not None:
+        return full().detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:

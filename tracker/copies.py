@@ -1,0 +1,67 @@
+"""Copies of nested values: containers and plain data objects, however deep, with a choice of what becomes of the rest.
+
+A forward pass may append to a list, fill a dictionary or write into a cache object that it was given or that a module
+holds. What is measured gets copies of these, so that nothing it writes reaches the caller, and no replay sees what a
+later call wrote.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from copy import copy
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+SCALARS = (str, bytes, bool, int, float, complex, type(None))
+
+
+def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """Copy `value` where it is a container or a plain data object; `leaf` gives what stands in for everything else.
+
+    Args:
+        memo: by `id`, what has been copied already: one value held in two places stays one value. The originals must live
+            as long as the memo.
+    """
+    if isinstance(value, SCALARS):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, tuple):
+        entries = [copied(entry, leaf, memo) for entry in value]
+        if all(new is old for new, old in zip(entries, value, strict=True)):
+            return value
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if isinstance(value, (dict, list, deque)):
+        new = memo[id(value)] = copy(value)
+        for key in list(value) if isinstance(value, dict) else range(len(value)):
+            new[key] = copied(value[key], leaf, memo)
+        return new
+    if isinstance(value, set):
+        return memo.setdefault(id(value), copy(value))
+    if is_data(value):
+        new = memo[id(value)] = copy(value)
+        for name, entry in vars(value).items():
+            new.__dict__[name] = copied(entry, leaf, memo)
+        return new
+    return leaf(value)
+
+
+def is_data(value: Any, depth: int = 3) -> bool:
+    """Whether an object is plain data: it holds numbers, text, tensors, types, and containers or objects of these alone.
+
+    Such are caches and configurations; modules, trainers, functions and open files are not.
+    """
+    if depth == 0 or not hasattr(value, "__dict__") or isinstance(value, (Tensor, Enum, type)) or callable(value):
+        return False
+    return all(_holds_data(entry, depth) for entry in vars(value).values())
+
+
+def _holds_data(value: Any, depth: int) -> bool:
+    if isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch":  # dtypes, devices, sizes
+        return True
+    if isinstance(value, dict):
+        return all(_holds_data(entry, depth) for entry in value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return all(_holds_data(entry, depth) for entry in value)
+    return is_data(value, depth - 1)

@@ -1,0 +1,46 @@
+"""What the modules of a block hold besides weights and buffers: counters, cached keys, tables of sines.
+
+A block that reads there what an earlier call left is no function of its hidden state. To find out, its state is taken
+before a call and put back before another.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tracker.copies import copied
+
+STRUCTURE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+
+
+class ModuleState:
+    """A copy of the attributes of a module and of all modules in it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        self._attributes = [(part, _copy(_attributes(part), memo)) for part in block.modules()]
+
+    def restore(self) -> None:
+        """Set the attributes back, and remove those that were added; the copy can be restored again."""
+        memo: dict[int, Any] = {}
+        for part, saved in self._attributes:
+            for name in _attributes(part).keys() - saved.keys():
+                del part.__dict__[name]
+            part.__dict__.update(_copy(saved, memo))
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    computed = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__["_weight_hooks"]}
+    return {
+        name: value
+        for name, value in part.__dict__.items()
+        if name not in STRUCTURE and name not in computed and not name.endswith(("_hooks", "_hooks_with_kwargs"))
+    }
+
+
+def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: copied(value, lambda leaf: _leaf(leaf, memo), memo) for name, value in attributes.items()}
+
+
+def _leaf(value: Any, memo: dict[int, Any]) -> Any:
+    return memo.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
