@@ -4,11 +4,13 @@ A block that reads there what an earlier call left is no function of its hidden 
 before a call and put back before another.
 """
 
+from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tracker.copies import copied
+from tracker.copies import SCALARS, copied, is_data
 
 STRUCTURE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
 
@@ -19,6 +21,10 @@ class ModuleState:
     def __init__(self, block: nn.Module) -> None:
         memo: dict[int, Any] = {}
         self._attributes = [(part, _copy(_attributes(part), memo)) for part in block.modules()]
+
+    def changed(self) -> bool:
+        """Whether an attribute is another now, or holds something else."""
+        return any(not _same(_attributes(part), saved) for part, saved in self._attributes)
 
     def restore(self) -> None:
         """Set the attributes back, and remove those that were added; the copy can be restored again."""
@@ -44,3 +50,19 @@ def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 
 def _leaf(value: Any, memo: dict[int, Any]) -> Any:
     return memo.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
+
+
+def _same(now: Any, saved: Any) -> bool:
+    if now is saved:
+        return True
+    if type(now) is not type(saved):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == saved.shape and now.dtype == saved.dtype and torch.equal(now, saved)
+    if isinstance(now, dict):
+        return now.keys() == saved.keys() and all(_same(now[key], saved[key]) for key in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(saved) and all(map(_same, now, saved))
+    if isinstance(now, (*SCALARS, set)):
+        return now == saved or now != now  # NaN
+    return is_data(now) and _same(vars(now), vars(saved))
