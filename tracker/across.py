@@ -1,7 +1,7 @@
 """Results set beside each other, a point for each: what each has after its last step, and fits of one property on another.
 
-Numbers alone; `comparisons` draws them for print, the page draws `across`. Intervals of R^2 are bootstrapped over the
-results, those of a coupling over its prompts.
+Numbers alone; `comparisons` draws them for print, the page draws `across`. Intervals of R^2 take results as independent
+(Fisher's z), those of a coupling are over its prompts; where results are twins (`twins`), a second fit counts them once.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,8 @@ import xarray as xr
 from tracker.coupling import MEASURES
 from tracker.packing import plain
 from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
-from tracker.statistics import PAIRS, correlations
+from tracker.statistics import PAIRS, correlations, sources
+from tracker.twins import clusters, independence
 
 Results = Mapping[str, xr.Dataset]
 Property = Callable[[xr.Dataset], float]
@@ -61,14 +62,25 @@ def family(ds: xr.Dataset) -> str:
     return str(ds.attrs["model_class"]).rpartition(".")[2]
 
 
-def subset_fits(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> pd.DataFrame:
+def once(table: pd.DataFrame, cluster: str = "cluster") -> pd.DataFrame | None:
+    """The rows of each cluster averaged to one; None where no two rows share one."""
+    if not table[cluster].duplicated().any():
+        return None
+    return pd.DataFrame(table.groupby(cluster, sort=False).mean(numeric_only=True))
+
+
+def subset_fits(
+    table: pd.DataFrame, x: str, y: str, family: str, size: str, cluster: str | None = None
+) -> pd.DataFrame:
     """`linear_fit` of y on x over all rows, each family of four or more and all but it, and the smaller and the larger half.
 
     Args:
         table: a row for each result, with the columns named.
+        cluster: of these, what results that are not independent share.
 
     Returns:
-        A row for each subset of four or more; p_holm is p corrected for their number.
+        A row for each subset of four or more, and for all with each cluster averaged, if that is fewer; p_holm is p corrected
+        for their number.
     """
     chosen = {"all": np.full(len(table), True)}
     kinds = table[family].value_counts()
@@ -79,11 +91,14 @@ def subset_fits(table: pd.DataFrame, x: str, y: str, family: str, size: str) -> 
     middle = table[size].median()
     chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
     chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
+    parts = {name: table.loc[there] for name, there in chosen.items()}
+    if cluster and (means := once(table, cluster)) is not None:
+        parts = {"all": table, "all, clusters averaged": means} | parts
     out = pd.DataFrame(
         [
-            {"subset": name, **linear_fit(table[x].to_numpy()[there], table[y].to_numpy()[there])}
-            for name, there in chosen.items()
-            if there.sum() >= FEWEST
+            {"subset": name, **linear_fit(part[x].to_numpy(), part[y].to_numpy())}
+            for name, part in parts.items()
+            if len(part) >= FEWEST
         ]
     )
     return out.assign(p_holm=holm(out["p"].to_numpy()))
@@ -96,9 +111,10 @@ def across(summaries: Results) -> dict[str, Any]:
         summaries: as `summary` makes them, measured alike.
 
     Returns:
-        models: the names of those compared, in whose order all lists are; benchmarks, score, sizes, and fits of the score
-        on each size; coupling: by measure, K and pairs its values, their interval over prompts (l != l' alone), and the fits
-        of the score on it: linear, exponential, with sizes held fixed, and in subsets; and its own on each size.
+        models: the names of those compared, in whose order all lists are; clusters: theirs, and independence: a note on
+        them; benchmarks, score, sizes, and fits of the score on each size; coupling: by measure, K and pairs its values,
+        their interval over prompts (l != l' alone), and the fits of the score on it: linear, exponential, with sizes held
+        fixed, and in subsets; and its own on each size.
 
     Raises:
         ValueError: if fewer than four results have what is compared.
@@ -109,6 +125,7 @@ def across(summaries: Results) -> dict[str, Any]:
     benchmarks, score = mean_score(compared)
     table = pd.DataFrame({name: [take(ds) for ds in compared.values()] for name, take in SIZES.items()})
     table["score"], table["family"] = [[take(ds) for ds in compared.values()] for take in (score, family)]
+    table["cluster"] = clusters(compared)
     tokens = [tokens_seen(ds) for ds in compared.values()]
     if np.isfinite(tokens).all():
         table[TOKENS] = tokens
@@ -128,12 +145,14 @@ def across(summaries: Results) -> dict[str, Any]:
             "interval": [plain(end) for end in _intervals(compared, measure, k)] if pairs == "mean_offdiag" else None,
             "fit": _line(at, "coupling", "score", fit),
             "exponential": plain(exponential_fit(values, at["score"].to_numpy())),
-            "held": plain(partial_correlation(values, at["score"].to_numpy(), [at[name].to_numpy() for name in SIZES])),
-            "subsets": plain(subset_fits(at, "coupling", "score", "family", "parameters").to_dict("list")),
+            "held": plain(held_fixed(at, "coupling")),
+            "subsets": plain(subset_fits(at, "coupling", "score", "family", "parameters", "cluster").to_dict("list")),
             "on": {name: _line(at, name, "coupling") for name in sizes},
         }
     return {
         "models": list(compared),
+        "clusters": table["cluster"].tolist(),
+        "independence": independence(compared),
         "benchmarks": benchmarks,
         "score": plain(table["score"].to_numpy()),
         "sizes": {name: plain(table[name].to_numpy()) for name in sizes},
@@ -164,12 +183,34 @@ def last_couplings(points: Results) -> xr.DataArray:
 
 def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     """Lower and upper end, over prompts."""
-    by_prompt = [-ds[f"{measure}_by_prompt"].sel(k=k).isel(step=-1).values for ds in compared.values()]
-    return [np.array(end) for end in zip(*(mean_interval(values) for values in by_prompt), strict=True)]
+    ends = []
+    for ds in compared.values():
+        by_prompt = -ds[f"{measure}_by_prompt"].sel(k=k).isel(step=-1).values
+        ends.append(mean_interval(by_prompt, sources(ds)))
+    return [np.array(end) for end in zip(*ends, strict=True)]
+
+
+def line(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:
+    """`linear_fit` of y on x over the rows; "once": over those with each cluster averaged, None where all are their own."""
+    return _both(table, lambda rows: linear_fit(rows[x].to_numpy(), rows[y].to_numpy()))
+
+
+def held_fixed(table: pd.DataFrame, x: str) -> dict[str, Any]:
+    """`partial_correlation` of x and score, the sizes held fixed; "once" as `line` has it."""
+
+    def fit(rows: pd.DataFrame) -> dict[str, float]:
+        sizes = [rows[name].to_numpy() for name in SIZES]
+        return partial_correlation(rows[x].to_numpy(), rows["score"].to_numpy(), sizes)
+
+    return _both(table, fit)
+
+
+def _both(table: pd.DataFrame, fit: Callable[[pd.DataFrame], dict[str, float]]) -> dict[str, Any]:
+    means = once(table)
+    return {**fit(table), "once": None if means is None else fit(means)}
 
 
 def _line(table: pd.DataFrame, x: str, y: str, fit: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    """`linear_fit`, found here or already, and where its line begins."""
-    of_x, of_y = table[x].to_numpy(), table[y].to_numpy()
-    fit = linear_fit(of_x, of_y) if fit is None else fit
-    return plain({**fit, "intercept": of_y.mean() - fit["slope"] * of_x.mean()})
+    """`line`, with what is known of its fit already, and where it begins."""
+    found = line(table, x, y)
+    return plain({**found, **(fit or {}), "intercept": table[y].mean() - found["slope"] * table[x].mean()})

@@ -1,10 +1,11 @@
 """Plots that set results beside each other, a point for each: one property against another, over subsets, by definition.
 
-Each gives the figure and the numbers it plots, as `plots` does. Intervals of R^2 are bootstrapped over the results, those of a
-coupling over its prompts.
+Each gives the figure and the numbers it plots, as `plots` does. Intervals of R^2 take results as independent (Fisher's z), those
+of a coupling are over its prompts. Where results are twins (`twins`), a second fit counts each cluster of them once.
 """
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,16 +17,19 @@ from tracker.across import (
     TOKENS,
     Property,
     family,
+    held_fixed,
     last_couplings,
+    line,
     mean_score,
     shared_ks,
     subset_fits,
     tokens_seen,
 )
-from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fitted_line, panels
+from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fit_words, fitted_line, panels
 from tracker.plots import Results, prompt_couplings
-from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
-from tracker.statistics import correlations, curves
+from tracker.regression import FEWEST, exponential_fit, holm, mean_interval
+from tracker.statistics import correlations, curves, sources
+from tracker.twins import clusters, independence
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from tracker.plots import Plotted
 
 NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
+WRAPPED = 19  # letters of a note to the inch
 
 
 def against_score(results: Results, k: int, exponential: bool = False) -> "Plotted":
@@ -55,10 +60,11 @@ def sizes(results: Results, k: int) -> "Plotted":
     coupling, scored = _scored(results, k)
     shown = [(name, "score") for name in (*SIZES, coupling)]
     figure, table = _models(results, SIZES | scored, shown)
-    held = [table[name].to_numpy() for name in SIZES]
-    fit = partial_correlation(table[coupling].to_numpy(), table["score"].to_numpy(), held)
-    said = f"R² = {fit['r2']:.2f}, p = {fit['p']:.2g}" if fit["r2"] == fit["r2"] else "too few results to say"
-    figure.supxlabel(f"coupling and score, blocks, width and parameters held fixed: {said} (uncorrected)", fontsize=8)
+    fit = held_fixed(table, coupling)
+    said = f"coupling and score, blocks, width and parameters held fixed: {fit_words(fit)} (uncorrected)"
+    if fit["once"]:
+        said += f"; clusters averaged (n = {fit['once']['n']}): {fit_words(fit['once'])}"
+    _note(figure, results, table, said)
     return figure, table
 
 
@@ -72,8 +78,9 @@ def subsets(results: Results, k: int) -> "Plotted":
     """R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, scored = _scored(results, k)
     table = _table(results, scored | {"parameters": SIZES["parameters"], "family": family})
-    fits = subset_fits(table, coupling, "score", "family", "parameters")
+    fits = subset_fits(table, coupling, "score", "family", "parameters", "cluster")
     figure = _of_subsets(fits)
+    _note(figure, results, table)
     figure.axes[0].set_xlabel(f"R² of score on {coupling}", fontsize=8)
     return figure, fits
 
@@ -82,8 +89,10 @@ def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     score = mean_score(results)[1]
     coupling = last_couplings({name: curves(ds.isel(step=[-1])) for name, ds in results.items()})
-    table = correlations(coupling, np.array([score(ds) for ds in results.values()]))
-    return what_follows(table, "score"), table
+    table = correlations(coupling, np.array([score(ds) for ds in results.values()]), clusters=clusters(results))
+    figure = what_follows(table, "score")
+    figure.supxlabel(fill(independence(results), int(WRAPPED * figure.get_figwidth())), fontsize=7)
+    return figure, table
 
 
 def what_follows(table: pd.DataFrame, y: str) -> "Figure":
@@ -116,14 +125,16 @@ def _models(
     """
     table = _table(results, properties)
     figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
-    lines = [linear_fit(table[x].to_numpy(), table[y].to_numpy()) for x, y in shown]
-    tried = holm(np.array([line["p"] for line in lines]))
-    for panel, (name, against), line, corrected in zip(axes, shown, lines, tried, strict=True):
+    lines = [line(table, x, y) for x, y in shown]
+    tried = holm(np.array([found["p"] for found in lines]))
+    for panel, (name, against), found, corrected in zip(axes, shown, lines, tried, strict=True):
         x, y = table[name].to_numpy(), table[against].to_numpy()
         bars = {"xerr": _bars(table, name), "yerr": _bars(table, against)}
         panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
-        said = fitted_line(panel, x, y, line, corrected if len(shown) > 1 else None)
+        said = fitted_line(panel, x, y, found, corrected if len(shown) > 1 else None)
+        if found["once"]:
+            said += f"\nclusters averaged (n = {found['once']['n']}):\n{fit_words(found['once'])}"
         if exponential:
             fit = exponential_fit(x, y)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
@@ -132,7 +143,16 @@ def _models(
         panel.set_title(said, fontsize=8)
         panel.set_xlabel(name, fontsize=8)
         panel.set_ylabel(against, fontsize=8)
+    _note(figure, results, table)
     return figure, table
+
+
+def _note(figure: "Figure", results: Results, table: pd.DataFrame, said: str = "") -> None:
+    """Below a figure: what is said, and how far the results in the table are independent."""
+    compared = {name: results[name] for name in table["result"]}
+    lines = [*([said] if said else []), independence(compared)]
+    width = int(WRAPPED * figure.get_figwidth())
+    figure.supxlabel("\n".join(fill(line, width) for line in lines), fontsize=7)
 
 
 def _of_subsets(table: pd.DataFrame) -> "Figure":
@@ -164,7 +184,10 @@ def _table(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame
     Raises:
         ValueError: if too few have.
     """
-    rows = [{"result": name, **{p: take(ds) for p, take in properties.items()}} for name, ds in results.items()]
+    rows = [
+        {"result": name, "cluster": cluster, **{p: take(ds) for p, take in properties.items()}}
+        for (name, ds), cluster in zip(results.items(), clusters(results), strict=True)
+    ]
     needed = [name for name in properties if not name.endswith((" low", " high"))]
     table = pd.DataFrame(rows).dropna(subset=needed, ignore_index=True)
     if len(table) < FEWEST:
@@ -193,7 +216,7 @@ def _interval(name: str, k: int) -> dict[str, Property]:
     def end(which: int) -> Property:
         def take(ds: xr.Dataset) -> float:
             last = prompt_couplings(ds.isel(step=[-1]), NORMALISED, PAIRS, k)["coupling"]
-            return float(mean_interval(last.transpose("step", "prompt").values)[which][0])
+            return float(mean_interval(last.transpose("step", "prompt").values, sources(ds))[which][0])
 
         return take
 

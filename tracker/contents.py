@@ -11,7 +11,7 @@ from tracker.coupling import MEASURES
 from tracker.dataset import TOKENWISE
 from tracker.packing import pack, plain
 from tracker.regression import linear_fit, onset
-from tracker.statistics import PAIRS, TRAJECTORY, suspect
+from tracker.statistics import PAIRS, TRAJECTORY, sources, suspect
 from tracker.summary import BY_DEPTH, summary
 
 FEWEST = 3  # steps of a curve that an onset is looked for in
@@ -46,6 +46,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "curves": {
             name: {k: {pairs: _curve(ds.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks} for name in names
         },
+        "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
         "matrices": {name: {k: _matrices(ds.sel(k=k), f"{name}_matrix", budget) for k in ks} for name in names},
         "levels": {name: {k: _packed(ds.sel(k=k), f"{name}_level", ("layer",), 32) for k in ks} for name in names},
@@ -85,12 +86,13 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
     }
 
 
-def _onset(at: xr.Dataset, name: str) -> dict[str, float | None] | None:
+def _onset(at: xr.Dataset, name: str) -> dict[str, Any] | None:
     """Of the curve over l != l'; None where there are too few steps or prompts to speak of one."""
     if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
         return None
     departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
-    return plain(onset(at["step"].values, departure))
+    found = onset(at["step"].values, departure, sources(at))
+    return plain(found | {"between": list(found["between"])})
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:

@@ -127,8 +127,15 @@ def fitted_line(
         return "no line: fewer than 4 points, or no spread"
     ends = np.array([np.min(x), np.max(x)])
     panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
-    said = f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
+    said = fit_words(fit)
     return said if corrected is None else f"{said}\n{corrected:.2g} corrected (Holm)"
+
+
+def fit_words(fit: Mapping[str, float]) -> str:
+    """R^2 with its interval, and p."""
+    if not np.isfinite(fit["r2"]):
+        return "too few to say, or no spread"
+    return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
 
 
 def shades(count: int) -> list[Any]:

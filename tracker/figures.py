@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from tracker.across import shared_ks
-from tracker.report import distinct_names
+from tracker.report import CLUSTERS, distinct_names
 from tracker.results import open_results
+from tracker.twins import assigned
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, nargs="*", help="directories that walks or runs wrote (--out, save_dir)")
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv")
     parser.add_argument("--k", type=int, help="number of singular vectors; default: the smallest measured")
+    parser.add_argument("--clusters", type=str, help=CLUSTERS)
     parsed = parser.parse_args(arguments)
     try:
-        results = _open(parsed.results)
+        results = assigned(_open(parsed.results), parsed.clusters)
         return _run(parsed.name, results, parsed.k, parsed.out)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

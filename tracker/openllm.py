@@ -27,10 +27,11 @@ Row = Mapping[str, Any]
 
 
 class Prompt(NamedTuple):
-    """What a model reads, and how hard it is, where somebody has rated that."""
+    """What a model reads, how hard it is, where somebody has rated that, and the benchmark or file it was drawn from."""
 
     text: str
     difficulty: float | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,22 @@ def hub_prompts(name: str) -> list[Prompt]:
     try:
         kept = json.loads(file.read_text())
         texts = kept["prompts"]
-        return [Prompt(*p) for p in zip(texts, kept.get("difficulty", [None] * len(texts)), strict=True)]
+        rated = kept.get("difficulty", [None] * len(texts))
+        return [Prompt(*p) for p in zip(texts, rated, kept.get("source", _in_order(name, len(texts))), strict=True)]
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
     file.parent.mkdir(parents=True, exist_ok=True)
-    texts, difficulty = zip(*prompts, strict=True)
-    write_whole(file, json.dumps({"prompts": texts, "difficulty": difficulty, "seed": SEED}).encode())
+    texts, difficulty, sources = zip(*prompts, strict=True)
+    said = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
+    write_whole(file, json.dumps(said).encode())
     return prompts
+
+
+def _in_order(name: str, count: int) -> list[str | None]:
+    """The sources of a set that was kept before they were: each in turn, where all are there."""
+    sources = [source.repository for source in SETS[name] for _ in range(source.count)]
+    return [*sources] if len(sources) == count else [None] * count
 
 
 def _drawn(name: str, source: Source) -> list[Prompt]:
@@ -124,7 +133,9 @@ def _drawn(name: str, source: Source) -> list[Prompt]:
             "file of prompts"
         ) from error
     try:
-        wanted = [Prompt(source.prompt(row), source.difficulty(row)) for row in rows if source.wanted(row)]
+        wanted = [
+            Prompt(source.prompt(row), source.difficulty(row), source.repository) for row in rows if source.wanted(row)
+        ]
     except KeyError as error:
         raise ValueError(
             f"--prompts {name}: rows of {source.repository} have no {error} any more; give a file"

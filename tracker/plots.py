@@ -1,7 +1,8 @@
 """The kinds of plots that the paper's figures are made of. Each gives the figure and the numbers it plots, as a table.
 
 Results come by name, each with a `step` dimension; "first" and "last" are its first and last steps. Coupling is minus
-mis-coupling. Bands and bars: 95 % bootstrap intervals of means over prompts, quartiles where medians are drawn.
+mis-coupling. Bands and bars: 95 % t intervals of means over prompts, clustered by their sources where results know them
+(`regression.mean_error`); quartiles where medians are drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import xarray as xr
 from tracker.across import Results
 from tracker.drawing import BLUE, GREY, ORANGE, banded_line, fitted_line, panels, shades, training_axis
 from tracker.regression import holm, linear_fit, mean_interval, onset
-from tracker.statistics import null_matrix, over_pairs, quartiles
+from tracker.statistics import null_matrix, over_pairs, quartiles, sources
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,19 +33,21 @@ def coupling_over_training(results: Results, measure: str, pairs: str, k: int) -
         by_prompt = prompt_couplings(ds, measure, pairs, k)
         null = by_prompt["null"].mean("prompt").values
         mean = by_prompt["coupling"].mean("prompt").values
-        low, high = mean_interval(by_prompt["coupling"].transpose("step", "prompt").values)
-        left = onset(ds["step"].values, (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values)
-        step = ds["step"].values
+        step, source = ds["step"].values, sources(ds)
+        low, high = mean_interval(by_prompt["coupling"].transpose("step", "prompt").values, source)
+        departure = (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values
+        left = onset(step, departure, source)
         banded_line(panel, step, mean, low, high, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         if np.isfinite(left["step"]):
             panel.axvspan(left["low"], left["high"], color=ORANGE, alpha=0.2, lw=0)
-            about = float(f"{left['step']:.2g}")
-            panel.axvline(left["step"], color=ORANGE, lw=1, label=f"onset: about step {about:,g}")
+            earlier, later = left["between"]
+            panel.axvline(left["step"], color=ORANGE, lw=1, label=f"onset: steps {earlier:,g} to {later:,g}")
         training_axis(panel, step[-1])
         panel.set_title(name, fontsize=9)
         panel.legend(fontsize=7)
         columns = {"step": step, "coupling": mean, "low": low, "high": high, "null": null, "onset": left["step"]}
+        columns |= {"onset_low": left["low"], "onset_high": left["high"]}
         rows.append(pd.DataFrame({"result": name, **columns}))
     figure.supylabel(f"−{measure}, K = {k}", fontsize=9)
     return figure, pd.concat(rows, ignore_index=True)
@@ -248,7 +251,7 @@ def noise_response(results: Results) -> "Plotted":
         at = ds["noise_similarity"].isel(step=-1)
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth).mean("position").transpose("noise", "prompt").values
-            mean, (low, high) = by_prompt.mean(-1), mean_interval(by_prompt)
+            mean, (low, high) = by_prompt.mean(-1), mean_interval(by_prompt, sources(ds))
             banded_line(panel, at["noise"], mean, low, high, colour, f"after block {depth}")
             columns = {"noise": at["noise"].values, "mean": mean, "low": low, "high": high}
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
@@ -291,7 +294,7 @@ def coupling_by_layer(results: Results, measure: str, k: int) -> "Plotted":
         matrices = -ds[measure].isel(step=-1).sel(k=k).mean("token")
         others = matrices.where(matrices["layer"] != matrices["layer_other"]).mean("layer_other")
         by_prompt = others.transpose("layer", "prompt").values
-        mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt)
+        mean, (low, high) = np.nanmean(by_prompt, -1), mean_interval(by_prompt, sources(ds))
         banded_line(axes, ds["layer"], mean, low, high, colour, name)
         columns = {"layer": ds["layer"].values, "coupling": mean, "low": low, "high": high}
         rows.append(pd.DataFrame({"result": name, **columns}))
@@ -318,13 +321,18 @@ def prompts(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
             "coupling": prompt_couplings(ds, measure, pairs, k)["coupling"].isel(step=-1).values,
         }
         columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
+        columns |= {"source": last["prompt_source"].values} if "prompt_source" in ds.coords else {}
         tables[name] = pd.DataFrame({"result": name, **columns})
     points = [(tables[name][against].to_numpy(), tables[name]["coupling"].to_numpy()) for name, against in shown]
     lines = [linear_fit(x, y) for x, y in points]
     tried = holm(np.array([line["p"] for line in lines]))
     for panel, (name, against), (x, y), line, corrected in zip(axes, shown, points, lines, tried, strict=True):
         panel.scatter(x, y, s=12, color=BLUE)
-        panel.set_title(f"{name}\n{fitted_line(panel, x, y, line, corrected if len(shown) > 1 else None)}", fontsize=8)
+        said = fitted_line(panel, x, y, line, corrected if len(shown) > 1 else None)
+        of_sources = len(set(tables[name].get("source", [])))
+        if of_sources > 1:
+            said += f"\np takes prompts of {of_sources} sources as independent"
+        panel.set_title(f"{name}\n{said}", fontsize=8)
         panel.set_xlabel(against, fontsize=8)
     axes[0].set_ylabel(f"−{measure}, K = {k}", fontsize=8)
     return figure, pd.concat(tables.values(), ignore_index=True)

@@ -15,7 +15,8 @@ def load_prompts(source: str) -> list[Prompt]:
     r"""The prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
 
     A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
-    with the prompt under "prompt" and, where it is known for all, a number under "difficulty". Blank lines are left out.
+    with the prompt under "prompt" and, where it is known for all, a number under "difficulty" and what it was drawn from under
+    "source" (default: the file). Blank lines are left out.
 
     Raises:
         ValueError: if the file is not there, holds no prompt, or a line of it is not as described; if a set of the hub
@@ -35,15 +36,17 @@ def load_prompts(source: str) -> list[Prompt]:
         raise ValueError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not lines:
         raise ValueError(f"{source} holds no prompts: every line is blank")
+    name = "builtin" if source == "builtin" else file.name
     if file.suffix == ".jsonl":
         prompts = [_from_json(line, i, source) for i, line in enumerate(lines, 1)]
-        unrated = [i for i, prompt in enumerate(prompts, 1) if prompt.difficulty is None]
-        if unrated and len(unrated) < len(prompts):
-            raise ValueError(
-                f'{source}: line {unrated[0]} has no "difficulty", and others have; give it for all or for none'
-            )
-        return prompts
-    return [Prompt(line.replace("\\n", "\n")) for line in lines]
+        for key in ("difficulty", "source"):
+            lacking = [i for i, prompt in enumerate(prompts, 1) if getattr(prompt, key) is None]
+            if lacking and len(lacking) < len(prompts):
+                raise ValueError(
+                    f'{source}: line {lacking[0]} has no "{key}", and others have; give it for all or for none'
+                )
+        return [prompt if prompt.source else prompt._replace(source=name) for prompt in prompts]
+    return [Prompt(line.replace("\\n", "\n"), source=name) for line in lines]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
@@ -55,11 +58,15 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 def _from_json(line: str, i: int, source: str) -> Prompt:
     try:
         entry = json.loads(line)
-        prompt, difficulty = entry["prompt"], entry.get("difficulty")
+        prompt, difficulty, drawn_from = entry["prompt"], entry.get("difficulty"), entry.get("source")
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}') from error
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"line {i} of {source}: the prompt is empty or not a string")
     if difficulty is not None and (type(difficulty) not in (int, float) or not math.isfinite(difficulty)):
         raise ValueError(f"line {i} of {source}: difficulty {difficulty!r} is not a number")
-    return Prompt(prompt, difficulty)
+    if drawn_from is not None and (not isinstance(drawn_from, str) or not drawn_from):
+        raise ValueError(
+            f"line {i} of {source}: source {drawn_from!r} is no name; give a string, such as a benchmark's"
+        )
+    return Prompt(prompt, difficulty, drawn_from)

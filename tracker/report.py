@@ -25,20 +25,25 @@ SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "
 SHORTEST = 2.0  # seconds between looks at the stores
 RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
 OK, FAILED = 0, 2
+CLUSTERS = (
+    "which results are not independent, as NAME=CLUSTER,NAME=CLUSTER: fits are also made of each cluster's mean; default: "
+    "twins, told by their names (-deduped, -seedN) and sizes"
+)
 
 
-def write_report(results: str | Path | Sequence[str | Path], out: str | Path) -> Path:
+def write_report(results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None) -> Path:
     """Write the page of one store or several and return its path.
 
     Args:
         results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several.
+        clusters: which of them are not independent, as `--clusters` says it.
 
     Raises:
         FileNotFoundError: if a directory holds no results.
         ValueError: if a unit is damaged, or the units of one store make no curve.
     """
     directories = [results] if isinstance(results, (str, Path)) else list(results)
-    return Reader().write([Path(directory) for directory in directories], Path(out))
+    return Reader(clusters).write([Path(directory) for directory in directories], Path(out))
 
 
 def distinct_names(directories: Sequence[Path]) -> list[str]:
@@ -59,15 +64,19 @@ def distinct_names(directories: Sequence[Path]) -> list[str]:
 class Reader:
     """Reads stores for their page; each unit once, unless its file has changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clusters: str | None = None) -> None:
+        self.clusters = clusters
         self.known: dict[Path, tuple[tuple[int, int], xr.Dataset]] = {}
 
     def write(self, directories: Sequence[Path], out: Path, refresh: float | None = None) -> Path:
         """Write the page; with `refresh`, it loads itself again after so many seconds."""
         if not directories:
             raise ValueError("a page of what? give a directory of results, or several")
+        from tracker.twins import assigned
+
         names = distinct_names(directories)
-        summaries = {name: self.read(directory) for name, directory in zip(names, directories, strict=True)}
+        read = {name: self.read(directory) for name, directory in zip(names, directories, strict=True)}
+        summaries = assigned(read, self.clusters)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
         return out
@@ -88,12 +97,12 @@ class Reader:
         return join({step: unit.copy() for step, unit in by_step.items()}, store.path)
 
 
-def watch(directories: Sequence[Path], out: Path, seconds: float) -> int:
+def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str | None = None) -> int:
     """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
     # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
     for asked in (signal.SIGTERM, signal.SIGINT):
         signal.signal(asked, signal.default_int_handler)
-    reader, seen, waiting = Reader(), None, False
+    reader, seen, waiting = Reader(clusters), None, False
     there: list[Path] = []
     try:
         while True:
@@ -258,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}",
     )
+    parser.add_argument("--clusters", type=str, help=CLUSTERS)
     parsed = parser.parse_args(arguments)
     try:
         if parsed.out is None and len(parsed.results) > 1:
@@ -271,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.watch is not None:
             if not parsed.watch >= SHORTEST:
                 raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
-            return watch(parsed.results, out, parsed.watch)
-        print(write_report(parsed.results, out))
+            return watch(parsed.results, out, parsed.watch, parsed.clusters)
+        print(write_report(parsed.results, out, parsed.clusters))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED

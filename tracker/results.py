@@ -193,6 +193,9 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         if "fingerprint" in u.coords
     }
     repeated = repeats(prints)
+    labelled = [unit.coords["prompt_source"].variable for unit in units if "prompt_source" in unit.coords]
+    if labelled:  # steps that were measured before prompts had sources, on the same prompts
+        units = [u if "prompt_source" in u.coords else u.assign_coords(prompt_source=labelled[0]) for u in units]
     names = {name: None for unit in units for name in unit.attrs}
     for name in names:
         values = [unit.attrs.get(name, "") for unit in units]

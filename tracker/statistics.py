@@ -22,7 +22,7 @@ import xarray as xr
 
 from tracker.coupling import MEASURES, depth_means
 from tracker.dataset import TOKENWISE
-from tracker.regression import holm, linear_fit
+from tracker.regression import averaged, holm, linear_fit
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 TRAJECTORY = (
@@ -118,6 +118,20 @@ def null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
     return null.where(measured.notnull()).transpose(*measured.dims)
 
 
+def sources(results: xr.Dataset) -> np.ndarray | None:
+    """What each prompt was drawn from, as numbers: the coordinate `prompt_source`, None where there is none.
+
+    Prompts from one source are not independent: `regression.mean_interval` takes these as clusters. A prompt whose label is
+    missing or "" stands for itself.
+    """
+    if "prompt_source" not in results.coords:
+        return None
+    found = results.coords["prompt_source"]
+    labels = pd.Series((found.isel(step=-1) if "step" in found.dims else found).values)
+    codes, _ = pd.factorize(labels.where(labels != ""))
+    return np.where(codes < 0, len(codes) + np.arange(len(codes)), codes)
+
+
 def suspect(results: xr.Dataset) -> np.ndarray:
     """Why each step is doubted to be what its name says; "" where it is not, or where nobody has looked."""
     reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
@@ -143,18 +157,24 @@ def by_distance(matrices: xr.DataArray) -> xr.DataArray:
     return xr.concat(rings, xr.IndexVariable("distance", np.arange(1, L)))
 
 
-def correlations(coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | None = None) -> pd.DataFrame:
+def correlations(
+    coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | None = None, clusters: np.ndarray | None = None
+) -> pd.DataFrame:
     """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
 
-    p_holm is p corrected for all rows.
+    p_holm is p corrected for all rows. Where clusters are given and some samples share one, cluster_n, cluster_r, cluster_r2 and
+    cluster_p are of the fit in which each cluster counts once, as its mean.
     """
     stacked = coupling.stack(which=("measure", "k", "pairs"))
-    found = pd.DataFrame(
-        [
-            {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
-            for i, (measure, k, pairs) in enumerate(stacked["which"].values)
-        ]
-    )
+    rows = []
+    for i, (measure, k, pairs) in enumerate(stacked["which"].values):
+        row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
+        if clusters is not None and len(np.unique(clusters)) < len(y):
+            x, of_y, *kinds = averaged(clusters, stacked.values[:, i], y, *([] if groups is None else [groups]))
+            fit = linear_fit(x, of_y, *kinds)
+            row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
+        rows.append(row)
+    found = pd.DataFrame(rows)
     return found.assign(p_holm=holm(found["p"].to_numpy()))
 
 

@@ -40,8 +40,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
         unit = unit.assign_coords(stage=checkpoint.stage)
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    if plan.difficulty is not None:
-        unit = unit.assign_coords(difficulty=("prompt", plan.difficulty))
+    unit = unit.assign_coords({name: ("prompt", labels) for name, labels in plan.of_prompts.items()})
     unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
     elsewhere = "in their files" if directory.is_dir() and trained else "in memory"

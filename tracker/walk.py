@@ -45,7 +45,7 @@ class Walk:
         inputs: a .pt file with what the model's forward takes, in place of prompts.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
-            "prompt" and perhaps "difficulty".
+            "prompt" and perhaps "difficulty" and "source".
         suffix: text to append to every prompt, such as " Let's think step by step.".
         measures: all, or some of coupling, trajectory, vju, matrices, tokenwise, entropy, pca and noise (see
             `tracker.measure`), with commas between them. Default: coupling,trajectory.
@@ -111,7 +111,7 @@ class Plan:
     disk: Disk
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, where inputs are prompts, a tokenizer
     inputs: Any
-    difficulty: list[float] | None  # of the prompts, where it is known
+    of_prompts: dict[str, list]  # what is known of each: difficulty, prompt_source
     measure: dict[str, Any]  # keywords of `tracker.measure`
     device: "torch.device"
     store: "Store"
@@ -160,7 +160,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
     joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
-    prompts, inputs, difficulty = _inputs(walk)
+    prompts, inputs, of_prompts = _inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
@@ -224,7 +224,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         disk=disk,
         load=load,
         inputs=inputs,
-        difficulty=difficulty,
+        of_prompts=of_prompts,
         measure=keywords,
         device=device,
         store=store,
@@ -234,14 +234,17 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     )
 
 
-def _inputs(walk: Walk) -> tuple[str, Any, list[float] | None]:
-    """A hash of what every checkpoint is measured on, it itself, and how difficult its prompts are, if that is known."""
+def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
+    """A hash of what every checkpoint is measured on, it itself, and what is known of its prompts, as coordinates."""
     from tracker.provenance import digest
 
     if walk.inputs is None:
         prompts = [prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)]
-        rated = [prompt.difficulty for prompt in prompts if prompt.difficulty is not None]
-        return prompts_digest(prompts), [prompt.text for prompt in prompts], rated or None
+        known = {name: [getattr(prompt, name) for prompt in prompts] for name in ("difficulty", "source")}
+        known = {name: labels for name, labels in known.items() if None not in labels}
+        if "source" in known:
+            known["prompt_source"] = known.pop("source")
+        return prompts_digest(prompts), [prompt.text for prompt in prompts], known
     import torch
 
     try:
@@ -251,7 +254,7 @@ def _inputs(walk: Walk) -> tuple[str, Any, list[float] | None]:
             f"--inputs {walk.inputs} can't be read ({hub.first_line(error)}); give a file that torch.save wrote, with a tensor "
             "or a dictionary of tensors"
         ) from error
-    return digest(inputs)[:16], inputs, None
+    return digest(inputs)[:16], inputs, {}
 
 
 def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:

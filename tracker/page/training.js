@@ -48,13 +48,13 @@ figures.coupling = {
 
 function onsetSaid(begun) {
   if (state.pairs !== "mean_offdiag") return "";
-  const number = (step) => stepName(Number(step.toPrecision(3)));
   return begun.map(([m, , o]) => {
     const who = several ? ` ${m.name}` : "";
     if (o.step === undefined) return ` Onset${who}: fewer than 3 steps, or 2 prompts.`;
     if (o.step === null) return ` Onset${who}: none beyond chance.`;
-    return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before.`
-      : ` Onset${who}: about step ${number(o.step)}, on a straight line between the steps measured (95 % interval over prompts: ${number(o.low)} to ${number(o.high)}).`;
+    const over = `95 % interval over prompts${m.sources > 1 ? ` of ${m.sources} sources` : ""}: ${stepName(o.low)} to ${stepName(o.high)}`;
+    return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before (${over}).`
+      : ` Onset${who}: between steps ${stepName(o.between[0])} and ${stepName(o.between[1])} (${over}).`;
   }).join("");
 }
 
