@@ -8,6 +8,7 @@ import sys
 import pandas as pd
 import pytest
 
+from checkpoints.files import cache_root
 from tests.conftest import ROOT
 from tests.hub_server import serve
 from tracker import openllm
@@ -68,7 +69,7 @@ def drawn(name: str, directory, **environment: str) -> subprocess.CompletedProce
 def test_fetched_formatted_drawn_and_kept(served, tmp_path):
     process = drawn("openllm", tmp_path, **served.environment)
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout) == [[said, None] for _, said in FIRST.values() if said]
+    assert json.loads(process.stdout) == [[said, None, source] for source, (_, said) in FIRST.items() if said]
     assert len(served.asked(r"GET /datasets/.*parquet")) == 6
     again = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
     assert again.stdout == process.stdout
@@ -78,14 +79,16 @@ def test_a_hundred_paragraphs_the_same_every_time(served, tmp_path):
     sets = [
         json.loads(drawn("wikitext", tmp_path / which, **served.environment).stdout) for which in ("one", "another")
     ]
-    assert sets[0] == sets[1] and len({text for text, _ in sets[0]}) == 100
-    assert all(len(text.split()) > openllm.PARAGRAPH for text, _ in sets[0])
+    assert sets[0] == sets[1] and len({text for text, *_ in sets[0]}) == 100
+    assert all(len(text.split()) > openllm.PARAGRAPH for text, *_ in sets[0])
 
 
 def test_difficulty_comes_with_the_question_and_is_kept(served, tmp_path):
     for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
         process = drawn("easy2hard", tmp_path, **environment)
-        assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25]], process.stderr
+        assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]], (
+            process.stderr
+        )
 
 
 def test_without_a_network_one_sentence(tmp_path):
@@ -102,3 +105,12 @@ def test_without_the_package_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'block-coupling-tracker\[prompts\]'"):
         load_prompts("wikitext")
+
+
+def test_a_set_kept_before_sources_were_has_them_by_its_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
+    file = cache_root() / "prompts" / f"openllm-v{openllm.VERSION}.json"
+    file.parent.mkdir(parents=True)
+    for count, expected in ((1200, [source.repository for source in openllm.OPENLLM]), (1199, [None])):
+        file.write_text(json.dumps({"prompts": [f"p{i}" for i in range(count)], "seed": 0}))
+        assert list(dict.fromkeys(prompt.source for prompt in load_prompts("openllm"))) == expected

@@ -12,13 +12,16 @@ def load(text, path):
 
 
 def test_text_and_json_lines(tmp_path):
-    assert load("one\n\ntwo\\nlines\n", tmp_path / "p.txt") == [Prompt("one"), Prompt("two\nlines")]
-    plain, rated = '{"prompt": "one"}\n', '{"prompt": "one", "difficulty": 3}\n'
-    assert load(plain, tmp_path / "p.jsonl") == [Prompt("one")]
-    assert load(rated, tmp_path / "p.jsonl") == [Prompt("one", 3)]
+    lines = [Prompt("one", source="p.txt"), Prompt("two\nlines", source="p.txt")]
+    assert load("one\n\ntwo\\nlines\n", tmp_path / "p.txt") == lines
+    plain, rated = '{"prompt": "one"}\n', '{"prompt": "one", "difficulty": 3, "source": "arc"}\n'
+    assert load(plain, tmp_path / "p.jsonl") == [Prompt("one", source="p.jsonl")]
+    assert load(rated, tmp_path / "p.jsonl") == [Prompt("one", 3, "arc")]
+    assert {prompt.source for prompt in load_prompts("builtin")} == {"builtin"}
 
 
 def test_a_digest_tells_texts_and_difficulties_apart():
+    assert prompts_digest([Prompt("a", source="arc")]) == prompts_digest([Prompt("a")]), "stores of before go on"
     sets = [[Prompt("a")], [Prompt("b")], [Prompt("a", 1)], [Prompt("a", 2.0)], [Prompt("a"), Prompt("b")]]
     assert len({prompts_digest(prompts) for prompts in sets}) == len(sets)
 
@@ -32,6 +35,8 @@ def test_a_digest_tells_texts_and_difficulties_apart():
         ('{"prompt": "a", "difficulty": "hard"}', "difficulty 'hard' is not a number"),
         ('{"prompt": "a", "difficulty": NaN}', "difficulty nan is not a number"),
         ('{"prompt": "a", "difficulty": 1}\n{"prompt": "b"}', 'line 2 has no "difficulty", and others have'),
+        ('{"prompt": "a", "source": "arc"}\n{"prompt": "b"}', 'line 2 has no "source", and others have'),
+        ('{"prompt": "a", "source": 3}', "source 3 is no name"),
     ],
 )
 def test_what_is_wrong_with_a_line(line, message, tmp_path):

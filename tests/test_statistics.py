@@ -7,7 +7,8 @@ import xarray as xr
 
 import tracker
 from tests.models import build, neox, tokens
-from tracker.statistics import HEADLINE, by_distance, curves, curves_beside, scalars
+from tracker.results import Store, open_results
+from tracker.statistics import HEADLINE, by_distance, curves, curves_beside, scalars, sources
 from tracker.summary import summary
 
 
@@ -105,3 +106,29 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
     level = unit["miscoupling_null"].mean(("prompt", "token", "layer"))
     np.testing.assert_allclose(ours["miscoupling_vju_null"].sel(pairs="mean"), level, rtol=1e-6)
+
+
+def test_what_prompts_were_drawn_from(ds):
+    """A user's labels, of any type; prompts without one stand for themselves."""
+    assert sources(ds) is None
+    for labels, kinds in (
+        (["a", "b", "a"], 2),
+        ([3.0, np.nan, np.nan], 3),
+        (["a", "", ""], 3),
+        (["a"] * 3, 1),
+        (np.array([None, "a", "a"], object), 2),
+    ):
+        found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
+        assert len(set(found)) == kinds
+        assert (found[0] == found[2]) == (labels[0] == labels[2])
+    assert "prompt_source" in summary(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+
+
+def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
+    store = Store(tmp_path)
+    store.settle({})
+    store.write(0, ds.assign_coords(step=0, commit="a"))
+    store.write(1, ds.assign_coords(step=1, commit="b", prompt_source=("prompt", ["a", "b", "a"])))
+    joined = open_results(tmp_path)
+    assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == ["a", "b", "a"]
+    assert joined["commit"].values.tolist() == ["a", "b"]

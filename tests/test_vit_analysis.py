@@ -56,6 +56,24 @@ def test_the_planted_relation_is_found_and_nothing_else():
     assert len(found) == 9 and (found.r > 0.99).all()
 
 
+def test_seeds_of_a_setting_are_averaged_in_a_second_fit(tmp_path):
+    """Two seeds that are copies: the first fit takes them as 16 cells of a rate, the second as the 8 settings that they are."""
+    alone = correlations(planted())
+    grid = xr.concat([planted(), planted().assign_coords(seed=("cell", np.ones(64, int)))], "cell")
+    grid.attrs = planted().attrs
+    table = correlations(grid)
+    assert "cluster_p" not in alone and (table.n == 2 * alone.n).all() and (table.cluster_n == alone.n).all()
+    for name in ("r", "r2", "p"):
+        np.testing.assert_allclose(table[f"cluster_{name}"], alone[name], rtol=1e-6, atol=1e-12)
+    inexact = alone.r2 < 0.99  # elsewhere p is rounding
+    assert (table.p <= alone.p)[inexact].all() and inexact.sum() > 300
+    page = write_analysis(grid, table, AT, tmp_path, "seeds").read_text()
+    assert "<th>cluster_p</th>" in page and "2 seeds" in page
+    once = write_analysis(planted(), alone, AT, tmp_path, "once").read_text()
+    said = "against stochastic depth: "
+    assert page.split(said)[1].split("</p>")[0] == once.split(said)[1].split("</p>")[0]
+
+
 def test_tables_figures_and_page(tmp_path):
     grid = planted()
     page = write_analysis(grid, correlations(grid), AT, tmp_path / "out", "a <grid>").read_text()

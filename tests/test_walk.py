@@ -49,11 +49,15 @@ def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
     trained = tmp_path / "trained"
     shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
     rated = tmp_path / "rated.jsonl"
-    rated.write_text('{"prompt": "import os", "difficulty": 0.5}\n{"prompt": "for name in", "difficulty": 2}\n')
+    lines = (("import os", 0.5, "os"), ("for name in", 2, "loops"))
+    rated.write_text(
+        "\n".join(json.dumps(dict(zip(("prompt", "difficulty", "source"), one, strict=True))) for one in lines)
+    )
     arguments = walker.arguments("--prompts", str(rated), "--untrained", "3", model=str(trained))
     assert pythia.main(arguments) == 0
     ds = tracker.open_results(tmp_path / "out")
     assert ds.step.values.tolist() == [0, 1] and ds.difficulty.values.tolist() == [0.5, 2]
+    assert ds.prompt_source.values.tolist() == ["os", "loops"]
     assert ds.revision.values.tolist() == ["untrained, seed 3", ""]
 
     model, tokenizer = load(trained)

@@ -22,7 +22,8 @@ TEMPLATE = Path(__file__).parent / "page.html"
 SHOWN_DECAY = 0.04  # the weight decay of the paper's Fig. 6b
 CAPTIONS = {
     "fig6a": "Test accuracy against coupling, a panel for each stochastic depth rate, a point for each weight decay and "
-    "seed, its colour the weight decay (paper, Fig. 6a). Grey: one standard error of an accuracy found on so many images.",
+    "seed, its colour the weight decay (paper, Fig. 6a). In brackets: the 95 % interval of R² (Fisher's z), which takes cells "
+    "as independent. Grey: one standard error of an accuracy found on so many images.",
     "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
     "fig10": "The same for every weight decay (paper, Fig. 10).",
     "training": "Coupling over training, a line for each stochastic depth rate: the mean over weight decays and seeds; the "
@@ -88,10 +89,14 @@ def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> s
 
 
 def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
-    from tracker.regression import linear_fit
+    from tracker.regression import averaged, linear_fit
+    from vit.statistics import settings
 
-    fit = linear_fit(grid["drop_path"].values, values.values, grid["weight_decay"].values)
-    return f"{what} has r = {fit['r']:.2f} (p = {fit['p']:.2g}, R² {fit['r2_low']:.2f} to {fit['r2_high']:.2f})"
+    points = averaged(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)
+    fit = linear_fit(*points)  # of the means over seeds
+    return (
+        f"{what} has r = {fit['r']:.2f} (95 % interval {fit['r_low']:.2f} to {fit['r_high']:.2f}, p = {fit['p']:.2g})"
+    )
 
 
 def _figure(key: str, picture: bytes) -> str:

@@ -33,6 +33,8 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
             panel.plot(ends, y.mean() + fit.slope * (ends - x.mean()), color=ORANGE, lw=1.2)
             sign = "+" if fit.r > 0 else "−"
             title += f"\nR² = {fit.r2:.2f} [{fit.r2_low:.2f}, {fit.r2_high:.2f}] ({sign}), p = {fit.p:.2g}"
+            if np.isfinite(fit.get("cluster_p", np.nan)):
+                title += f"\nseeds averaged: R² = {fit.cluster_r2:.2f}, p = {fit.cluster_p:.2g}"
         else:
             title += f"\nno line: fewer than {FEWEST} cells, or no spread"
         panel.set_title(title, fontsize=8)

@@ -6,10 +6,13 @@ Coupling = -mis-coupling, after the last step, the mean over probe images. For c
 
 and for all cells at a fixed rate the same after each rate's means are subtracted, df = n - 1 - the number of rates: what
 coupling says beyond the rate (`tracker.regression`). Many mis-couplings, K and averages are tried, so p is also corrected.
+Seeds of one setting are no settings of their own: where there are several, a second fit averages them (cluster_n, cluster_r,
+cluster_r2, cluster_p).
 """
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 
@@ -77,16 +80,22 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
     `p_holm` is corrected for all rows of the whole table.
     """
     last, accuracy = -grid["miscoupling"].isel(step=-1), grid["accuracy"].values
-    rates = grid["drop_path"].values
+    rates, setting = grid["drop_path"].values, settings(grid)
     parts = {f"{rate:g}": (rates == rate, None) for rate in sorted(set(rates))}
     parts |= {"fixed": (slice(None), rates)} if len(parts) > 1 else {}
     tables = []
     for name, (there, groups) in parts.items():
-        table = fits(last.isel(cell=there).transpose("cell", ...), accuracy[there], groups)
+        table = fits(last.isel(cell=there).transpose("cell", ...), accuracy[there], groups, setting[there])
         table.insert(0, "drop_path", name)
         tables.append(table)
     table = pd.concat(tables, ignore_index=True)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
+
+
+def settings(grid: xr.Dataset) -> np.ndarray:
+    """A number for each cell, the same for seeds of one weight decay and stochastic depth rate."""
+    both = np.stack([grid["weight_decay"].values, grid["drop_path"].values])
+    return np.unique(both, axis=1, return_inverse=True)[1].ravel()
 
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
