@@ -9,14 +9,17 @@ import sys
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import tracker
 from checkpoints.suites import PYTHIA_STEPS
 from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, unit
+from tracker.comparisons import against_score
 from tracker.contents import page_data
 from tracker.coupling import MEASURES
+from tracker.regression import linear_fit
 from tracker.report import distinct_names, main, write_report
 from tracker.results import Store
 from tracker.statistics import by_distance, curves
@@ -483,7 +486,7 @@ class TestBetween:
             assert_line(page, "sizes", x, couplings)
 
     def test_as_the_figures_have_it(self, shared, several):
-        from tracker.comparisons import against_score, definitions, subsets
+        from tracker.comparisons import definitions, subsets
 
         page = shared("six")
         results = {path.name: tracker.open_results(path) for path in several}
@@ -504,6 +507,26 @@ class TestBetween:
         ]
         np.testing.assert_allclose(numbers(trace["z"]), ordered.values)
         assert "corrected for all 24 definitions" in page.inner_text("#fit-caption")
+
+    def test_twins_are_averaged_in_a_second_fit(self, open_page, several, tmp_path):
+        given = ",".join(f"model{i}={'twins' if i < 2 else i}" for i in range(6))
+        page = open_page(write_report(several, tmp_path / "twins.html", given), "#measure=offdiag_normalized")
+        results = {
+            path.name: tracker.open_results(path).assign_attrs(cluster=str(max(i, 1))) for i, path in enumerate(several)
+        }
+        for chart in ("fit", "sizes", "subsets"):
+            shown(page, chart)
+        said = page.inner_text("#fit-caption")
+        table = against_score(results, 4)[1]
+        means = table.groupby("cluster").mean(numeric_only=True)
+        fit = linear_fit(means["coupling, K = 4"].to_numpy(), means["score"].to_numpy())
+        assert (
+            f"With clusters averaged, n = 5: R² = {fit['r2']:.2f} ({fit['r2_low']:.2f} to {fit['r2_high']:.2f})" in said
+        )
+        assert "6 models of 2 architectures: p and intervals take models as independent" in said
+        assert "Averaged, to count once: model0, model1." in said
+        assert "With clusters averaged, n = 5" in page.inner_text("#sizes-caption")
+        assert "all, clusters averaged (n = 5)" in shown(page, "subsets")[0]["y"]
 
     def test_where_nothing_can_be_fitted(self, shared, several, other, tmp_path):
         page = shared("two")
@@ -581,6 +604,21 @@ class TestHonesty:
             "relative error",
         ):
             assert said in foot
+
+    def test_onset_is_no_more_precise_than_the_steps(self, open_page, tmp_path):
+        """Mis-coupling falls from its null level between steps 64 and 1,024, in prompts of two sources."""
+        store = Store(generated(tmp_path / "run", (0, 8, 64, 1024, 4096), layers=3, prompts=4))
+        fallen, noise = {1024: 0.2, 4096: 0.4}, np.random.default_rng(0)
+        for step in store.steps():
+            unit = store.read(step)
+            for name in MEASURES:
+                by_prompt = 1e-4 * noise.standard_normal(4) - fallen.get(step, 0)
+                level = unit[f"{name}_null"] + xr.DataArray(by_prompt, dims="prompt")
+                unit[name] = level.where(unit["layer"] != unit["layer_other"], 0).transpose(*unit[name].dims)
+            store.write(step, unit.assign_coords(prompt_source=("prompt", ["a", "a", "b", "b"])))
+        page = open_page(write_report(store.path, tmp_path / "page.html"))
+        said = page.inner_text("#coupling-caption")
+        assert "Onset: between steps 64 and 1,024 (95 % interval over prompts of 2 sources: 64 to 1,024)." in said
 
     def test_fallbacks_and_certificates(self, tmp_path):
         store = Store(generated(tmp_path / "run", (0, 5), layers=3))
