@@ -296,6 +296,15 @@ def test_a_curve_that_never_leaves_has_no_onset_but_by_chance(prompts, sources, 
     assert_covers(np.logical_not(left), 0.95, 1)
 
 
+@pytest.mark.parametrize("skewness, most", [(0.5, 0.05), (1, 0.12)])
+def test_skew_departures_cost_the_onset_some_of_its_test(skewness, most):
+    """Prompts with a tail far above the null level, 10 of them, at 13 independent steps."""
+    shape = 4 / skewness**2
+    departures = (shape - np.random.default_rng(14).gamma(shape, size=(600, 13, 10))) / np.sqrt(shape)
+    seen = [np.isfinite(onset(np.arange(13), one)["step"]) for one in departures]
+    assert_covers(np.logical_not(seen), 1 - most, 1)
+
+
 def test_sources_that_are_ignored_make_onsets():
     random = np.random.default_rng(12)
     source = np.arange(24) % 4
