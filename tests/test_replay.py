@@ -437,8 +437,8 @@ class Backward(torch.autograd.Function):
 
 
 class Custom(Block):
-    def __init__(self, fails):
-        super().__init__()
+    def __init__(self, fails, d=8):
+        super().__init__(d)
         self.fails = fails
 
     def forward(self, x):
@@ -454,6 +454,14 @@ def test_a_derivative_that_has_none_itself():
     model, x = stack(Custom, False), random(1, 5, 8)
     for l, (J, _) in enumerate(jacobians(model, x)):
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
+
+
+def test_products_with_such_a_block_are_refused():
+    torch.manual_seed(0)
+    model = Stack([Custom(False, 64) for _ in range(2)]).double()
+    tracker.measure(model, random(1, 5, 64), k=2, dtype=torch.float64, svd="full")
+    with pytest.raises(UsageError, match=r"derivative of block 1 \(blocks.0\) can't be differentiated.*svd='full'"):
+        tracker.measure(model, random(1, 5, 64), k=2, dtype=torch.float64, svd="matrix-free")
 
 
 @pytest.mark.parametrize("attention, n", [("original_full", 9), ("block_sparse", 9), ("block_sparse", 48)])

@@ -69,7 +69,7 @@ def _by_derivative(call: BlockCall, samples: Tensor) -> str:
         if leaked.any():
             size = float(leaked.max() / found[kept].abs().max())
             by = samples[~kept][leaked.flatten(1).any(1)]
-            return f"outputs of {_named(samples[kept])} have a derivative by the states of {_named(by)} (relative size {size:.1e})"
+            return f"outputs of {_named(samples[kept])} have a derivative by {_named(by)} (relative size {size:.1e})"
     return ""
 
 

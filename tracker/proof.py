@@ -7,6 +7,8 @@
   of the recorded one that ends at the row, where the block's arguments can be cut so: what may differ is the block's
   code and weights, and those are the same on any sequence. It costs 2 x WINDOW rows where one Jacobian costs d.
 
+- adjoint: J V and J^T U are of one matrix, where J V is asked for.
+
 Errors are relative to the residual function f = block - 1, not to the block's output. Below a floor, |f| < 1e-2 |x| in
 float32, rounding of the sum x + f hides it: a Jacobian that small is found again in float64.
 
@@ -24,12 +26,14 @@ from torch import Tensor
 
 from tracker.arguments import NotSliceable, Rows, window_of
 from tracker.blocks import UsageError
+from tracker.jacobian import LinearOperator
 from tracker.linear import FrozenLinear
 from tracker.recording import BlockCall
 from tracker.restriction import Answered, on_full_sequence, on_single_rows, restrict, run_again, single_rows
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 ROUNDED = 1e-5  # of a block that rounds to float32 inside, in float64: some hundred roundings of float32
+FAST = 5e-2  # of products in TF32 or bfloat16
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
 WINDOW = 16
 
@@ -90,6 +94,23 @@ def reproduction_error(call: BlockCall, recorded_in: torch.dtype) -> float:
     with run_again(call), torch.no_grad(), FrozenLinear():
         y = call(call.x.clone())  # a block may work in place
     return relative_error(y - call.x, call.y - call.x, call.y, recorded_in)
+
+
+def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
+    """How far J V and J^T U are from each other's adjoints: |u . J v - J^T u . v| for random u and v, relative to |J|_F.
+
+    J V is found from the derivative of J^T U. A function with a derivative of its own making may have none beyond: then
+    its part of J V is missing, and nothing is raised.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(2, *like.shape, 1, generator=generator, dtype=torch.float64).to(like)
+    forward, backward = operator.apply(v), operator.apply_transpose(u)
+    norm = partial(torch.linalg.vector_norm, dim=(-2, -1), dtype=torch.float64)
+    size = torch.maximum(torch.maximum(norm(forward), norm(backward)), FLOOR[like.dtype] * norm(v))
+    difference = (
+        (u * forward).sum((-2, -1), dtype=torch.float64) - (backward * v).sum((-2, -1), dtype=torch.float64)
+    ).abs()
+    return float((difference / size).max())
 
 
 def is_same_again(call: BlockCall, recorded_in: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ from tracker.jacobian import (
     tf32_operator,
 )
 from tracker.linear import Spare
-from tracker.proof import FLOOR, relative_error, reproduced, tolerance
+from tracker.proof import FAST, FLOOR, relative_error, reproduced, tolerance
 from tracker.recording import BlockCall
 from tracker.replica import Replica
 from tracker.restriction import Answered, Selection, on_full_sequence, on_single_rows, restrict, run_again
@@ -218,6 +218,8 @@ class Jacobians:
                 block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
         operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
+        known_to = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
+        operator = self._examined.with_adjoint_proof(operator, path, *selections[0], x, known_to)
         return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
 
 
