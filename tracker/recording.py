@@ -31,6 +31,7 @@ from tracker.recomputation import passed_through
 from tracker.replica import Replica
 from tracker.shelf import Shelf
 
+
 @dataclass
 class AttentionCall:
     """What one attention of a block was given in the recorded pass; shapes as in `tracker.attention`."""
