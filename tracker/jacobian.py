@@ -38,6 +38,7 @@ class Linearization:
     y: Float[Tensor, "R d"]
     pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
     pushforward: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r] v[c, r]
+    rounded: bool = False  # whether f's own code rounds to a lower precision than x has
 
 
 def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:

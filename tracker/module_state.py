@@ -36,7 +36,9 @@ class ModuleState:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    computed = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__["_weight_hooks"]}
+    computed = {
+        getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__.get("_weight_hooks", ())
+    }
     return {
         name: value
         for name, value in part.__dict__.items()

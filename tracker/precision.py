@@ -1,4 +1,6 @@
-"""The switches that let a device multiply float32 numbers less exactly: set for a while, and put back as they were.
+"""Precision of arithmetic: the switches of a device's float32 products, and what a block's own code rounds.
+
+The switches let a device multiply float32 numbers less exactly: set for a while, and put back as they were.
 
 PyTorch has two sets of them, an older and a newer, and refuses some questions about the older when the newer disagrees.
 What is as wanted already is therefore not touched, and everything else is put back through the set that it came from.
@@ -9,6 +11,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 OLDER = {"ieee": "highest", "tf32": "high"}
 
@@ -51,3 +56,28 @@ def _older() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
+
+
+class Roundings(TorchFunctionMode):
+    """Notice while it lasts whether code rounds floating tensors to a lower precision than it was given them in.
+
+    Many blocks do so in part: routers, norms, softmax and rotary positions in float32 whatever the dtype of the rest.
+    Code compiled by `torch.jit` is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        if not self.seen:
+            given = [t.dtype.itemsize for t in tree_leaves((arguments, keywords)) if _is_floating(t)]
+            # What is written into a tensor is rounded as well.
+            written = arguments[:1] if result is None else result
+            self.seen = any(t.dtype.itemsize < max(given, default=0) for t in tree_leaves(written) if _is_floating(t))
+        return result
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

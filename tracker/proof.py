@@ -7,8 +7,15 @@
   of the recorded one that ends at the row, where the block's arguments can be cut so: what may differ is the block's
   code and weights, and those are the same on any sequence. It costs 2 x WINDOW rows where one Jacobian costs d.
 
+- adjoint: J V and J^T U are of one matrix, where J V is asked for.
+
 Errors are relative to the residual function f = block - 1, not to the block's output. Below a floor, |f| < 1e-2 |x| in
 float32, rounding of the sum x + f hides it: a Jacobian that small is found again in float64.
+
+Many blocks round to float32 inside, whatever they are measured in: routers, norms, softmax, rotary positions. Evaluated in
+another way (single rows, another kernel), such a block in float64 differs by float32's rounding, and what is asked of it
+is `ROUNDED`. That it is not noise is proved: run once more in the way it was recorded, it gives the same output to the
+tolerance of float64.
 """
 
 from functools import partial
@@ -16,16 +23,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.arguments import NotSliceable, Rows, window_of
-from tracker.jacobian import linearize
+from tracker.blocks import UsageError
+from tracker.jacobian import LinearOperator
+from tracker.linear import FrozenLinear
 from tracker.recording import BlockCall
-from tracker.restriction import Answered, full_sequence, on_single_rows, restrict
+from tracker.restriction import Answered, on_full_sequence, on_single_rows, restrict, run_again, single_rows
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+ROUNDED = 1e-5  # of a block that rounds to float32 inside, in float64: some hundred roundings of float32
+FAST = 5e-2  # of products in TF32 or bfloat16
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: where rounding of x + f reaches the tolerance
 WINDOW = 16
+
+
+def tolerance(dtype: torch.dtype, rounded: bool) -> float:
+    """The largest error of a block evaluated in another way, where its own code may round to less than this dtype."""
+    return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
 
 
 def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
@@ -36,7 +51,7 @@ def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
     """
     if rows.source is not None:
         waves = [wave for _, wave in rows.waves()]
-        return max(_derivative_error_at(call, wave, answered) for wave in (waves[0], waves[-1]))
+        return max(_derivative_error_at(call, wave, answered)[0] for wave in (waves[0], waves[-1]))
     n, device = call.x.shape[1], call.x.device
     samples = rows.sample.unique()
     asked = [rows.token[rows.sample == sample] for sample in samples]
@@ -52,23 +67,80 @@ def _derivative_error_in_window(call: BlockCall, rows: Rows, answered: Answered)
     """In the full sequence, unless the window does: padding within it may see nothing, and unknown arguments can't be cut."""
     if call.x.shape[1] > 2 * WINDOW:
         try:
-            error = _derivative_error_at(*window_of(call, rows, WINDOW), answered)
-        except NotSliceable:
-            error = float("nan")
-        if error <= TOLERANCE[call.x.dtype]:
+            error, rounded = _derivative_error_at(*window_of(call, rows, WINDOW), answered)
+        except (NotSliceable, UsageError):
+            error, rounded = float("nan"), False
+        if error <= tolerance(call.x.dtype, rounded):
             return error
-    return _derivative_error_at(call, rows, answered)
+    return _derivative_error_at(call, rows, answered)[0]
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> float:
+def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> tuple[float, bool]:
+    """And whether the block rounds inside."""
     x = rows.sources_of(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    sliced = on_single_rows(restrict([(call, rows)], answered), x)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = linearize(full_sequence(call, rows), x).pullback(u[None])[0]
+    block = on_single_rows(restrict([(call, rows)], answered), x)
+    with single_rows():
+        found = block.pullback(u[None])[0]
+    with run_again(call):
+        expected = on_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
-    return relative_error(sliced.pullback(u[None])[0] - identity, expected - identity, u, x.dtype)
+    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded
+
+
+def reproduction_error(call: BlockCall, recorded_in: torch.dtype) -> float:
+    """How far the block's output is from the recorded one where it is run in the same way: 0, or a rounding or two."""
+    with run_again(call), torch.no_grad(), FrozenLinear():
+        y = call(call.x.clone())  # a block may work in place
+    return relative_error(y - call.x, call.y - call.x, call.y, recorded_in)
+
+
+def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
+    """How far J V and J^T U are from each other's adjoints: |u . J v - J^T u . v| for random u and v, relative to |J|_F.
+
+    J V is found from the derivative of J^T U. A function with a derivative of its own making may have none beyond: then
+    its part of J V is missing, and nothing is raised.
+    """
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(2, *like.shape, 1, generator=generator, dtype=torch.float64).to(like)
+    forward, backward = operator.apply(v), operator.apply_transpose(u)
+    norm = partial(torch.linalg.vector_norm, dim=(-2, -1), dtype=torch.float64)
+    size = torch.maximum(torch.maximum(norm(forward), norm(backward)), FLOOR[like.dtype] * norm(v))
+    difference = (
+        (u * forward).sum((-2, -1), dtype=torch.float64) - (backward * v).sum((-2, -1), dtype=torch.float64)
+    ).abs()
+    return float((difference / size).max())
+
+
+def is_same_again(call: BlockCall, recorded_in: torch.dtype) -> bool:
+    """Whether the block, run in the way it was recorded, gives the recorded output: else it is random, or keeps state."""
+    # Sums of a GPU have no fixed order: there a block that rounds inside may differ by that much.
+    return reproduction_error(call, recorded_in) <= tolerance(recorded_in, rounded=call.x.device.type != "cpu")
+
+
+def reproduced(call: BlockCall, f: Tensor, reference: Tensor, recorded: Tensor, recorded_in: torch.dtype) -> float:
+    """The relative error of the residual function as the full sequence gives it.
+
+    By other kernels a block that rounds inside gives another output, if not by much; in the same way it must not.
+
+    Raises:
+        UsageError: if the block does not reproduce its output.
+    """
+    error = relative_error(f, reference, recorded, recorded_in)
+    if error <= TOLERANCE[recorded_in]:
+        return error
+    if not is_same_again(call, recorded_in):
+        raise UsageError(
+            f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {error:.1e}): "
+            "it is random or keeps state between calls, so it has no Jacobian to measure"
+        )
+    if not relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32]:
+        raise UsageError(
+            f"block {call.layer} ({call.name}) gives another output with gradients than without (relative error "
+            f"{error:.1e}): its code asks whether gradients are on, or rounds to less than float32; measure it without that"
+        )
+    return error
 
 
 def relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.dtype) -> float:

@@ -19,13 +19,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tracker import residual_pair
+from tracker import outputs, residual_pair
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
 from tracker.copies import copied
 from tracker.linear import FrozenLinear
 from tracker.module_state import ModuleState
+from tracker.outputs import hidden_state
 from tracker.precision import float32_products
+from tracker.recomputation import passed_through
 from tracker.replica import Replica
 from tracker.shelf import Shelf
 
@@ -140,11 +142,6 @@ def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def hidden_state(output: Any) -> Any:
-    """A block's output is the hidden state, or a tuple that begins with it."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
 _ONE_AT_A_TIME = RLock()
 STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
 
@@ -160,6 +157,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     with _ONE_AT_A_TIME, ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         stack.enter_context(float32_products("ieee"))
+        stack.enter_context(passed_through())
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -220,9 +218,11 @@ class _Recorder:
         self.lent.enter_context(self.replica.weights(block))
         self.replica.begin_call()
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
+        name = self.names[id(block)]
+        if not bound.arguments:
+            raise UsageError(f"block {name} is called without arguments; a residual block takes a hidden state first")
         state = next(iter(bound.arguments))
         x = bound.arguments[state]
-        name = self.names[id(block)]
         if not (isinstance(x, Tensor) and x.dim() == 3):
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
@@ -298,6 +298,8 @@ class _Recorder:
         assert call is not None
         self.replica.end_call(block)
         y = hidden_state(output)
+        if not isinstance(y, Tensor):
+            raise UsageError(f"block {call.name} returns {outputs.described(output)}; {outputs.FORMS}")
         self.outputs = residual_pair.outputs_like(y, output)
         y = y if call.second_output is None else y + output[call.second_output]
         y = y if call.batch_first else y.transpose(0, 1)

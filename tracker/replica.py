@@ -82,7 +82,7 @@ class Replica:
                     part.__dict__[store] = {
                         name: self._lend(part, name, t, dtype, copy, converted) for name, t in tensors.items()
                     }
-                for hook in part.__dict__["_weight_hooks"]:
+                for hook in part.__dict__.get("_weight_hooks", ()):  # a forward pass may have built the part
                     hook(part, ())
             with self._shared.lent(converted.values()):
                 yield

@@ -6,7 +6,9 @@ any samples and positions of any recordings, run as a batch of R sequences of le
 product of (cotangents x rows) by its weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.arguments import NotSliceable, Rows, join, of_rows
 from tracker.attention import Attend, answering
+from tracker.blocks import UsageError
 from tracker.jacobian import Linearization, RowFunction, linearize
 from tracker.linear import FrozenLinear, Spare
+from tracker.precision import Roundings
 from tracker.recording import AttentionCall, BlockCall
 
 Selection = tuple[BlockCall, Rows]
@@ -107,11 +111,52 @@ def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Lin
     Raises:
         NotSliceable: with what the block's code says of sequences of length one.
     """
-    try:
+    with single_rows():
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(spare):
-            return linearize(f, x)
-    except OutOfMemoryError:
+        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(spare), Roundings() as roundings:
+            block = linearize(f, x)
+        return replace(block, rounded=roundings.seen)
+
+
+def on_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
+    """Linearize a block at rows within their full sequences, no two of one sample, by its own code alone.
+
+    Raises:
+        UsageError: with what the block's code says of being run again.
+    """
+    with run_again(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
+        block = linearize(full_sequence(call, rows), rows.sources_of(call.x))
+    return replace(block, rounded=roundings.seen)
+
+
+@contextmanager
+def single_rows() -> Iterator[None]:
+    """Take what a block's code raises on sequences of length one as a reason not to slice: it may be anything."""
+    try:
+        yield
+    except (NotSliceable, UsageError, OutOfMemoryError):
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise NotSliceable(f"the block does not run on single rows ({type(error).__name__}: {error})") from error
+    except Exception as error:
+        raise NotSliceable(f"the block does not run on single rows ({_said(error)})") from error
+
+
+@contextmanager
+def run_again(call: BlockCall, how: str = "again on what the model gave it, with gradients") -> Iterator[None]:
+    """Name the block in what its code raises, which may be anything, when it runs outside of its model.
+
+    Raises:
+        UsageError: with that for its cause.
+    """
+    try:
+        yield
+    except (NotSliceable, UsageError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run {how} "
+            f"({_said(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

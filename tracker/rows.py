@@ -16,27 +16,25 @@ from typing import Any, Literal, get_args
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.arguments import NotSliceable, Rows
-from tracker.blocks import UsageError
+from tracker.examination import Examined
 from tracker.frozen import by_formula, by_own_code
 from tracker.jacobian import (
     LinearOperator,
     converting_operator,
     cotangent_chunk,
     dense_jacobian,
-    linearize,
     matrix_operator,
     residual_operator,
     stacked_operator,
     tf32_operator,
 )
 from tracker.linear import Spare
-from tracker.proof import FLOOR, TOLERANCE, derivative_error, kind_of, relative_error
+from tracker.proof import FAST, FLOOR, relative_error, reproduced, tolerance
 from tracker.recording import BlockCall
 from tracker.replica import Replica
-from tracker.restriction import Answered, Selection, full_sequence, on_single_rows, restrict
+from tracker.restriction import Answered, Selection, on_full_sequence, on_single_rows, restrict, run_again
 
 PROBES = 64  # random products that stand for a Jacobian whose entries are not found
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -86,7 +84,7 @@ class Jacobians:
         self.precision = precision
         self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
-        self._proved: dict[Any, float] = {}
+        self._examined = Examined(replica.dtype)
         self._spare: Spare = []
 
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
@@ -153,6 +151,8 @@ class Jacobians:
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.weights(call.block, dtype=dtype), self.replica.weights(call.final_norm, dtype=dtype):
+            for selection in selections:
+                self._examined.require_unmixed(*selection)
             try:
                 operator, evidence = self._sliced(selections)
                 return [(operator, selections, evidence)]
@@ -164,11 +164,19 @@ class Jacobians:
         return [part for selection in selections for part in self._operators(dtype, [selection])]
 
     def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
-        """By the first path that proves itself."""
-        reason = NotSliceable()
+        """By the first path that proves itself; where none does in full, by the first whose error is no more than what the
+        block rounds inside.
+        """
+        reason, rounded = NotSliceable(), []
         for path in PATHS:
             try:
                 return self._by_path(path, selections)
+            except NotSliceable as why:
+                reason = why
+                rounded += [path] if isinstance(why, RoundedInside) else []
+        for path in rounded:
+            try:
+                return self._by_path(path, selections, rounded=True)
             except NotSliceable as why:
                 reason = why
         raise reason
@@ -183,7 +191,10 @@ class Jacobians:
         self.fallbacks[call.layer] = reason
         return matrix_operator(J), Evidence("full sequence", value_error, float("nan"), reason)
 
-    def _by_path(self, path: Any, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+    def _by_path(
+        self, path: Any, selections: Sequence[Selection], rounded: bool = False
+    ) -> tuple[LinearOperator, list[Evidence]]:
+        """Where `rounded`, an error that is no more than what the block rounds inside is allowed for."""
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.sources_of(call.x) for call, rows in selections])
         block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
@@ -191,14 +202,15 @@ class Jacobians:
         for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
             before, recorded = rows.of(call.x), rows.of(call.y)
             value_error = relative_error(y - before, recorded - before, recorded, self.replica.dtype)
-            if not value_error <= TOLERANCE[self.replica.dtype]:
-                raise NotSliceable(f"value proof failed: the rows alone give another output (error {value_error:.1e})")
-            kind = (path, rows.source is None, *kind_of(call))
-            if kind not in self._proved:
-                self._proved[kind] = derivative_error(call, rows, PATHS[path])
-            if not self._proved[kind] <= TOLERANCE[x.dtype]:
-                raise NotSliceable(f"derivative proof failed (error {self._proved[kind]:.1e})")
-            evidence.append(Evidence(path, value_error, self._proved[kind]))
+            allowed = block.rounded and rounded
+            if not value_error <= tolerance(self.replica.dtype, allowed):
+                raise _failed("value", value_error, self.replica.dtype, block.rounded)
+            error = self._examined.derivative_error(path, PATHS[path], call, rows)
+            if not error <= tolerance(x.dtype, allowed):
+                raise _failed("derivative", error, x.dtype, block.rounded)
+            if allowed and not self._examined.is_same_again(call):
+                raise NotSliceable("run again in the same way, the block gives another output")
+            evidence.append(Evidence(path, value_error, error))
             if path == "own code":
                 keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
@@ -206,7 +218,19 @@ class Jacobians:
                 block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
         operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
+        known_to = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
+        operator = self._examined.with_adjoint_proof(operator, path, *selections[0], x, known_to)
         return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
+
+
+class RoundedInside(NotSliceable):
+    """A proof's error is no more than what the block's own code rounds to float32."""
+
+
+def _failed(proof: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
+    what = ": the rows alone give another output" if proof == "value" else ""
+    kind = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
+    return kind(f"{proof} proof failed{what} (error {error:.1e})")
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
@@ -248,14 +272,8 @@ def full(
     B, n, d = call.x.shape
     y = torch.empty_like(x)
     for index, wave in rows.waves():
-        with sdpa_kernel(SDPBackend.MATH):
-            block = linearize(full_sequence(call, wave), x[index])
+        block = on_full_sequence(call, wave)
+        with run_again(call):
             J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
-            y[index] = block.y
-    value_error = relative_error(y - before, recorded - before, recorded, recorded_in)
-    if not value_error <= TOLERANCE[recorded_in]:
-        raise UsageError(
-            f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {value_error:.1e}): "
-            "it is random or keeps state between calls, so it has no Jacobian to measure"
-        )
-    return J, value_error
+        y[index] = block.y
+    return J, reproduced(call, y - before, recorded - before, recorded, recorded_in)
