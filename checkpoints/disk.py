@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from checkpoints.files import Lock, cache_root, write_whole
-from checkpoints.hub import CheckpointError, File, Listing, repository
+from checkpoints.hub import CheckpointError, File, Listing, referred, repository
 
 Files = dict[str, tuple[int, str | None]]  # bytes and SHA-256 of files, by their place in the cache
 
@@ -139,9 +139,9 @@ class Disk:
 def _remove(snapshot: Path) -> None:
     """Remove an empty snapshot, and the references to it."""
     snapshot.rmdir()
-    for reference in [path for path in (snapshot.parent.parent / "refs").rglob("*") if path.is_file()]:
-        if reference.read_text().strip() == snapshot.name:
-            reference.unlink()
+    for reference in list((snapshot.parent.parent / "refs").rglob("*")):
+        if not reference.name.startswith(".") and referred(reference) == snapshot.name:  # else it is being written
+            reference.unlink(missing_ok=True)
 
 
 def _bytes(files: Files) -> int:

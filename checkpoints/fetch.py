@@ -24,6 +24,7 @@ from checkpoints.hub import (
     first_line,
     patiently,
     pause_or_raise,
+    referred,
     repository,
 )
 
@@ -49,8 +50,7 @@ def cached(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
 def snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
     """Where the cache has a revision, or would have it if it is a commit; nothing is asked of the hub."""
     place = repository(repo, cache_dir)
-    reference = place / "refs" / revision
-    return place / "snapshots" / (reference.read_text().strip() if reference.is_file() else revision)
+    return place / "snapshots" / (referred(place / "refs" / revision) or revision)
 
 
 def fetch(
@@ -198,7 +198,7 @@ def _counted(count: Count, size: int) -> int:
 
 def _refer(reference: Path, commit: str, required: bool) -> None:
     """Let the branch's name lead to the commit, so that offline walks find it."""
-    if reference.is_file() and reference.read_text().strip() == commit:
+    if referred(reference) == commit:
         return
     try:
         reference.parent.mkdir(parents=True, exist_ok=True)

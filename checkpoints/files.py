@@ -10,12 +10,20 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
+# What `write_whole` writes to before it renames it; an earlier form named no writer, and was not locked.
+TEMPORARY = re.compile(r"\.(?P<name>.+?)(?P<writer>\.\d+-\d+-[0-9a-f]{16})?\.tmp")
+ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file has no writer, where no lock says so
 
 
 def cache_root() -> Path:
@@ -24,23 +32,68 @@ def cache_root() -> Path:
     return Path(root) / "block-coupling-tracker"
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all, also when the disk is full or the process killed."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        with open(temporary, "wb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, file)
+def write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Write a file whole or not at all: also if others write it at once, the disk is full or the process is killed.
+
+    The last writer's content stays. What killed writers of the same file left behind is removed.
+    """
+    while not _written(file, content):
+        pass
+    remove_temporaries(file.parent, file.name)
     directory = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _written(file: Path, content: bytes | memoryview) -> bool:
+    """Write a file under a name that no other writer uses, and rename it; False if somebody removed it meanwhile."""
+    writer = f"{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(8)}"
+    temporary = file.with_name(f".{file.name}.{writer}.tmp")
+    try:
+        with open(temporary, "xb") as handle:
+            _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: it has a writer, and is not to be removed
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+            try:
+                os.replace(temporary, file)
+            except FileNotFoundError:
+                if os.fstat(handle.fileno()).st_nlink:
+                    raise
+                return False  # between its creation and the lock, or because this file system's locks exclude nobody
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def remove_temporaries(directory: Path, name: str | None = None) -> None:
+    """Remove what killed writers left in a directory, of the file `name` or of all; not what is being written."""
+    for left in directory.glob(".*.tmp"):
+        match = TEMPORARY.fullmatch(left.name)
+        if match is None or name not in (None, match["name"]):
+            continue
+        with suppress(OSError):  # it has a writer or is gone, or we may not
+            descriptor = os.open(left, os.O_RDWR)
+            try:
+                locked = _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (locked and match["writer"]) or time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
+                    left.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    """Lock an open file; False on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
 
 
 def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
@@ -74,11 +127,10 @@ class Lock:
         while True:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(descriptor, operation)
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:
-                    os.close(descriptor)
-                    raise
+                _flock(descriptor, operation)
+            except BaseException:
+                os.close(descriptor)
+                raise
             # The last holder may have removed the file between our opening and locking it.
             if os.fstat(descriptor).st_nlink:
                 return cls(file, descriptor)

@@ -120,11 +120,8 @@ def branches(repo: str, say: Say = print) -> tuple[dict[str, str], str]:
         return {reference.name: reference.target_commit for reference in found.branches}, ""
     except Unreachable as error:
         references = repository(repo) / "refs"
-        cached = {
-            str(file.relative_to(references)): file.read_text().strip()
-            for file in references.rglob("*")
-            if file.is_file() and not file.name.endswith(".tmp")
-        }
+        files = (file for file in references.rglob("*") if not file.name.startswith("."))  # those are being written
+        cached = {str(file.relative_to(references)): commit for file in files if (commit := referred(file))}
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
@@ -202,6 +199,14 @@ def repository(repo: str, cache_dir: Path | None = None) -> Path:
     from huggingface_hub import constants
 
     return Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
+def referred(reference: Path) -> str:
+    """The commit that a file in the cache's `refs` names; "" if there is no such file: others write and evict meanwhile."""
+    try:
+        return reference.read_text().strip()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return ""
 
 
 def patiently(ask: Callable[[], T], what: str, say: Say = print, stop: threading.Event | None = None) -> T:

@@ -233,6 +233,56 @@ def process(place: Place, *steps: str, within: Sequence[str] = ()) -> subprocess
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
 
 
+AT_ONCE = """
+import sys, threading
+from pathlib import Path
+from checkpoints.fetch import fetch
+from checkpoints.hub import branches, listings
+
+cache = Path(sys.argv[1])
+commits = branches("org/toy")[0]
+found = listings("org/toy", commits, cache)
+print("ready", flush=True)
+for line in sys.stdin:
+    step = line.strip()
+    threads = [threading.Thread(target=fetch, args=("org/toy", step, found[step], cache)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(step, flush=True)
+"""
+
+
+def test_walks_of_several_stores_fetch_the_same_revision_into_one_cache_at_once(place):
+    environment = {**os.environ, **place.server.environment, "TRACKER_CACHE": str(place.cache.parent / "ours")}
+    command = [sys.executable, "-c", AT_ONCE, str(place.cache)]
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    walks = [subprocess.Popen(command, env=environment, text=True, **pipes) for _ in range(4)]
+    for walk in walks:
+        walk.stdout.readline()
+    for step in STEPS:
+        for walk in walks:
+            print(f"step{step}", file=walk.stdin, flush=True)
+        for walk in walks:
+            walk.stdout.readline()
+    for walk in walks:
+        _, err = walk.communicate(timeout=60)
+        assert walk.returncode == 0 and "Traceback" not in err, err
+    for step in STEPS:
+        place.assert_whole(step, cached(REPO, f"step{step}", place.cache))
+    assert not list(place.cache.parent.rglob("*.tmp"))
+
+
+def test_a_reference_that_is_being_written_is_no_branch(place, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place.cache))
+    place.fetch(1)
+    references = place.cache / "models--org--toy" / "refs"
+    (references / ".step1.1-1-0123456789abcdef.tmp").write_text((references / "step1").read_text())
+    place.server.fail(".*refs", status=503, times=1000)
+    assert list(branches(REPO, place.said.append)[0]) == ["step1"]
+
+
 def test_a_full_disk(place):
     """The kernel refuses to write more than 200 kB to any file, as a full disk would."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

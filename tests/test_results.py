@@ -52,10 +52,13 @@ def test_other_settings_are_refused_by_name_once_there_are_results(store):
 
 def test_leftovers_of_a_killed_write_are_not_units(store):
     store.write(3, unit(3))
-    store.file(4).with_name(".step00000004.nc.tmp").write_bytes(b"half")
+    left = [store.file(step).with_name(f".{store.file(step).name}.1-1-0123456789abcdef.tmp") for step in (4, 5)]
+    for file in left:
+        file.write_bytes(b"half")
     assert store.steps() == [3]
     store.write(4, unit(4))
-    assert store.steps() == [3, 4] and not list(store.units.glob(".*"))
+    assert store.steps() == [3, 4] and list(store.units.glob(".*")) == left[1:]
+    assert not store.remove_abandoned() and not list(store.units.glob(".*"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 
 import xarray as xr
 
-from checkpoints.files import Lock, differences, write_whole
+from checkpoints.files import Lock, differences, remove_temporaries, write_whole
 from checkpoints.integrity import repeats
 
 # Measured anew in every run, so they differ between two runs that agree in every number.
@@ -80,7 +80,9 @@ class Store:
             return ""
 
     def remove_abandoned(self) -> bool:
-        """Remove the claims of processes that were killed; whether some process is measuring."""
+        """Remove the claims and half-written files of processes that were killed; whether some process is measuring."""
+        for directory in (self.path, self.units):
+            remove_temporaries(directory)
         locks = [Lock.take(file) for file in self.units.glob(".step*.claim")]
         for lock in filter(None, locks):
             lock.release(remove=True)
@@ -98,7 +100,7 @@ class Store:
         # Numbers with a checksum: a byte that has changed on the disk is noticed.
         numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
         summed = {name: {"fletcher32": True} for name in numbers}
-        write_whole(self.file(step), bytes(unit.to_netcdf(engine="h5netcdf", encoding=summed)))
+        write_whole(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=summed))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:

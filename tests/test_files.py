@@ -1,0 +1,174 @@
+"""Files that many processes and threads write and read at once: whole, the last one's, and nothing left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from checkpoints import files
+from checkpoints.files import remove_temporaries, write_whole
+
+WRITE = """
+import sys, threading
+from pathlib import Path
+from checkpoints.files import write_whole
+
+def work(letter):
+    for i in range(60):
+        write_whole(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
+    print("written", flush=True)
+
+sys.stdin.readline()
+for letter in sys.argv[2]:
+    threading.Thread(target=work, args=(letter.encode(),)).start()
+"""
+HALF_WRITTEN = """
+import os, sys, time
+from pathlib import Path
+from checkpoints.files import write_whole
+
+def wait(descriptor):
+    print("half", flush=True)
+    time.sleep(60)
+
+os.fsync = wait
+write_whole(Path(sys.argv[1]), b"new")
+"""
+
+
+def program(code: str, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def names(directory) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def half_written(file) -> subprocess.Popen:
+    """A process that has written, and not yet renamed."""
+    writer = program(HALF_WRITTEN, str(file))
+    assert writer.stdout and writer.stdout.readline() == "half\n"
+    return writer
+
+
+def test_several_threads_of_several_processes_write_one_file_while_others_read_it(tmp_path):
+    file = tmp_path / "file"
+    write_whole(file, b"x" * 500)
+    writers = [program(WRITE, str(file), letters) for letters in ("ab", "cd", "ef", "gh")]
+    for writer in writers:
+        assert writer.stdin
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    torn, reads, done = [], 0, threading.Event()
+
+    def read():
+        nonlocal reads
+        while not done.is_set():
+            content = file.read_bytes()
+            reads += 1
+            if len(set(content)) != 1 or len(content) % 500:
+                torn.append(content)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    said = [writer.communicate(timeout=120)[0] for writer in writers]
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert said == ["written\nwritten\n"] * 4 and not torn and reads > 100
+    assert names(tmp_path) == ["file"] and file.read_text()[0] in "abcdefgh"
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_live_writers_is_not(tmp_path):
+    file, other = tmp_path / "file", tmp_path / "other"
+    killed, alive, elsewhere = half_written(file), half_written(file), half_written(other)
+    killed.kill()
+    killed.wait()
+    assert len(names(tmp_path)) == 3
+    write_whole(file, b"whole")
+    assert [re.sub(r"\d+-\d+-.*\.", "WRITER.", name) for name in names(tmp_path)] == [
+        ".file.WRITER.tmp", ".other.WRITER.tmp", "file"
+    ]  # fmt: skip
+    os.utime(next(tmp_path.glob(".file*")), (0, 0))  # however long it takes
+    remove_temporaries(tmp_path)
+    assert len(names(tmp_path)) == 3
+    for writer in (alive, elsewhere):
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+    remove_temporaries(tmp_path)
+    assert names(tmp_path) == ["file"] and file.read_bytes() == b"whole"
+
+
+def test_other_files_are_left_alone_and_those_of_earlier_versions_removed_after_a_day(tmp_path):
+    for name in (".old.tmp", ".young.tmp", "plain.tmp", ".hidden"):
+        (tmp_path / name).write_bytes(b"")
+    for name in (".old.tmp", "plain.tmp", ".hidden"):
+        os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
+    remove_temporaries(tmp_path)
+    assert names(tmp_path) == [".hidden", ".young.tmp", "plain.tmp"]
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch, failure, moment):
+    file = tmp_path / "file"
+    write_whole(file, b"old")
+
+    def fail(*_):
+        raise failure
+
+    monkeypatch.setattr(files.os, moment, fail)
+    with pytest.raises(type(failure)):
+        write_whole(file, b"new")
+    monkeypatch.undo()
+    assert names(tmp_path) == ["file"] and file.read_bytes() == b"old"
+
+
+def test_a_temporary_file_that_somebody_removes_is_written_again(tmp_path, monkeypatch):
+    """As where locks exclude nobody."""
+    fsync, removed = os.fsync, []
+
+    def remove_once(descriptor):
+        if not removed:
+            removed.extend(tmp_path.glob(".file.*"))
+            removed[0].unlink()
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", remove_once)
+    write_whole(tmp_path / "file", b"whole")
+    assert removed and names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"whole"
+
+
+def test_a_directory_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "absent" / "file", b"")
+
+
+def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(files.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    old, young = (tmp_path / f".file.1-1-{'0' * 15}{i}.tmp" for i in range(2))
+    for file in (old, young):
+        file.write_bytes(b"")
+    os.utime(old, (time.time() - 90_000,) * 2)
+    write_whole(tmp_path / "file", b"whole")
+    assert names(tmp_path) == [young.name, "file"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_the_umask_is_respected(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "file", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask
