@@ -31,7 +31,14 @@ def generated(
 
 
 def unit(
-    step: int, layers: int, ks: Sequence[int], prompts: int, matrices: bool, seed: int, **attributes: Any
+    step: int,
+    layers: int,
+    ks: Sequence[int],
+    prompts: int,
+    matrices: bool,
+    seed: int,
+    positions: int = 12,
+    **attributes: Any,
 ) -> xr.Dataset:
     rng = np.random.default_rng([seed, step])
 
@@ -40,7 +47,7 @@ def unit(
 
     pair, depth = ("prompt", "token", "k", "layer", "layer_other"), ("prompt", "depth", "position")
     window = ("prompt", "layer", "position")
-    L, n, diagonal = layers, 12, np.eye(layers, dtype=bool)
+    L, n, diagonal = layers, positions, np.eye(layers, dtype=bool)
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MEASURES}
     variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MEASURES}
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))

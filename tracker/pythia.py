@@ -26,7 +26,7 @@ from tracker.walk import Plan, Walk, make_plan
 if TYPE_CHECKING:
     import xarray as xr
 
-    from tracker.results import Store
+    from tracker.measured import Measured
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -73,7 +73,8 @@ def _main(arguments: Sequence[str] | None) -> int:
 def run(walk: Walk) -> int:
     """Walk the checkpoints; returns the exit status."""
     from tracker.blocks import UsageError
-    from tracker.report import write_report
+    from tracker.measured import Measured
+    from tracker.report import write_page
     from tracker.wandb_log import resolve_mode
 
     try:
@@ -90,8 +91,10 @@ def run(walk: Walk) -> int:
 
     for number in STOPS:
         signal.signal(number, stop)
-    units = {step: unit for step in plan.store.steps() if (unit := _readable(plan.store, step)) is not None}
-    missing = [checkpoint for checkpoint in plan.checkpoints if checkpoint.step not in units]
+    measured = Measured(plan.store, with_rows=mode != "disabled")
+    for step in plan.store.steps():
+        _read(measured, step)
+    missing = [checkpoint for checkpoint in plan.checkpoints if checkpoint.step not in measured.summaries]
     print(
         f"{plan.suite.name}: {len(plan.checkpoints)} checkpoints, {len(plan.checkpoints) - len(missing)} already "
         f"measured; {len(plan.inputs)} prompts; {plan.device}, {walk.dtype}; results in {plan.store.path}",
@@ -100,7 +103,7 @@ def run(walk: Walk) -> int:
     _say_what_is_doubted(plan)
     failed: dict[int, str] = {}
     try:
-        if other := changed(plan, units):
+        if other := changed(plan, measured.summaries):
             raise UsageError(
                 f"the weights of step {listed(other)} of {plan.suite.source} are not those that {plan.store.path} holds results "
                 "of: retrained, or published anew? Choose another --out, or delete the units of these steps"
@@ -110,13 +113,13 @@ def run(walk: Walk) -> int:
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
         with _wandb(plan, mode, walk) as log, progress(len(missing)) as shown, _beside(walk, plan, len(missing)):
-            for step, unit in units.items():
-                units[step] = _rescored(plan, step, unit)
-                log(units[step])
+            for step in list(measured.summaries):
+                _rescore(plan, measured, step)
+                log(measured.row(step))
 
             def done_elsewhere(step: int) -> None:
-                units[step] = plan.store.read(step)
-                log(units[step])
+                measured.read(step)
+                log(measured.row(step))
                 shown.advance(f"step {step}: measured by another walk")
 
             with closing(deliveries(plan, missing, shown, done_elsewhere)) as coming:
@@ -132,18 +135,21 @@ def run(walk: Walk) -> int:
                         failed[checkpoint.step] = f"{type(error).__name__}: {error}"
                         shown.advance(f"step {checkpoint.step}: FAILED, {error}")
                         continue
-                    plan.store.write(checkpoint.step, unit)
-                    units[checkpoint.step] = unit
+                    summary = measured.write(checkpoint.step, unit)
+                    del unit  # before the next is measured
                     if checkpoint is missing[0]:
                         budget = plan.measure["memory_budget"] / 1e9
-                        shown.say(f"weights are kept {unit.attrs['weights_kept']}; {budget:.3g} GB to work with")
-                    log(unit)
-                    shown.advance(f"step {checkpoint.step}: {_headline(unit)}  ({time.perf_counter() - started:.1f} s)")
-        _say_what_repeats(units)
+                        shown.say(f"weights are kept {summary.attrs['weights_kept']}; {budget:.3g} GB to work with")
+                    log(measured.row(checkpoint.step))
+                    shown.advance(
+                        f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)"
+                    )
+        _say_what_repeats(measured.summaries)
         if plan.store.steps():
             with plan.store.alone():
                 plan.store.remove_abandoned()  # of steps that were done before their walk was killed
-                print(f"page: {write_report(plan.store.path, plan.store.path / 'report.html')}", flush=True)
+                page = write_page(measured.reader, [plan.store.path], plan.store.path / "report.html")
+                print(f"page: {page}", flush=True)
     except UsageError as error:
         return _usage_error(error)
     except BrokenPipeError:
@@ -175,46 +181,58 @@ def _say_what_is_doubted(plan: Plan) -> None:
         print("--allow_suspect measures them too", flush=True)
 
 
-def _say_what_repeats(units: "Mapping[int, xr.Dataset]") -> None:
+def _say_what_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
     fingerprints = {
-        step: str(unit.coords["fingerprint"].item()) for step, unit in units.items() if "fingerprint" in unit.coords
+        step: str(summary.coords["fingerprint"].item())
+        for step, summary in summaries.items()
+        if "fingerprint" in summary.coords
     }
     for step, earlier in repeats(fingerprints).items():
         print(f"note: {explained(step, earlier)}", flush=True)
 
 
-def _rescored(plan: Plan, step: int, unit: "xr.Dataset") -> "xr.Dataset":
-    """A unit of an earlier walk, with the scores that this one was given."""
-    joined = with_scores(unit, plan.scores.get(step, {}))
-    if joined.identical(unit):
-        return unit
+def _rescore(plan: Plan, measured: "Measured", step: int) -> None:
+    """Add the scores that this walk was given to a unit of an earlier one."""
+    scored, summarised = plan.scores.get(step, {}), measured.summaries[step]
+    if with_scores(summarised, scored).identical(summarised):
+        return
     claim = plan.store.claim(step)
-    if claim is not None:
-        plan.store.write(step, joined)
-        claim.release(remove=True)
-    return joined
-
-
-def _readable(store: "Store", step: int) -> "xr.Dataset | None":
-    """A unit of an earlier walk; None, with a notice, if its file is damaged."""
+    take = measured.keep if claim is None else measured.write  # another walk that has the claim writes it
     try:
-        return store.read(step)
+        take(step, with_scores(plan.store.read(step), scored))
+    finally:
+        if claim is not None:
+            claim.release(remove=True)
+
+
+def _read(measured: "Measured", step: int) -> None:
+    """Read a unit of an earlier walk; if its file is damaged it is removed, with a notice."""
+    try:
+        measured.read(step)
+        return
+    except FileNotFoundError:  # another walk has removed it
+        return
     except ValueError as error:
         print(f"{error}: it is measured again", file=sys.stderr)
-        store.file(step).unlink()
-        return None
+    claim = measured.store.claim(step)
+    if claim is None:  # another walk does so
+        return
+    try:
+        measured.read(step)  # it has been measured again meanwhile
+    except (FileNotFoundError, ValueError):
+        measured.store.file(step).unlink(missing_ok=True)
+    finally:
+        claim.release(remove=True)
 
 
-def _headline(unit: "xr.Dataset") -> str:
-    from tracker.statistics import curves
-
-    points, said = curves(unit), []
-    if "miscoupling" in points:
-        at = {"k": int(points["k"][0]), "pairs": "mean_offdiag"}
-        value, null = float(points["miscoupling"].sel(at)), float(points["miscoupling_null"].sel(at))
+def _headline(summary: "xr.Dataset") -> str:
+    said = []
+    if "miscoupling" in summary:
+        at = {"k": int(summary["k"][0]), "pairs": "mean_offdiag"}
+        value, null = float(summary["miscoupling"].sel(at)), float(summary["miscoupling_null"].sel(at))
         said.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
-    if "lss" in points:
-        said.append(f"LSS {float(points['lss'].sel(statistic='median')):.2f}")
+    if "lss" in summary:
+        said.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
     return "  ".join(said) or "measured"
 
 
@@ -243,16 +261,16 @@ def _usage_error(error: Exception) -> int:
 
 @contextmanager
 def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Walk) -> Iterator[Callable[[Any], None]]:
-    """Log units to W&B; where it can't be reached, offline; says which, once."""
+    """Log rows of units to W&B; where it can't be reached, offline; says which, once."""
     if mode == "disabled":
-        yield lambda unit: None
+        yield lambda row: None
         return
     from tracker.wandb_log import WandbLog, begun
 
     config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
     log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)
     try:
-        yield log.log
+        yield log.send
     finally:
         print(log.finish(), flush=True)
 

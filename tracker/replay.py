@@ -49,16 +49,18 @@ def replay(results: Path, project: str, name: str, mode: Literal["online", "offl
         ValueError: if a unit is damaged; nothing is sent then.
     """
     from tracker.results import Store, require_steps
-    from tracker.wandb_log import WandbLog, begun
+    from tracker.wandb_log import WandbLog, begun, row_of
 
     store = Store(results)
-    attributes = {}
-    for step in require_steps(store):
-        attributes = store.read(step).attrs  # all are read before one is sent: a damaged one is found now
+    attributes, rows = {}, []
+    for step in require_steps(store):  # all are read before one is sent: a damaged one is found now
+        unit = store.read(step)
+        attributes = unit.attrs
+        rows.append(row_of(unit))
     config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
     log = begun(lambda mode: WandbLog(mode, store, project, name, config, anew=True), mode)
-    for step in store.steps():
-        log.log(store.read(step))
+    for row in rows:
+        log.send(row)
     return log.finish()
 
 

@@ -16,6 +16,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.files import write_whole
+from tracker.summaries import Reader, Signature, signature
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -43,7 +44,7 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
         ValueError: if a unit is damaged, or the units of one store make no curve.
     """
     directories = [results] if isinstance(results, (str, Path)) else list(results)
-    return Reader(clusters).write([Path(directory) for directory in directories], Path(out))
+    return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
 
 
 def distinct_names(directories: Sequence[Path]) -> list[str]:
@@ -61,40 +62,24 @@ def distinct_names(directories: Sequence[Path]) -> list[str]:
     raise ValueError(f"{same} is given twice; give each directory of results once")
 
 
-class Reader:
-    """Reads stores for their page; each unit once, unless its file has changed."""
+def write_page(
+    reader: Reader,
+    directories: Sequence[Path],
+    out: Path,
+    refresh: float | None = None,
+    clusters: str | None = None,
+) -> Path:
+    """Write the page of what a reader knows or reads; with `refresh`, it loads itself again after so many seconds."""
+    if not directories:
+        raise ValueError("a page of what? give a directory of results, or several")
+    from tracker.twins import assigned
 
-    def __init__(self, clusters: str | None = None) -> None:
-        self.clusters = clusters
-        self.known: dict[Path, tuple[tuple[int, int], xr.Dataset]] = {}
-
-    def write(self, directories: Sequence[Path], out: Path, refresh: float | None = None) -> Path:
-        """Write the page; with `refresh`, it loads itself again after so many seconds."""
-        if not directories:
-            raise ValueError("a page of what? give a directory of results, or several")
-        from tracker.twins import assigned
-
-        names = distinct_names(directories)
-        read = {name: self.read(directory) for name, directory in zip(names, directories, strict=True)}
-        summaries = assigned(read, self.clusters)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
-        return out
-
-    def read(self, directory: Path) -> "xr.Dataset":
-        """What the page needs of a store's results, along `step`."""
-        from tracker.results import Store, join, require_steps
-        from tracker.summary import summary
-
-        store = Store(directory)
-        by_step: dict[int, xr.Dataset] = {}
-        for step in require_steps(store):
-            file = store.file(step)
-            signature = _signature(file)
-            known = self.known.get(file)
-            by_step[step] = known[1] if known and known[0] == signature else summary(store.read(step))
-            self.known[file] = (signature, by_step[step])
-        return join({step: unit.copy() for step, unit in by_step.items()}, store.path)
+    names = distinct_names(directories)
+    read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
+    summaries = assigned(read, clusters)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
+    return out
 
 
 def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str | None = None) -> int:
@@ -102,7 +87,7 @@ def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str 
     # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
     for asked in (signal.SIGTERM, signal.SIGINT):
         signal.signal(asked, signal.default_int_handler)
-    reader, seen, waiting = Reader(clusters), None, False
+    reader, seen, waiting = Reader(), None, False
     there: list[Path] = []
     try:
         while True:
@@ -113,36 +98,33 @@ def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str 
                 print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
             elif there and signatures != seen:
                 seen = signatures
-                if _rewritten(reader, there, out, max(seconds, RELOADED)):
+                if _rewritten(reader, there, out, max(seconds, RELOADED), clusters):
                     print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
             time.sleep(seconds)
     except KeyboardInterrupt:
         if there:
-            _rewritten(reader, there, out, None)  # it no longer loads itself again
+            _rewritten(reader, there, out, None, clusters)  # it no longer loads itself again
         print("\nno longer watching", flush=True)
         return OK
 
 
-def _rewritten(reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None) -> bool:
+def _rewritten(
+    reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None, clusters: str | None
+) -> bool:
     """Write the page; where the results can't be read it stays as it was, for the next unit may mend it."""
     try:
-        reader.write(directories, out, refresh)
+        write_page(reader, directories, out, refresh, clusters)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return False
     return True
 
 
-def _units(directory: Path) -> dict[Path, tuple[int, int]]:
+def _units(directory: Path) -> dict[Path, Signature]:
     from tracker.results import Store
 
     store = Store(directory)
-    return {store.file(step): _signature(store.file(step)) for step in store.steps()}
-
-
-def _signature(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_mtime_ns, status.st_size
+    return {store.file(step): signature(store.file(step)) for step in store.steps()}
 
 
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:

@@ -11,7 +11,8 @@ The store is the truth; W&B, the figures and the page are views of it.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,31 @@ class Store:
         Raises:
             ValueError: if the file is damaged, or not one of ours.
         """
+        with self._opened(step) as opened:
+            unit = opened.load()
+        if "prompt" not in unit.dims:
+            raise ValueError(
+                f"{self.file(step)} is no unit of results but something else; take it out of the directory"
+            )
+        return unit
+
+    def revision(self, step: int) -> str:
+        """Which revision a unit says it was measured from; the rest of its file is not read.
+
+        Raises:
+            ValueError: if the file is damaged where it says so.
+        """
+        with self._opened(step) as opened:
+            return str(opened.coords["revision"].item())
+
+    @contextmanager
+    def _opened(self, step: int) -> Iterator[xr.Dataset]:
         file = self.file(step)
         try:
             with xr.open_dataset(file, engine="h5netcdf") as opened:
-                unit = opened.load()
+                yield opened
         except (OSError, KeyError, RuntimeError) as error:
             raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
-        if "prompt" not in unit.dims:
-            raise ValueError(f"{file} is no unit of results but something else; take it out of the directory")
-        return unit
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Move units that no longer belong to the curve to DIR/superseded: nothing measured is deleted."""

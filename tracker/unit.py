@@ -64,7 +64,7 @@ def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset"
 
 
 def changed(plan: Plan, units: Mapping[int, "xr.Dataset"]) -> list[int]:
-    """The steps whose weights are not those that the store's units were measured from."""
+    """The steps whose weights are not those that the store's units, or their summaries here, were measured from."""
     measured = {
         c: units[c.step].coords["files_sha256"].item()
         for c in plan.checkpoints

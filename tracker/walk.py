@@ -202,7 +202,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
         identity["suite"] = suite.cache_dir.name
     store.settle(identity)
     if walk.untrained is not None and store.has(0):
-        found = str(store.read(0).coords["revision"].item())
+        found = store.revision(0)
         if found != untrained(walk.untrained):
             raise ValueError(
                 f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,6 +29,7 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "checkpoint/step"
+SAMPLES = ("prompt", "token")
 SHOWN = re.compile(
     rf"{HEADLINE}(_null)?|coupling/(miscoupling|offdiag_normalized)/k\d+/mean_offdiag|coupling/(seconds|share)"
     r"|trajectory/\w+/median|trajectory/noise_similarity/10pct|tokens/\w+/offdiag_normalized/k\d+|score/.*"
@@ -87,6 +89,27 @@ def define_metrics(run: "wandb.Run", names: Iterable[str], prefix: str = "") -> 
         run.define_metric(prefix + name, step_metric=AXIS, hidden=not shown, summary=summary)
 
 
+@dataclass(frozen=True)
+class Row:
+    """What a run is sent of one unit; a few kilobytes, however many prompts were measured."""
+
+    step: int
+    points: dict[str, float]
+    marks: dict[str, int]
+    matrices: xr.Dataset  # of layer pairs, as if their means were of one prompt and token
+
+
+def row_of(unit: xr.Dataset) -> Row:
+    """What a run is sent of this unit."""
+    marks = {}
+    if "suspect" in unit.coords:
+        marks["checkpoint/suspect"] = int(unit["suspect"].item() != "")
+    if "tokens_seen" in unit.coords:
+        marks["checkpoint/tokens"] = int(unit["tokens_seen"])
+    matrices = unit[[name for name in MEASURES if name in unit]].mean(SAMPLES).expand_dims(SAMPLES)
+    return Row(int(unit["step"]), scalars(unit), marks, matrices)
+
+
 class WandbLog:
     """A W&B run that shows a store: each unit once in a run, whatever was measured when.
 
@@ -125,21 +148,18 @@ class WandbLog:
 
     def log(self, unit: xr.Dataset) -> None:
         """Send one unit, unless this run has it."""
-        step, points = int(unit["step"]), scalars(unit)
-        self.points[step] = points
-        if step in self.logged:
+        self.send(row_of(unit))
+
+    def send(self, row: Row) -> None:
+        """Send the row of one unit, unless this run has it."""
+        self.points[row.step] = row.points
+        if row.step in self.logged:
             return
-        define_metrics(self.run, sorted(points.keys() - self.defined))
-        self.defined |= points.keys()
-        row: dict[str, Any] = {AXIS: step, **points}
-        if "suspect" in unit.coords:
-            row["checkpoint/suspect"] = int(unit["suspect"].item() != "")
-        if "tokens_seen" in unit.coords:
-            row["checkpoint/tokens"] = int(unit["tokens_seen"])
-        if "miscoupling" in unit:
-            row |= _pictures(unit)
-        self.run.log(row)
-        self.logged.append(step)
+        define_metrics(self.run, sorted(row.points.keys() - self.defined))
+        self.defined |= row.points.keys()
+        pictures = _pictures(row.matrices) if "miscoupling" in row.matrices else {}
+        self.run.log({AXIS: row.step, **row.points, **row.marks, **pictures})
+        self.logged.append(row.step)
 
     def finish(self) -> str:
         """Keep the store as an artifact and close the run; returns where it is to be seen."""
