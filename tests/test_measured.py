@@ -4,6 +4,8 @@ import gc
 import json
 import re
 import shutil
+import subprocess
+import sys
 import tracemalloc
 import weakref
 from collections import Counter
@@ -16,6 +18,7 @@ import xarray as xr
 
 import tracker
 from tests.stores import unit
+from tests.test_results import unit as trajectory_unit
 from tests.test_walk import commit, snapshots
 from tracker import pythia
 from tracker.contents import contents, page_data
@@ -175,3 +178,79 @@ def test_a_row_has_what_the_whole_unit_has():
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)
+
+
+MEND = """
+import sys
+from tests.test_results import unit
+from tracker import pythia
+from tracker.measured import Measured
+from tracker.results import Store
+
+measured = Measured(Store(sys.argv[1]), with_rows=False)
+sys.stdin.readline()
+for step in measured.store.steps():
+    pythia._read(measured, step)
+    if step not in measured.summaries and (claim := measured.store.claim(step)):
+        if not measured.store.has(step):
+            measured.write(step, unit(step))
+            print(step)
+        claim.release(remove=True)
+"""
+SCORE = """
+import sys
+from types import SimpleNamespace
+from tracker import pythia
+from tracker.measured import Measured
+from tracker.results import Store
+
+store, task = Store(sys.argv[1]), sys.argv[2]
+measured = Measured(store, with_rows=False)
+for step in store.steps():
+    measured.read(step)
+sys.stdin.readline()
+for step in store.steps():
+    pythia._rescore(SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step)
+"""
+
+
+def at_once(code: str, *arguments: list[str]) -> list[str]:
+    """What processes say that go beyond their first line of input together."""
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    processes = [subprocess.Popen([sys.executable, "-c", code, *given], text=True, **pipes) for given in arguments]
+    said = []
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        said.append(out)
+    return said
+
+
+@pytest.fixture
+def small(tmp_path) -> Store:
+    store = Store(tmp_path)
+    store.settle({})
+    for step in range(12):
+        store.write(step, trajectory_unit(step).assign_coords(revision=f"step{step}"))
+    return store
+
+
+def test_walks_that_find_the_same_damage_at_once_measure_each_unit_once(small):
+    steps = small.steps()
+    for step in steps:
+        content = small.file(step).read_bytes()
+        small.file(step).write_bytes(content[: len(content) // 2])
+    said = at_once(MEND, *[[str(small.path)]] * 3)
+    assert sorted(int(step) for out in said for step in out.split()) == steps
+    assert [int(small.read(step)["step"]) for step in steps] == steps
+
+
+def test_walks_that_were_given_different_scores_add_both(small):
+    at_once(SCORE, *([str(small.path), task] for task in ("arc", "piqa", "sciq")))
+    for step in small.steps():
+        scored = small.read(step)["score"]
+        assert sorted(scored["task"].values) == ["arc", "piqa", "sciq"] and (scored == step).all()
+    assert not list(small.units.glob(".*"))

@@ -235,6 +235,17 @@ def test_two_walks_on_one_store_measure_nothing_twice_and_one_takes_over_from_th
     assert not list(Store(walker.directory / "out").units.glob(".*"))
 
 
+def test_walks_of_two_stores_fetch_the_same_revisions_into_one_cache(walker, served, tmp_path):
+    walker.cache = tmp_path / "cache"
+    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
+    walks = [walker.start("--out", str(tmp_path / name), "--steps", "1,4", **environment) for name in "ab"]
+    for walk in walks:
+        _, err = walk.communicate(timeout=300)
+        assert walk.returncode == 0, err
+    assert_same_results(tmp_path / "a", tmp_path / "b")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
 @pytest.mark.slow
 def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served, tmp_path):
     """Two walks at a time on one store, both killed at random moments; the end equals an undisturbed run's."""

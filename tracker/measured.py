@@ -31,10 +31,6 @@ class Measured:
     def write(self, step: int, unit: xr.Dataset) -> xr.Dataset:
         """Write a unit whose step is claimed; returns its summary."""
         self.store.write(step, unit)
-        return self.keep(step, unit)
-
-    def keep(self, step: int, unit: xr.Dataset) -> xr.Dataset:
-        """The summary of a unit that is in memory, from then on that of its file."""
         self.reader.hold(self.store, step, unit)
         return self._summarised(step, unit)
 

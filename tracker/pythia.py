@@ -196,13 +196,11 @@ def _rescore(plan: Plan, measured: "Measured", step: int) -> None:
     scored, summarised = plan.scores.get(step, {}), measured.summaries[step]
     if with_scores(summarised, scored).identical(summarised):
         return
-    claim = plan.store.claim(step)
-    take = measured.keep if claim is None else measured.write  # another walk that has the claim writes it
+    claim = plan.store.wait(step)  # a walk that was given other scores may be adding them
     try:
-        take(step, with_scores(plan.store.read(step), scored))
+        measured.write(step, with_scores(plan.store.read(step), scored))
     finally:
-        if claim is not None:
-            claim.release(remove=True)
+        claim.release(remove=True)
 
 
 def _read(measured: "Measured", step: int) -> None:

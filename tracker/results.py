@@ -73,6 +73,12 @@ class Store:
             lock.sign()
         return lock
 
+    def wait(self, step: int) -> Lock:
+        """The claim on a step that has been measured, once no other has it: nobody keeps it for long."""
+        lock = Lock.wait(self._claim(step))
+        lock.sign()
+        return lock
+
     def claimant(self, step: int) -> str:
         """Who has the claim on a step: host and process."""
         try:
