@@ -21,6 +21,7 @@ from tracker.dataset import Sample, assemble
 from tracker.depthwise import Method, depthwise_couplings, rows_at_once
 from tracker.inputs import Batch, batches, positions
 from tracker.provenance import describe, digest, usable_device
+from tracker.reach import confirm
 from tracker.readings import NOISE, readings
 from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
@@ -152,6 +153,8 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
     for i, batch in enumerate(calls):
         room = settings.memory(4) - sum(recording.scalars() for recording, _ in held)
         recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, room))
+        if i == 0:
+            confirm(jacobians.replica, batch.arguments, batch.keywords, settings.tokens is None)
         samples += of_batch
         if settings.asks("tokenwise"):
             for b, sample in enumerate(of_batch):
