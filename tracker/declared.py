@@ -51,12 +51,10 @@ def unembedding(model: nn.Module, block: str) -> str | None:
 def in_text_tower(model: nn.Module, block: str) -> bool:
     """Whether the block is of a Hugging Face model, or of that tower of it, that reads token ids."""
     owners = _owners(model, block)
-    if not owners or token_embedding(owners[0]) is None:
-        return False
-    towers = _text_towers(owners[0])
+    towers = _text_towers(owners[0]) if owners else []
     if towers and not any(inner is tower for inner in owners for tower in towers):
         return False
-    for inner in reversed(owners):  # the vision tower of a model whose config tells of no text tower
+    for inner in reversed(owners):  # the innermost that says what it reads: a vision tower has an embedding of its own
         try:
             return isinstance(inner.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
         except (AttributeError, NotImplementedError):

@@ -201,7 +201,7 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
             f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
             "(tokens, batch, width)? Say so: blocks=find_blocks(model, batch_first=False)"
         )
-    valid = torch.ones(B, n, dtype=torch.bool) if batch.valid is None else batch.valid.cpu()
+    valid = _valid(batch, B, n)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     tokens = settings.chosen_tokens(replica.description)
     chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
@@ -225,3 +225,16 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
             sample.values["pair_position"] = np.asarray(settings.pairs_of(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
     return recording, Rows(*rows.unbind(1)), samples
+
+
+def _valid(batch: Batch, B: int, n: int) -> Tensor:
+    """Which of the blocks' tokens are not padding."""
+    if batch.valid is None or batch.valid.all():
+        return torch.ones(B, n, dtype=torch.bool)
+    decoded = batch.keywords.get("decoder_input_ids")
+    if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
+        raise UsageError(
+            f"the attention mask leaves out padding among {batch.valid.shape[1]} tokens, but which of the blocks' {n} tokens "
+            "those are is not known; give samples of one length, without padding"
+        )
+    return batch.valid.cpu()
