@@ -164,13 +164,16 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
 
 def _undecided(model: nn.Module, runs: Sequence[Run]) -> str:
     depths = {len(run.names) for run in runs}
-    lists = f"{len(runs)} lists of {depths.pop()} blocks" if len(depths) == 1 else f"{len(runs)} lists of blocks"
+    number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
+    lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
-    lines = "".join(f"\n  {run.line}  # {run}" for run in runs)
-    return (
-        f"{lists} found ({paths}) in {type(model).__name__}, and nothing says which of them is meant: blocks of several "
-        f"towers or stages are no one chain. Name the one to measure:{lines}"
+    why = (
+        "nothing says which of them is meant: blocks of several towers or stages are no one chain"
+        if len(runs) > 1
+        else "its modules are of several classes"
     )
+    lines = "".join(f"\n  {run.line}  # {run}" for run in runs)
+    return f"{lists} found ({paths}) in {type(model).__name__}, and {why}. Name the one to measure:{lines}"
 
 
 def _top_level(model: nn.Module) -> str:

@@ -145,13 +145,15 @@ def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str
 def _resolved(run: Run, found: Sequence[Run], modules: dict[str, nn.Module], attention: Sequence[str]) -> list[Run]:
     """The run itself, or the runs inside it if its elements are stages; nothing if it is a single module and no block."""
     within = [other for other in found if other is not run and nested(other, run.names)]
-    direct = [other for other in within if not any(nested(other, third.names) for third in within if third is not other)]
+    direct = [
+        other for other in within if not any(nested(other, third.names) for third in within if third is not other)
+    ]
     inner = [r for other in direct for r in _resolved(other, found, modules, attention)]
     if len(run.names) > 1:  # a block may hold a list of attentions: its heads, or its own and a crossed one
         inner = [other for other in inner if all(_is_block(name, modules, attention) for name in other.names)]
     if any(len(other.names) > 1 for other in inner):
         return inner
-    return [run] if len(run.names) > 1 or _is_block(run.names[0], modules, attention) else []
+    return [run] if len(run.names) > 1 or all(_is_block(name, modules, attention) for name in run.names) else []
 
 
 def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]) -> bool:
@@ -168,7 +170,9 @@ def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]
 def _is_attention(name: str, module: nn.Module) -> bool:
     """By its class, or by what the module that holds it calls it."""
     called = name.rpartition(".")[2] in ("attn", "attention", "self_attn", "self_attention")
-    return _named_attention(type(module).__name__) or (called and any(isinstance(m, nn.Linear) for m in module.modules()))
+    return _named_attention(type(module).__name__) or (
+        called and any(isinstance(m, nn.Linear) for m in module.modules())
+    )
 
 
 def _named_attention(kind: str) -> bool:
