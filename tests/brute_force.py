@@ -4,6 +4,7 @@ Hooks take each block's input and arguments from the model's own forward pass, s
 model's own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,12 @@ class Oracle:
 
 
 def run(
-    model: nn.Module, inputs: Tensor, blocks: list[nn.Module], norm: nn.Module | None, batch_first: bool, functorch=True
+    model: nn.Module,
+    inputs: Tensor | Mapping[str, Any],
+    blocks: list[nn.Module],
+    norm: nn.Module | None,
+    batch_first: bool,
+    functorch=True,
 ) -> Oracle:
     taken: list[tuple[Tensor, tuple, dict]] = []
     outputs: list[Tensor] = []
@@ -61,9 +67,12 @@ def run(
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
-        model(inputs, use_cache=False) if hasattr(model, "config") and hasattr(model.config, "use_cache") else model(
-            inputs
-        )
+        if isinstance(inputs, Mapping):
+            model(**inputs)
+        elif hasattr(model, "config") and hasattr(model.config, "use_cache"):
+            model(inputs, use_cache=False)
+        else:
+            model(inputs)
     torch.backends.mha.set_fastpath_enabled(fastpath)
     for handle in handles:
         handle.remove()

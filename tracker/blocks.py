@@ -1,14 +1,20 @@
 """Find the residual blocks of a transformer.
 
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` looks for them in this order: the modules a
-caller names; what a Hugging Face model says of itself (the list under `base_model` with `config.num_hidden_layers`
-entries); else the longest run of modules of one class that each hold an attention module.
+caller names; what a Hugging Face model says of itself (`declared`); else the only run of modules of one class that each
+hold an attention module (`towers`). Between several towers or stages no guess is made.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from tracker.declared import declared, huggingface_owner, in_text_tower, is_encoder_decoder, token_embedding
+from tracker.declared import unembedding as find_unembedding
+from tracker.towers import Run, class_attention, class_token_parameter, find_runs, nested, norms_around, related, unwrap
+
+__all__ = ["Blocks", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
 
 
 class UsageError(ValueError):
@@ -29,6 +35,7 @@ class Blocks:
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token a classifier reads, if there is one
     batch_first: bool = True
+    assumed: tuple[str, ...] = ()  # of "blocks" and "class token", what the forward pass is to confirm
 
     def __str__(self) -> str:
         kind = "batch first" if self.batch_first else "sequence first"
@@ -39,17 +46,6 @@ class Blocks:
             f"{len(self.names)} blocks, {self.names[0]} to {self.names[-1]} ({self.found_by}); {kind}; "
             f"final norm: {norm} ({included} by default); unembedding: {self.unembedding or 'none'}; class token: {token}"
         )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, DataParallel and DistributedDataParallel wrappers."""
-    while True:
-        if "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]  # type: ignore[assignment]
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        else:
-            return model
 
 
 def find_blocks(
@@ -77,12 +73,15 @@ def find_blocks(
     if isinstance(blocks, Blocks):
         return blocks
     model = unwrap(model)
+    runs = find_runs(model)
     if blocks is not None:
-        names, found_by = _named(model, blocks), "named by the caller"
+        names, found_by, guessed = _named(model, blocks), "named by the caller", False
     else:
-        names, found_by = _huggingface(model) or _longest_run(model)
-    owner = huggingface_owner(model, names[0])
-    language = owner is not None and token_embedding(owner) is not None
+        names, found_by, guessed = _found(model, runs)
+    language = in_text_tower(model, names[0])
+    token = class_token
+    if token is None and not language and class_token_parameter(model, names, runs) is not None:
+        token = 0
     for given in (final_norm, unembedding):
         if given is not None:
             _submodule(model, given)
@@ -92,21 +91,13 @@ def find_blocks(
     return Blocks(
         names=tuple(names),
         found_by=found_by,
-        final_norms=tuple(_norms_around(model, names)) if final_norm is None else (final_norm,),
+        final_norms=tuple(norms_around(model, names, runs)) if final_norm is None else (final_norm,),
         include_final_norm=language,
-        unembedding=unembedding or _unembedding(model, owner),
-        class_token=class_token if class_token is not None or language else _class_token(model),
+        unembedding=unembedding or find_unembedding(model, names[0]),
+        class_token=token,
         batch_first=batch_first,
+        assumed=("blocks",) * guessed + ("class token",) * (token is not None and class_token is None),
     )
-
-
-def huggingface_owner(model: nn.Module, block: str | None = None) -> nn.Module | None:
-    """The outermost Hugging Face model in `model` (itself, or wrapped in a module of one's own) that holds `block`."""
-    for name, module in unwrap(model).named_modules():
-        holds = block is None or name == "" or block.startswith(f"{name}.")
-        if holds and hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            return module
-    return None
 
 
 def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
@@ -138,86 +129,51 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         raise UsageError(f"the model has no module named {name!r}; its parts are {_top_level(model)}") from error
 
 
-def _huggingface(model: nn.Module) -> tuple[list[str], str] | None:
-    owner = huggingface_owner(model)
-    base, depth = getattr(owner, "base_model", None), getattr(getattr(owner, "config", None), "num_hidden_layers", None)
-    if not isinstance(base, nn.Module) or depth is None:
-        return None
-    declared = set(getattr(owner, "_no_split_modules", None) or ())
-    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    chosen = [m for m in lists if type(unwrap(m[0])).__name__ in declared] or lists
-    if len(chosen) != 1:
-        return None
-    prefix = next(name for name, module in model.named_modules() if module is chosen[0])
-    names = [f"{prefix}.{i}" for i in range(depth)]
-    return names, f"{type(owner).__name__}.base_model, a list of config.num_hidden_layers = {depth}"
-
-
-def _longest_run(model: nn.Module) -> tuple[list[str], str]:
-    runs = []
-    for name, module in model.named_modules():
-        children = [unwrap(child) for child in module.children()]
-        alike = len({type(child) for child in children}) == 1 and len(children) > 1
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike and all(map(_attends, children)):
-            runs.append((name, [child for child, _ in module.named_children()], type(children[0]).__name__))
-    if not runs:
+def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, bool]:
+    """The blocks' names, how they were found, and whether the choice between towers rests on the module tree."""
+    said = declared(model)
+    if said is not None:
+        besides = [run for run in runs if not related(run, said.names)]
+        stages = [run for run in runs if nested(run, said.names)]
+        if not besides and not stages:
+            return said.names, str(said), False
+        prefix = next(f"{name}." for name, module in model.named_modules() if module is said.owner).lstrip(".")
+        within = all(run.container.startswith(prefix) for run in besides)
+        if within and said.tower:
+            kind = type(model.get_submodule(said.tower)).__name__
+            towers = ", ".join(dict.fromkeys(f"{run.tower or run.container} ({run.kind})" for run in besides))
+            return said.names, f"the text tower {said.tower} ({kind}), which {said.gives}; not {towers}", True
+        text = in_text_tower(model, said.names[0]) or find_unembedding(model, said.names[0]) is not None
+        if within and text and not is_encoder_decoder(said.owner):
+            return said.names, str(said), True
+    if not any(len(run.names) > 1 for run in runs):
         raise UsageError(
             f"no residual blocks found in {type(model).__name__}. Looked for: a Hugging Face model's list of "
             "config.num_hidden_layers blocks; a ModuleList or Sequential of two or more modules of one class that each "
             f"hold an attention module. The model's parts are {_top_level(model)}. Name the blocks: "
             "blocks='path.to.list', or a list of modules"
         )
-    longest = max(len(children) for _, children, _ in runs)
-    runs = [run for run in runs if len(run[1]) == longest]
-    if len(runs) > 1:
-        paths = ", ".join(repr(name) for name, _, _ in runs)
-        raise UsageError(
-            f"{len(runs)} lists of {longest} blocks found ({paths}); name the one to measure: blocks={runs[0][0]!r}"
-        )
-    name, children, cls = runs[0]
-    prefix = f"{name}." if name else ""
-    return [prefix + child for child in children], f"the longest run of one class with attention, {longest} x {cls}"
+    trunks = [run for run in runs if not class_attention(run)]
+    if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].kind:
+        (run,), after = trunks, [run for run in runs if class_attention(run)]
+        if not after:
+            return run.names, f"the only list of blocks with attention, {run}", True
+        return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", True
+    raise UsageError(_undecided(model, runs))
 
 
-def _attends(module: nn.Module) -> bool:
-    return any("attention" in type(m).__name__.lower() or "attn" in type(m).__name__.lower() for m in module.modules())
-
-
-def _norms_around(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Norm layers beside the blocks or beside a module that holds them, nearest first, those after the blocks first."""
-    found: list[str] = []
-    parts = names[-1].split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        holder = model.get_submodule(".".join(parts[:depth]))
-        children = list(holder._modules)
-        after = children.index(parts[depth])
-        for child in children[after + 1 :] + children[:after]:
-            name = ".".join([*parts[:depth], child])
-            if name not in names and "norm" in type(holder._modules[child]).__name__.lower():
-                found.append(name)
-    return found
-
-
-def token_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The table a Hugging Face model looks its token ids up in; None for models that read something else."""
-    try:
-        embed = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one that has no such table
-        return None
-    return embed if isinstance(embed, nn.Embedding) else None
-
-
-def _unembedding(model: nn.Module, owner: nn.Module | None) -> str | None:
-    head = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
-    return next((name for name, module in model.named_modules() if head is not None and module is head), None)
-
-
-def _class_token(model: nn.Module) -> int | None:
-    """0 where an image model has a class token and does not pool over the patches instead."""
-    if getattr(model, "global_pool", "token") not in ("token", ""):  # timm
-        return None
-    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
-    return 0 if names & {"cls_token", "class_token"} else None
+def _undecided(model: nn.Module, runs: Sequence[Run]) -> str:
+    depths = {len(run.names) for run in runs}
+    number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
+    lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
+    paths = ", ".join(repr(run.container) for run in runs)
+    why = (
+        "nothing says which of them is meant: blocks of several towers or stages are no one chain"
+        if len(runs) > 1
+        else "its modules are of several classes"
+    )
+    lines = "".join(f"\n  {run.line}  # {run}" for run in runs)
+    return f"{lists} found ({paths}) in {type(model).__name__}, and {why}. Name the one to measure:{lines}"
 
 
 def _top_level(model: nn.Module) -> str:

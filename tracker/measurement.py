@@ -21,6 +21,7 @@ from tracker.dataset import Sample, assemble
 from tracker.depthwise import Method, depthwise_couplings, rows_at_once
 from tracker.inputs import Batch, batches, positions
 from tracker.provenance import describe, digest, usable_device
+from tracker.reach import confirm
 from tracker.readings import NOISE, readings
 from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
@@ -152,6 +153,8 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
     for i, batch in enumerate(calls):
         room = settings.memory(4) - sum(recording.scalars() for recording, _ in held)
         recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, room))
+        if i == 0:
+            confirm(jacobians.replica, batch.arguments, batch.keywords, settings.tokens is None)
         samples += of_batch
         if settings.asks("tokenwise"):
             for b, sample in enumerate(of_batch):
@@ -198,7 +201,7 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
             f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
             "(tokens, batch, width)? Say so: blocks=find_blocks(model, batch_first=False)"
         )
-    valid = torch.ones(B, n, dtype=torch.bool) if batch.valid is None else batch.valid.cpu()
+    valid = _valid(batch, B, n)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     tokens = settings.chosen_tokens(replica.description)
     chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
@@ -222,3 +225,16 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
             sample.values["pair_position"] = np.asarray(settings.pairs_of(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
     return recording, Rows(*rows.unbind(1)), samples
+
+
+def _valid(batch: Batch, B: int, n: int) -> Tensor:
+    """Which of the blocks' tokens are not padding."""
+    if batch.valid is None or batch.valid.all():
+        return torch.ones(B, n, dtype=torch.bool)
+    decoded = batch.keywords.get("decoder_input_ids")
+    if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
+        raise UsageError(
+            f"the attention mask leaves out padding among {batch.valid.shape[1]} tokens, but which of the blocks' {n} tokens "
+            "those are is not known; give samples of one length, without padding"
+        )
+    return batch.valid.cpu()
