@@ -81,7 +81,13 @@ def test_1c(one, tmp_path):
 
 @pytest.mark.parametrize(
     "name, variable",
-    [("3", "matrix"), ("4", "self_matrix"), ("22", "fixed_input_matrix"), ("19", "fixed_output_matrix")],
+    [
+        ("3", "matrix"),
+        ("4", "self_matrix"),
+        ("17", "self_matrix"),
+        ("22", "fixed_input_matrix"),
+        ("19", "fixed_output_matrix"),
+    ],
 )
 def test_matrices(name, variable, one, tmp_path):
     table, ds = drawn(name, one, tmp_path), open_results(one)
@@ -91,7 +97,8 @@ def test_matrices(name, variable, one, tmp_path):
         expected = at.isel(token=0).sel(layer=1, layer_other=3)
     else:
         part = table[(table.step == 2000) & (table.token == 0) & (table.token_other == 6)]
-        expected = at.sel(layer=2).isel(pair_token=0, pair_token_other=2)
+        assert set(part.block) == {1} and set(part.block_other) == {2}
+        expected = at.sel(layer=1).isel(pair_token=0, pair_token_other=2)
     assert len(part) == K * K and set(table.step) == {0, 2000}
     for _, entry in part.iterrows():
         close(entry.value, abs(expected.sel(row=entry.row, column=entry.column)))

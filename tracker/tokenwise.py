@@ -129,9 +129,7 @@ def _layers(
     }
 
 
-def _found_anew(
-    layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockCall, sample: int
-) -> dict[Link, Layer]:
+def _found_anew(layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockCall, sample: int) -> dict[Link, Layer]:
     """The same without their Jacobians: their products with bases are linearised once more."""
 
     def product(link: Link, V: Tensor) -> Tensor:
