@@ -82,14 +82,19 @@ def run(
 
 
 @torch.no_grad()
-def couplings(J: list[Tensor], K: int) -> dict[str, Tensor]:
-    """The four mis-couplings of every layer pair, element by element from their definitions."""
+def couplings(J: list[Tensor], K: int, lending: list[Tensor] | None = None) -> dict[str, Tensor]:
+    """The four mis-couplings of every layer pair, element by element from their definitions.
+
+    Args:
+        lending: as many others, whose bases J is described in; None: J's own.
+    """
     L = len(J)
-    decompositions = [torch.linalg.svd(matrix) for matrix in J]
+    own = [torch.linalg.svdvals(matrix) for matrix in J]
+    decompositions = [torch.linalg.svd(matrix) for matrix in lending or J]
     names = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
     for l in range(L):
-        s = decompositions[l].S[:K]
+        s = own[l][:K]
         for m in range(L):
             U, _, Vh = decompositions[m]
             A = U[:, :K].T @ J[l] @ Vh[:K].T

@@ -270,6 +270,13 @@ def test_another_run_in_the_same_directory(tmp_path):
         fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
 
 
+def test_stores_without_token_pairs_keep_their_settings_of_before(tmp_path):
+    for measures, said in ((None, None), (["trajectory", "tokenwise"], 1)):
+        place = tmp_path / str(said)
+        fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
+        assert Store(place).asked().get("pair_layers") == said
+
+
 def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tests.training", *map(str, arguments)]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}

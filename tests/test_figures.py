@@ -10,7 +10,7 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.across import subset_fits
-from tracker.figures import main
+from tracker.figures import draw, main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
 from tracker.results import Store, open_results
 
@@ -81,7 +81,13 @@ def test_1c(one, tmp_path):
 
 @pytest.mark.parametrize(
     "name, variable",
-    [("3", "matrix"), ("4", "self_matrix"), ("22", "fixed_input_matrix"), ("19", "fixed_output_matrix")],
+    [
+        ("3", "matrix"),
+        ("4", "self_matrix"),
+        ("17", "self_matrix"),
+        ("22", "fixed_input_matrix"),
+        ("19", "fixed_output_matrix"),
+    ],
 )
 def test_matrices(name, variable, one, tmp_path):
     table, ds = drawn(name, one, tmp_path), open_results(one)
@@ -91,10 +97,43 @@ def test_matrices(name, variable, one, tmp_path):
         expected = at.isel(token=0).sel(layer=1, layer_other=3)
     else:
         part = table[(table.step == 2000) & (table.token == 0) & (table.token_other == 6)]
-        expected = at.sel(layer=2).isel(pair_token=0, pair_token_other=2)
+        assert set(part.block) == {1} and set(part.block_other) == {2}
+        expected = at.sel(layer=1).isel(pair_token=0, pair_token_other=2)
     assert len(part) == K * K and set(table.step) == {0, 2000}
     for _, entry in part.iterrows():
         close(entry.value, abs(expected.sel(row=entry.row, column=entry.column)))
+
+
+@pytest.mark.parametrize("name", ["3", "4", "18", "19"])
+def test_matrices_have_a_colour_bar_and_say_their_layers(name, one):
+    figure, table = draw(name, {"toy": open_results(one)}, None)
+    first, last, bar = figure.axes
+    assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
+    assert [panel.get_title().split("\n")[0] for panel in (first, last)] == ["toy, step 0", "toy, step 2,000"]
+    said = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
+    assert first.get_title().endswith(said) and (name == "3" or "block 2" in first.get_xlabel())
+    picture, ds = last.images[0].get_array(), open_results(one).sel(step=2000).isel(prompt=0)
+    if name == "3":
+        A, s = ds.matrix.isel(token=0), ds.singular_value.isel(token=0).sel(rank=1)
+        expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
+    else:
+        kind = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
+        A, s = ds[f"{kind}_matrix"].sel(layer=1), ds[f"{kind}_singular_value"].sel(layer=1, rank=1)
+        expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
+    close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
+
+
+def test_matrices_of_before_the_layers_could_be_chosen(tmp_path):
+    """They are of tokens within a block, and each Jacobian's own basis shows its singular values."""
+    inputs = torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
+    unit = tracker.measure(neox(), inputs, k=K, measures="all", pair_tokens=3, pair_layers=0)
+    s = unit.self_singular_value.sel(layer=2, rank=1).isel(prompt=0)
+    older = unit.drop_vars(["pair_layer_other", *(name for name in unit if "_singular_value" in str(name))])
+    figure, table = draw("4", {"older": older.expand_dims(step=[0])}, None)
+    assert figure.axes[0].get_title() == "older, step 0\nl = 2, l' = 2"
+    assert set(table.block) == set(table.block_other) == {2}
+    expected = abs(unit.self_matrix.sel(layer=2).isel(prompt=0, pair_token=1, pair_token_other=2)) / s[1]
+    close(figure.axes[0].images[0].get_array()[K + 1 : 2 * K + 1, 2 * K + 2 :], expected, rtol=1e-5)
 
 
 def test_5_and_25(one, tmp_path):

@@ -263,13 +263,25 @@ class TestNumbers:
         page.select_option("#block", "1")
         (drawn,) = shown(page, "token_matrix")
         stored = ds.fixed_output_miscoupling.sel(k=4, layer=1).mean("prompt").values
-        np.testing.assert_allclose(numbers(drawn["z"]), off_diagonal(stored), **TO_16_BITS)
+        np.testing.assert_allclose(numbers(drawn["z"]), stored, **TO_16_BITS)
+        assert page.inner_text("#token_matrix-title") == "Tokens in block 1, in bases of block 2, step 2,000"
+        assert drawn["text"][0][2] == "token 0 in block 1, in the basis of token 6 in block 2"
+        blocks = page.eval_on_selector_all("#block option", "(options) => options.map((option) => option.value)")
+        assert blocks == ["1", "2"], "no block lends its basis to the last"
         curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
-        apart = ds.pair_token != ds.pair_token_other
-        expected = ds.fixed_output_miscoupling.sel(k=4).where(apart).mean()
+        expected = ds.fixed_output_miscoupling.sel(k=4).mean()
         assert curve[3] == pytest.approx(float(expected), rel=1e-6)
+        title = "Tokens, fixed output: mis-coupling m_K, K = 4, l′ = l + 1"
+        assert page.inner_text("#token_curves-title") == title
         (drawn,) = shown(page, "token_absolute")
-        assert np.nanmax(numbers(drawn["z"])) == pytest.approx(1, rel=0.01)
+        A = abs(ds.fixed_output_matrix) / ds.fixed_output_singular_value.sel(rank=1)
+        A = A.sel(layer=1).mean("prompt").values
+        seen = numbers(drawn["z"])
+        for t, u in np.ndindex(3, 3):
+            tile = seen[5 * t : 5 * t + 4, 5 * u : 5 * u + 4]
+            np.testing.assert_allclose(tile, A[t, u], atol=np.ptp(A[t, u]) / 500)
+        assert page.inner_text("#token_absolute-title") == "|A| of token pairs, l = 1, l′ = 2, step 2,000"
+        assert "layers compared across tokensl' = l + 1" in page.text_content("body")
 
     def test_undefined_values_are_gaps(self, page, results):
         lines = shown(page, "lss")
@@ -647,6 +659,33 @@ class TestHonesty:
         assert ("lss-figure" in visible) == (measures == "trajectory")
         assert "1 checkpoint at step 7" in page.inner_text("header")
         assert page.is_disabled("#step")
+
+    def test_results_of_before_the_layers_could_be_chosen(self, open_page, results, tmp_path):
+        """They are of tokens within a block, which the page says; of results on one page each says its own."""
+        import torch
+
+        older = Store(tmp_path / "older")
+        older.settle({"model": "older"})
+        for step in (0, 1):
+            torch.manual_seed(step)
+            unit = tracker.measure(neox(), tokens(2), k=4, measures="all", pair_tokens=3, pair_layers=0)
+            added = [f"{kind}_singular_value" for kind in ("self", "fixed_input", "fixed_output")]
+            older.write(step, unit.drop_vars(["pair_layer_other", *added]).assign_coords(step=step))
+        ds = tracker.open_results(older.path).isel(step=1)
+        page = open_page(write_report(older.path, tmp_path / "page.html"))
+        (drawn,) = shown(page, "token_matrix")
+        stored = ds.self_miscoupling.sel(k=4, layer=2).mean("prompt").values
+        np.testing.assert_allclose(numbers(drawn["z"]), off_diagonal(stored), **TO_16_BITS)
+        assert page.inner_text("#token_matrix-title") == "Tokens in block 2, in bases of the same block, step 1"
+        curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
+        apart = ds.pair_token != ds.pair_token_other
+        assert curve[1] == pytest.approx(float(ds.self_miscoupling.where(apart).mean()), rel=1e-6)
+        assert page.inner_text("#token_curves-title").endswith(", l′ = l")
+        (drawn,) = shown(page, "token_absolute")
+        assert np.nanmax(numbers(drawn["z"])) == pytest.approx(1, rel=0.01)
+        both = open_page(write_report([older.path, results], tmp_path / "both.html"))
+        names = [line["name"] for line in shown(both, "token_curves") if line.get("name")]
+        assert {"older, l′ = l", "toy, l′ = l + 1"} <= set(names)
 
     def test_one_block(self, open_page, tmp_path):
         page = open_page(write_report(generated(tmp_path / "run", (0, 5), layers=1), tmp_path / "page.html"))

@@ -50,6 +50,15 @@ def test_other_settings_are_refused_by_name_once_there_are_results(store):
         store.settle({"k": [6], "dtype": "float32"})
 
 
+def test_units_of_other_layers_across_tokens_are_not_joined(store):
+    for step, others in ((3, None), (4, [2.0, np.nan])):
+        pairs = xr.Dataset({"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))}, {"layer": [1, 2]})
+        made = pairs if others is None else pairs.assign_coords(pair_layer_other=("layer", others))
+        store.write(step, made.assign_coords(step=step))
+    with pytest.raises(ValueError, match=r"differ in their layers compared across tokens .*l' = l"):
+        tracker.open_results(store.path)
+
+
 def test_leftovers_of_a_killed_write_are_not_units(store):
     store.write(3, unit(3))
     left = [store.file(step).with_name(f".{store.file(step).name}.1-1-0123456789abcdef.tmp") for step in (4, 5)]

@@ -6,9 +6,18 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import build, neox, tokens
+from tests.models import Size, build, neox, tokens
 from tracker.results import Store, open_results
-from tracker.statistics import HEADLINE, by_distance, curves, curves_beside, scalars, sources
+from tracker.statistics import (
+    HEADLINE,
+    by_distance,
+    curves,
+    curves_beside,
+    layers_in_words,
+    middle_layers,
+    scalars,
+    sources,
+)
 from tracker.summary import summary
 
 
@@ -73,7 +82,7 @@ def test_what_is_measured_beside_the_usual():
     for kind in ("self", "fixed_input", "fixed_output"):
         measured = ds[f"{kind}_offdiag_normalized"].sel(k=4).values  # (prompt, layer, token, other)
         null = ds[f"{kind}_offdiag_normalized_null"].sel(k=4).values  # (prompt, layer, token)
-        pairs = [[(l, t, u) for l in range(3) for t in at for u in at if t != u] for at in compared]
+        pairs = [[(l, t, u) for l in range(2) for t in at for u in at] for at in compared]  # l' = l + 1: also t = t'
         expected = np.mean([np.mean([measured[p][at] for at in chosen]) for p, chosen in enumerate(pairs)])
         level = np.mean([np.mean([null[p][at[:2]] for at in chosen]) for p, chosen in enumerate(pairs)])
         assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
@@ -87,6 +96,40 @@ def test_what_is_measured_beside_the_usual():
     assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(np.nanmean(similar, -1).mean(), rel=1e-6)
     assert float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
     assert not [name for name in flat if "." in name]
+
+
+@pytest.mark.parametrize("pair_layers", [0, [(1, 1), (3, 2)]])
+def test_no_jacobian_in_its_own_basis_counts(pair_layers):
+    ds = tracker.measure(neox(), tokens(2), k=4, measures="tokenwise", pair_tokens=3, pair_layers=pair_layers)
+    others = dict(pair_layers or [(1, 1), (2, 2), (3, 3)])
+    pairs = [(l, t, u) for l, m in others.items() for t in range(3) for u in range(3) if (l, t) != (m, u)]
+    for kind in ("self", "fixed_input", "fixed_output"):
+        for name in ("miscoupling", "miscoupling_null"):
+            values = ds[f"{kind}_{name}"].values[:, 0]
+            expected = np.mean(
+                [values[:, l - 1, t, u] if values.ndim == 4 else values[:, l - 1, t] for l, t, u in pairs]
+            )
+            assert curves_beside(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+            assert summary(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pair_layers", "said", "middle"),
+    [
+        (1, "l' = l + 1", (2, 3)),
+        (0, "l' = l", (2, 2)),
+        (-2, "l' = l − 2", (3, 1)),
+        ([(1, 2), (2, 3), (3, 4)], "l' = l + 1", (2, 3)),
+        ([(3, 4)], "(l, l') = (3, 4)", (3, 4)),
+        ([(3, 3), (1, 2)], "(l, l') = (1, 2), (3, 3)", (1, 2)),
+    ],
+)
+def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
+    model = neox(size=Size(32, 4))
+    ds = tracker.measure(model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers)
+    assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
+    older = ds.drop_vars("pair_layer_other")
+    assert (layers_in_words(older), middle_layers(older)) == ("l' = l", (2, 2))
 
 
 def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_length():

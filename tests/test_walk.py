@@ -78,6 +78,23 @@ def test_some_measures_alone(measures, walker, suite, tmp_path):
     assert (tmp_path / "out" / "report.html").exists()
 
 
+def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, capsys):
+    def walk(*more):
+        return pythia.main(walker.arguments("--measures", "tokenwise", *more, model=str(steps)))
+
+    steps = walker.directory / "steps"
+    for step in (0, 1):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+    assert walk("--steps", "0") == 0
+    store = Store(walker.directory / "out")
+    older = store.asked()
+    assert older.pop("pair_layers") == 1
+    store.settings.write_text(json.dumps(older))
+    capsys.readouterr()
+    assert walk("--steps", "1") == 2
+    assert "pair_layers was None, now 1); results are never mixed" in capsys.readouterr().err
+
+
 def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsys):
     """A baseline is added to a walk, another seed is refused, scores are the trained model's, the walk grows."""
     steps = tmp_path / "steps"

@@ -266,6 +266,8 @@ class CouplingCallback(Callback):
     def _identity(self) -> dict[str, Any]:
         """What every unit of the store has in common."""
         asked = {name: value for name, value in vars(self.settings).items() if name not in ("dtype", "memory_budget")}
+        if not self.settings.asks("tokenwise"):
+            del asked["pair_layers"]  # stores of before this was a setting keep their identity
         for name in ("k", "tokens"):
             if asked[name] is not None and not isinstance(asked[name], str):
                 asked[name] = whole_numbers(asked[name])

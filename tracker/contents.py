@@ -8,10 +8,10 @@ import numpy as np
 import xarray as xr
 
 from tracker.coupling import MEASURES
-from tracker.dataset import TOKENWISE
+from tracker.dataset import TOKENWISE, pair_layers
 from tracker.packing import pack, plain
 from tracker.regression import linear_fit, onset
-from tracker.statistics import PAIRS, TRAJECTORY, sources, suspect
+from tracker.statistics import PAIRS, TRAJECTORY, layers_in_words, middle_layers, sources, suspect
 from tracker.summary import BY_DEPTH, summary
 
 FEWEST = 3  # steps of a curve that an onset is looked for in
@@ -64,6 +64,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "prompts": _prompts(ds, names, ks),
         "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MEASURES) * len(ks))) for kind in kinds},
         "token_positions": _positions(ds) if kinds else None,
+        "token_layers": _token_layers(ds) if kinds else None,
         "plane": _packed(ds, "plane", ("path", "depth", "component"), 16, 1, PATHS) if "plane" in ds else None,
         "noise": _noise(ds) if "similarity" in ds else None,
     }
@@ -154,6 +155,12 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
     if f"{kind}_absolute" in ds:
         data["absolute"] = _packed(ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3)
     return data
+
+
+def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
+    """Which blocks' Jacobians were compared across tokens: by block the one that lends its basis, and of |A| the block."""
+    others = [int(other) if math.isfinite(other) else None for other in pair_layers(ds).values]
+    return {"said": layers_in_words(ds).replace("'", "′"), "others": others, "middle": middle_layers(ds)[0]}
 
 
 def _positions(ds: xr.Dataset) -> list[int] | None:

@@ -34,12 +34,19 @@ def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Flo
     return torch.einsum("...mdi,...dmj->...mij", U, JV.unflatten(-1, (U.shape[-3], U.shape[-1])))
 
 
-def miscouplings(A: Float[Tensor, "L L K K"], s: Float[Tensor, "L K"], d: int) -> dict[str, Float[Tensor, "L L"]]:
+def miscouplings(
+    A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"], d: int, s_basis: Float[Tensor, "M K"] | None = None
+) -> dict[str, Float[Tensor, "L M"]]:
     """All four measures of every pair.
 
     NaN where there is nothing to describe (a zero Jacobian) or no basis to describe it in: a Jacobian of rank below K
     leaves some of its top K singular vectors undetermined.
+
+    Args:
+        s: of the Jacobians described.
+        s_basis: of those that lend their bases, where these are others.
     """
+    s_basis = s if s_basis is None else s_basis
     S = torch.diag_embed(s)[:, None]
     norm_s = torch.linalg.vector_norm(s, dim=-1)[:, None]
     offdiag = _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
@@ -49,7 +56,7 @@ def miscouplings(A: Float[Tensor, "L L K K"], s: Float[Tensor, "L K"], d: int) -
         "offdiag": offdiag,
         "offdiag_normalized": _ratio(offdiag, _frobenius(A)),
     }
-    determined = s[:, -1] > d * torch.finfo(s.dtype).eps * s[:, 0]
+    determined = s_basis[:, -1] > d * torch.finfo(s.dtype).eps * s_basis[:, 0]
     defined = (s[:, 0] > 0)[:, None] & determined[None, :]
     return {name: torch.where(defined, values, torch.nan) for name, values in measures.items()}
 

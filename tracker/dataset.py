@@ -11,7 +11,7 @@ import xarray as xr
 from tracker.coupling import MEASURES as COUPLINGS
 
 PAIR = ("token", "k", "layer", "layer_other")
-TOKENS = ("k", "layer", "pair_token", "pair_token_other")  # within a block
+TOKENS = ("k", "layer", "pair_token", "pair_token_other")  # in block `layer`, the basis in block `pair_layer_other`
 TOKENWISE = ("self", "fixed_input", "fixed_output")
 DIMS: dict[str, tuple[str, ...]] = {
     "token_position": ("token",),
@@ -23,6 +23,7 @@ DIMS: dict[str, tuple[str, ...]] = {
     **{f"{kind}_{name}": TOKENS for kind in TOKENWISE for name in COUPLINGS},
     **{f"{kind}_{name}_null": TOKENS[:-1] for kind in TOKENWISE for name in COUPLINGS},
     **{f"{kind}_{name}": TOKENS[1:3] for kind in TOKENWISE for name in ("residual", "complete")},
+    **{f"{kind}_singular_value": (*TOKENS[1:3], "rank") for kind in TOKENWISE},
     **{f"{kind}_matrix": (*TOKENS[1:], "row", "column") for kind in TOKENWISE},
     **dict.fromkeys(("singular_value", "singular_gap"), ("token", "layer", "rank")),
     **dict.fromkeys(("residual", "complete", "formed", "full_svd", "sliced"), ("token", "layer")),
@@ -52,6 +53,7 @@ class Sample:
     attributes: dict[str, Any]  # the conventions resolved for it, the same for all samples of a measurement
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)  # layer -> why the full sequence served
+    basis_layers: dict[int, int] = field(default_factory=dict)  # described -> lends its basis, across tokens
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -78,12 +80,23 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     labelled = {"k": list(first.ks), "noise": list(first.noise)}
     counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
     dataset = dataset.assign_coords({dim: labelled.get(str(dim), count) for dim, count in counted.items()})
+    if first.basis_layers:
+        others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
+        dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
     dataset["undefined"] = _undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
     if "formed" in dataset:  # of Jacobians known by their products alone nothing proves that no triplet was missed
         dataset.attrs["completeness"] = "probabilistic" if bool((dataset["formed"] == 0).any()) else "exact"
     return dataset
+
+
+def pair_layers(results: xr.Dataset) -> xr.DataArray:
+    """Of results with token pairs, the block l' that lends the basis to each block l; NaN where none does.
+
+    Results that were measured before l' could be chosen do not say it: there l' = l.
+    """
+    return results.coords["pair_layer_other" if "pair_layer_other" in results.coords else "layer"]
 
 
 def _padded(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
@@ -105,7 +118,7 @@ def _undefined(dataset: xr.Dataset) -> xr.DataArray:
         )
     if "pair_position" in dataset:
         compared = dataset["pair_position"].notnull()
-        compared = compared & compared.rename(pair_token="pair_token_other")
+        compared = compared & compared.rename(pair_token="pair_token_other") & pair_layers(dataset).notnull()
         there |= {f"{kind}_{name}": compared for kind in TOKENWISE for name in COUPLINGS}
     counts = {name: int((dataset[name].isnull() & where).sum()) for name, where in there.items() if name in dataset}
     return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")

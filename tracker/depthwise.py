@@ -116,22 +116,26 @@ def depthwise_couplings(
             yield {name: value.cpu().numpy() for name, value in values.items()}
 
 
-def pairs(layers: Sequence[Layer], ks: Sequence[int], beside: Sequence[str] = ()) -> list[dict[str, Tensor]]:
+def pairs(
+    layers: Sequence[Layer], ks: Sequence[int], beside: Sequence[str] = (), lending: Sequence[Triplets] | None = None
+) -> list[dict[str, Tensor]]:
     """All couplings of every row, over (k, layer, layer_other).
 
     Args:
         beside: "vju": the same with U and V of the bases swapped; "matrices": A itself for the smallest K, over
             (layer, layer_other, row, column).
+        lending: whose bases the layers are described in; None: their own.
     """
-    U, V = (torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for part in "UV")
+    lending = [layer.triplets for layer in layers] if lending is None else lending
+    U, V, S_basis = (torch.stack([getattr(triplets, part) for triplets in lending], 1) for part in "UVS")
     S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
     A = _coupling_matrices(layers, U, V)
     swapped = _coupling_matrices(layers, V, U) if "vju" in beside else None
     rows = []
-    for r, (A_r, S_r, norm) in enumerate(zip(A, S, frobenius, strict=True)):
-        values = _of_each_k(A_r, S_r, norm, U.shape[-2], ks)
+    for r, (A_r, S_r, S_lent, norm) in enumerate(zip(A, S, S_basis, frobenius, strict=True)):
+        values = _of_each_k(A_r, S_r, S_lent, norm, U.shape[-2], ks)
         if swapped is not None:
-            of_swapped = _of_each_k(swapped[r], S_r, norm, U.shape[-2], ks)
+            of_swapped = _of_each_k(swapped[r], S_r, S_lent, norm, U.shape[-2], ks)
             values |= {f"{name}_vju": of_swapped[name] for name in coupling.MEASURES}
         if "matrices" in beside:
             values["matrix"] = A_r[..., : ks[0], : ks[0]]
@@ -139,16 +143,18 @@ def pairs(layers: Sequence[Layer], ks: Sequence[int], beside: Sequence[str] = ()
     return rows
 
 
-def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L L K K"]:
+def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:
     """Every Jacobian in all bases."""
     columns = coupling.side_by_side(V)
     return torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)
 
 
-def _of_each_k(A: Tensor, S: Tensor, frobenius: Tensor, d: int, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Mis-couplings, (k, L, L), and their null levels, (k, L)."""
+def _of_each_k(
+    A: Tensor, S: Tensor, S_basis: Tensor, frobenius: Tensor, d: int, ks: Sequence[int]
+) -> dict[str, Tensor]:
+    """Mis-couplings, (k, L, M), and their null levels, (k, L)."""
     by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[:, :k], d)
+        coupling.miscouplings(A[..., :k, :k], S[:, :k], d, S_basis[:, :k])
         | {f"{name}_null": level for name, level in coupling.null_levels(S[:, :k], frobenius, d).items()}
         for k in ks
     ]

@@ -26,7 +26,7 @@ from tracker.readings import NOISE, readings
 from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
 from tracker.rows import Jacobians, Precision, Rows
-from tracker.settings import MEMORY_BUDGET, PAIR_TOKENS, FinalNorm, Settings, chosen_measures
+from tracker.settings import MEMORY_BUDGET, PAIR_LAYERS, PAIR_TOKENS, FinalNorm, Settings, chosen_measures
 from tracker.tokenwise import tokenwise_couplings
 
 
@@ -48,6 +48,7 @@ def measure(
     max_tokens: int | None = None,
     window: int | None = None,
     pair_tokens: int | Sequence[int] = PAIR_TOKENS,
+    pair_layers: int | Sequence[tuple[int, int]] = PAIR_LAYERS,
 ) -> xr.Dataset:
     """Measure transformer block coupling and token trajectories of one model (Aubry et al., ICLR 2025).
 
@@ -75,7 +76,7 @@ def measure(
         device: where to compute; None: where the model's weights are (the CPU for weights that are all offloaded).
         measures: of the following, or "all". "coupling" of the blocks and "trajectory" are the usual two (None).
             "vju": coupling beside it with the bases' sides swapped, V^T J U. "matrices": beside it the coupling matrices
-            themselves, for the smallest K. "tokenwise": coupling of tokens within each block. "entropy" of the next token as
+            themselves, for the smallest K. "tokenwise": coupling of tokens across blocks. "entropy" of the next token as
             each state has it (models with an unembedding); "pca": states on the principal plane of the last; "noise": how
             far noise on the embeddings turns the states.
         blocks: what `find_blocks` takes or gives, to name the blocks or correct an assumption.
@@ -83,6 +84,8 @@ def measure(
         window: states in a windowed measure, odd; None: 11 where L >= 20, else the largest odd number <= L/2 + 1.
         pair_tokens: whose Jacobians "tokenwise" compares: how many tokens of each sample, evenly spaced from the first to
             the last, or their positions.
+        pair_layers: of which blocks "tokenwise" compares the Jacobians: how far block l', which lends the basis, is from
+            block l, which is described (1: l' = l + 1; 0: l' = l), or a list of pairs (l, l') counted from 1, each l once.
 
     Returns:
         A Dataset over prompt, token (the chosen rows), position (all rows), k, layer 1..L, layer_other, depth 0..L.
@@ -96,7 +99,8 @@ def measure(
     """
     started = time.perf_counter()
     measures = chosen_measures(measures)
-    settings = Settings(k, tokens, final_norm, svd, dtype, precision, memory_budget, measures, window, pair_tokens)
+    pairs = (pair_tokens, pair_layers)
+    settings = Settings(k, tokens, final_norm, svd, dtype, precision, memory_budget, measures, window, *pairs)
     found = find_blocks(model, blocks)
     device = _device(model, device)
     samples = measure_samples(model, found, batches(model, inputs, tokenizer, max_tokens), settings, device)
@@ -156,10 +160,11 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
         if i == 0:
             confirm(jacobians.replica, batch.arguments, batch.keywords, settings.tokens is None)
         samples += of_batch
-        if settings.asks("tokenwise"):
-            for b, sample in enumerate(of_batch):
-                pairs = (sample.values["pair_position"].astype(int).tolist(), sample.ks, settings.svd)
-                sample.values |= tokenwise_couplings(jacobians, recording, b, *pairs, settings.asks("matrices"))
+        for b, sample in enumerate(of_batch):
+            if sample.basis_layers:
+                pairs = (sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
+                asked = (sample.ks, settings.svd, settings.asks("matrices"), settings.memory(2))
+                sample.values |= tokenwise_couplings(jacobians, recording, b, *pairs, *asked)
         if settings.asks("coupling"):
             held.append((recording, rows))
             waiting += [of_batch[b] for b in rows.sample.tolist()]
@@ -218,10 +223,12 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
         "blocks": ", ".join(call.name for call in recording.calls),
     }
     samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
+    basis_layers = settings.basis_layers(depth) if settings.asks("tokenwise") else {}
     read = readings(replica, recording, raw, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):
         sample.values |= values
-        if settings.asks("tokenwise"):
+        sample.basis_layers = basis_layers
+        if basis_layers:
             sample.values["pair_position"] = np.asarray(settings.pairs_of(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
     return recording, Rows(*rows.unbind(1)), samples

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracker import comparisons, plots
+from tracker import comparisons, plots, tiles
 from tracker.comparisons import NORMALISED, PAIRS
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ class PaperFigure:
 
 
 def _matrices(variable: str) -> "Callable[[plots.Results, int], Plotted]":
-    return lambda results, k: plots.matrix_grid(results, variable)
+    return lambda results, k: tiles.matrix_grid(results, variable)
 
 
 MATRICES = "matrices of the smallest K, of one prompt; the first and the last step stand for untrained and trained"
+LAYERS = "l the middle layer, l' = l + 1 unless results were measured with others (each title says l and l'; the paper fixes two)"
 WINDOWS = "the window is 11 states where the model has 20 blocks or more, else narrower: the results say which"
 FIGURES: Mapping[str, PaperFigure] = {
     "1a": PaperFigure(
@@ -62,7 +63,7 @@ FIGURES: Mapping[str, PaperFigure] = {
         _matrices("self_matrix"),
         ("self_matrix",),
         "tokenwise,matrices",
-        differs=f"{MATRICES}; l' = l, the middle layer",
+        differs=f"{MATRICES}; {LAYERS}",
     ),
     "5": PaperFigure(
         "Line-shape score and expodistance, untrained and trained",
@@ -107,14 +108,14 @@ FIGURES: Mapping[str, PaperFigure] = {
         _matrices("fixed_input_matrix"),
         ("fixed_input_matrix",),
         "tokenwise,matrices",
-        differs=f"{MATRICES}; l' = l, the middle layer; the input is the first token",
+        differs=f"{MATRICES}; {LAYERS}; the input is the first token",
     ),
     "19": PaperFigure(
         "Coupling matrices across tokens, fixed output",
         _matrices("fixed_output_matrix"),
         ("fixed_output_matrix",),
         "tokenwise,matrices",
-        differs=f"{MATRICES}; l' = l, the middle layer; the output is the last token compared",
+        differs=f"{MATRICES}; {LAYERS}; the output is the last token compared",
     ),
     "25": PaperFigure(
         "Variation of step lengths at initialisation",
@@ -212,7 +213,7 @@ FIGURES: Mapping[str, PaperFigure] = {
         differs="all that may be tried at once, p corrected for trying (Holm)",
     ),
 }
-SAME = {"20": "3", "21": "4", "22": "18", "23": "19", "13": "12"}  # more of the same in the paper's appendix
+SAME = {"20": "3", "17": "4", "21": "4", "22": "18", "23": "19", "13": "12"}  # more of the same in the paper's appendix
 ELSEWHERE = {"6": "python -m vit.analysis GRID", "10": "python -m vit.analysis GRID"}
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Plotted = tuple[Figure, pd.DataFrame]
 
-TILES = 8  # matrices along a side of a grid of them
-
 
 def coupling_over_training(results: Results, measure: str, pairs: str, k: int) -> "Plotted":
     """Mean over prompts, its interval, the null level, and the step at which the curve leaves it."""
@@ -81,45 +79,6 @@ def layer_graph(results: Results, measure: str, k: int) -> "Plotted":
         panel.title.set_fontsize(8)
         panel.axis("off")
     return figure, table
-
-
-def matrix_grid(results: Results, variable: str) -> "Plotted":
-    """|A| of the first prompt, a tile for each pair: of layers at the first token measured, or of tokens in the middle layer.
-
-    At most eight along a side, about the middle of the layers; columns lend the basis. Colours are relative to the largest
-    singular value of the row's Jacobian, the numbers are |A| itself.
-    """
-    shown = [(name, ds, i) for name, ds in results.items() for i in _some(ds.sizes["step"], 2)]
-    figure, axes = panels(len(shown))
-    rows = []
-    for panel, (name, ds, i) in zip(axes, shown, strict=True):
-        A = abs(ds[variable].isel(step=i, prompt=0))
-        if "token" in A.dims:
-            A = A.isel(token=0).transpose("layer", "layer_other", "row", "column")
-            of, start = "block", max(0, (A.sizes["layer"] - TILES) // 2)
-            labels = A["layer"].values[start : start + TILES]
-            A = A.values[start : start + TILES, start : start + TILES]
-        else:
-            there = ds["pair_position"].isel(step=i, prompt=0).dropna("pair_token")
-            labels, of = there.values[:TILES].astype(int), "token"
-            A = A.sel(layer=(ds.sizes["layer"] + 1) // 2).transpose("pair_token", "pair_token_other", "row", "column")
-            A = A.values[: len(labels), : len(labels)]
-        T, _, K, _ = A.shape
-        tiles = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
-        for a, b in np.ndindex(T, T):
-            top = max(A[a, a].max(), np.finfo(A.dtype).tiny)  # its own basis shows its singular values
-            tiles[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = A[a, b] / top
-        panel.imshow(tiles, cmap="magma", vmin=0, vmax=1)
-        middle = np.arange(T) * (K + 1) + (K - 1) / 2
-        panel.set_xticks(middle, labels)
-        panel.set_yticks(middle, labels)
-        panel.grid(False)
-        panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
-        panel.set(xlabel=f"basis of {of}", ylabel=of)
-        index = np.indices(A.shape).reshape(4, -1)
-        columns = {of: labels[index[0]], f"{of}_other": labels[index[1]], "row": index[2] + 1, "column": index[3] + 1}
-        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **columns, "value": A.ravel()}))
-    return figure, pd.concat(rows, ignore_index=True)
 
 
 def by_depth(results: Results, variables: Mapping[str, str], log: Sequence[str] = (), count: int = 4) -> "Plotted":

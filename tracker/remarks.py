@@ -12,14 +12,14 @@ from checkpoints.suites import UNTRAINED
 from tracker import packing
 from tracker.paper import ALIKE
 from tracker.results import Store
-from tracker.statistics import suspect
+from tracker.statistics import layers_in_words, suspect
 
 NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
 # What a walk's --measures adds, and how to tell that results have it.
 OPTIONAL = {
     "matrices": ("absolute", "|A| of a layer pair"),
     "vju": ("miscoupling_vju", "coupling with the sides of the bases swapped"),
-    "tokenwise": ("self_miscoupling", "coupling of tokens within a block"),
+    "tokenwise": ("self_miscoupling", "coupling across tokens"),
     "entropy": ("entropy_by_depth", "the logits' entropy by depth"),
     "pca": ("plane", "tokens' paths on a principal plane"),
     "noise": ("similarity", "the response to noise"),
@@ -104,6 +104,8 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     if store.settings.is_file():
         rows += [(f"asked for: {name}", str(value)) for name, value in store.asked().items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
+    if "pair_position" in ds:
+        rows.append(("layers compared across tokens", layers_in_words(ds)))
     if "jacobians_count" in ds:
         names = ("jacobians", "sliced", "complete", "formed")
         count, sliced, complete, formed = (int(ds[f"{name}_count"].sum()) for name in names)

@@ -209,6 +209,7 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
     for name, values in (
         ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
         ("number of blocks", {unit.sizes.get("layer") for unit in units}),
+        ("layers compared across tokens", {_pair_layers(unit) for unit in units if "pair_position" in unit}),
     ):
         if len(values) > 1:
             raise ValueError(f"{path} holds units that differ in their {name} ({values}); they make no curve")
@@ -237,3 +238,8 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         combine_attrs="drop_conflicts",
     )
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
+
+
+def _pair_layers(unit: xr.Dataset) -> str:
+    """The block l' of each block l, as `dataset.pair_layers` has it."""
+    return str(unit.coords["pair_layer_other"].values.tolist()) if "pair_layer_other" in unit.coords else "l' = l"

@@ -19,6 +19,7 @@ MEMORY_BUDGET = 4 << 30  # bytes
 USUAL = ("coupling", "trajectory")
 MEASURES = (*USUAL, "vju", "matrices", "tokenwise", "entropy", "pca", "noise")
 PAIR_TOKENS = 6
+PAIR_LAYERS = 1  # l' = l + 1
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
 
@@ -47,6 +48,7 @@ class Settings:
     measures: tuple[str, ...] = USUAL
     window: int | None = None
     pair_tokens: int | Sequence[int] = PAIR_TOKENS
+    pair_layers: int | Sequence[tuple[int, int]] = PAIR_LAYERS
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):
@@ -71,6 +73,11 @@ class Settings:
             isinstance(self.pair_tokens, (int, Integral)) and self.pair_tokens < 2
         ):
             raise UsageError(f"pair_tokens={self.pair_tokens!r}; give how many, at least 2, or a list of positions")
+        if not _is_pairs(self.pair_layers):
+            raise UsageError(
+                f"pair_layers={self.pair_layers!r}; give how far the block l' that lends the basis is from block l (1: "
+                "l' = l + 1), or a list of pairs (l, l') of blocks counted from 1, each l once"
+            )
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
             raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
 
@@ -88,6 +95,28 @@ class Settings:
             at = np.linspace(0, len(valid) - 1, min(int(self.pair_tokens), len(valid))).round().astype(int)
             return [valid[i] for i in at]
         return sorted(set(positions(self.pair_tokens, list(valid), None)))
+
+    def basis_layers(self, L: int) -> dict[int, int]:
+        """For "tokenwise", of L blocks: each block that is described, and the block that lends it the basis, from 1.
+
+        Empty where "all" was asked for of a single block, which has no other.
+
+        Raises:
+            UsageError: if there are no such blocks.
+        """
+        blocks = range(1, L + 1)
+        if isinstance(self.pair_layers, Sequence):
+            chosen = {int(l): int(other) for l, other in self.pair_layers}
+            there = all(l in blocks and other in blocks for l, other in chosen.items())
+        else:
+            chosen = {l: l + int(self.pair_layers) for l in blocks if l + int(self.pair_layers) in blocks}
+            there = bool(chosen) or (L == 1 and "tokenwise" not in self.measures)
+        if not there:
+            raise UsageError(
+                f"pair_layers={self.pair_layers!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
+                f"1 to {L}, or pair_layers=0: each block in its own basis"
+            )
+        return chosen
 
     def memory(self, part: int) -> int:
         """One `part`-th of the memory budget, in scalars."""
@@ -118,3 +147,13 @@ class Settings:
         if choice == "drop" and len(recording.calls) < 2:
             raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
         return choice
+
+
+def _is_pairs(chosen: object) -> bool:
+    """Whether this is a distance between blocks, or a list of pairs of blocks of which each first is there once."""
+    if isinstance(chosen, Integral):
+        return not isinstance(chosen, bool)
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
+        return False
+    pairs = [whole_numbers(pair) for pair in chosen]
+    return bool(pairs) and all(len(pair) == 2 for pair in pairs) and len({l for l, *_ in pairs}) == len(pairs)

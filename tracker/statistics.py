@@ -21,7 +21,7 @@ import torch
 import xarray as xr
 
 from tracker.coupling import MEASURES, depth_means
-from tracker.dataset import TOKENWISE
+from tracker.dataset import TOKENWISE, pair_layers
 from tracker.regression import averaged, holm, linear_fit
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
@@ -71,8 +71,9 @@ def curves_beside(results: xr.Dataset) -> xr.Dataset:
 
     Returns:
         `m_vju` (k, pairs), as `m` in `curves`, whose null level off the diagonal is also its own; for each kind of token pairs
-        `kind_m` and `kind_m_null` (k): the mean over layers and token pairs t != t', then over prompts; `entropy` (statistic),
-        nats, after the last block; `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
+        `kind_m` and `kind_m_null` (k): the mean over layers and the token pairs of `compared_tokens`, then over prompts;
+        `entropy` (statistic), nats, after the last block; `noise_similarity` (noise): the mean over positions, then
+        prompts, after the last block.
     """
     results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
@@ -84,13 +85,50 @@ def curves_beside(results: xr.Dataset) -> xr.Dataset:
                 measured = results[f"{kind}_{name}"]
                 null = results[f"{kind}_{name}_null"].where(measured.notnull())
                 for m, values in ((f"{kind}_{name}", measured), (f"{kind}_{name}_null", null)):
-                    others = values.where(values["pair_token"] != values["pair_token_other"])
-                    out[m] = others.mean(("layer", "pair_token", "pair_token_other")).mean("prompt")
+                    compared = values.where(compared_tokens(results))
+                    out[m] = compared.mean(("layer", "pair_token", "pair_token_other")).mean("prompt")
     if "entropy" in results:
         out["entropy"] = quartiles(results["entropy"].isel(depth=-1, drop=True), ("prompt", "position"))
     if "noise_similarity" in results:
         out["noise_similarity"] = results["noise_similarity"].isel(depth=-1, drop=True).mean("position").mean("prompt")
     return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+
+def compared_tokens(results: xr.Dataset) -> xr.DataArray:
+    """The token pairs of each layer that count in a mean: all, as in the paper, but no Jacobian in its own basis.
+
+    That is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
+    """
+    own_block = pair_layers(results) == results["layer"]
+    return ~(own_block & (results["pair_token"] == results["pair_token_other"]))
+
+
+def layers_in_words(results: xr.Dataset) -> str:
+    """Which layers' Jacobians were compared across tokens, such as l' = l + 1."""
+    layers = {int(l) for l in results["layer"].values}
+    other = pair_layers(results).dropna("layer")
+    pairs = [(int(l), int(m)) for l, m in zip(other["layer"].values, other.values, strict=True)]
+    apart = pairs[0][1] - pairs[0][0]
+    if pairs != [(l, l + apart) for l in sorted(layers) if l + apart in layers]:
+        return f"(l, l') = {', '.join(map(str, pairs))}"
+    return "l' = l" + (f" {'+' if apart > 0 else '−'} {abs(apart)}" if apart else "")
+
+
+def middle_layers(results: xr.Dataset) -> tuple[int, int]:
+    """The layers l and l' in the middle of those compared across tokens."""
+    other = pair_layers(results).dropna("layer")
+    middle = other.isel(layer=(other.sizes["layer"] - 1) // 2)
+    return int(middle["layer"]), int(middle)
+
+
+def largest_singular_values(results: xr.Dataset, kind: str) -> xr.DataArray:
+    """Of the Jacobians described across tokens, over (layer, pair_token); results need `kind_matrix`."""
+    if f"{kind}_singular_value" in results:
+        return results[f"{kind}_singular_value"].sel(rank=1, drop=True)
+    # Older results do not have them, but have each Jacobian in its own basis: l' = l, where A is diag(s).
+    tokens = results["pair_token"]
+    A = results[f"{kind}_matrix"].sel(row=1, column=1, drop=True)
+    return A.where(tokens == results["pair_token_other"]).max("pair_token_other")
 
 
 def _in_float64(results: xr.Dataset) -> xr.Dataset:

@@ -11,7 +11,15 @@ import xarray as xr
 
 from tracker.coupling import MEASURES
 from tracker.dataset import TOKENWISE
-from tracker.statistics import curves, null_matrix, over_pairs, quartiles
+from tracker.statistics import (
+    compared_tokens,
+    curves,
+    largest_singular_values,
+    middle_layers,
+    null_matrix,
+    over_pairs,
+    quartiles,
+)
 
 SAMPLES = ("prompt", "token")
 PAIRS = ("layer", "layer_other")
@@ -68,22 +76,25 @@ def summary(results: xr.Dataset) -> xr.Dataset:
 
 
 def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
-    """Of each kind and measure: matrices over tokens by block, and their mean over t != t' and blocks with its quartiles."""
+    """Of each kind and measure: matrices over tokens by block, and their mean over token pairs and blocks with its quartiles.
+
+    |A| is of the middle block, in units of the largest singular value of the Jacobian described.
+    """
     found: dict[Hashable, xr.DataArray] = {}
     kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}" in results]
     for kind in kinds:
         for name in MEASURES:
             matrices = results[f"{kind}_{name}"].astype(float)
-            apart = matrices["pair_token"] != matrices["pair_token_other"]
-            null = results[f"{kind}_{name}_null"].astype(float).where(apart & matrices.notnull())
+            compared = compared_tokens(results)
+            null = results[f"{kind}_{name}_null"].astype(float).where(compared & matrices.notnull())
             found[f"{kind}_{name}_matrix"] = matrices.mean("prompt")
-            by_prompt = matrices.where(apart).mean(("layer", *TOKEN_PAIRS))
+            by_prompt = matrices.where(compared).mean(("layer", *TOKEN_PAIRS))
             found[f"{kind}_{name}"] = by_prompt.mean("prompt")
             found[f"{kind}_{name}_spread"] = quartiles(by_prompt, ("prompt",))
             found[f"{kind}_{name}_null"] = null.mean(("layer", *TOKEN_PAIRS)).mean("prompt")
         if f"{kind}_matrix" in results:
-            middle = (results.sizes["layer"] + 1) // 2
-            found[f"{kind}_absolute"] = abs(results[f"{kind}_matrix"].sel(layer=middle, drop=True)).mean("prompt")
+            A = abs(results[f"{kind}_matrix"]) / largest_singular_values(results, kind)
+            found[f"{kind}_absolute"] = A.sel(layer=middle_layers(results)[0], drop=True).mean("prompt")
     if kinds:
         found["pair_position"] = results["pair_position"]
     return found

@@ -156,7 +156,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
 
     from tracker.provenance import SCHEMA, settings_digest, usable_device
     from tracker.results import Store
-    from tracker.settings import Settings
+    from tracker.settings import PAIR_LAYERS, Settings
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
     joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
@@ -196,6 +196,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     store = Store(walk.out or Path("results") / suite.name)
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
     # Named only where given, like the measures: a store keeps its identity when an option is added here.
+    identity |= {"pair_layers": PAIR_LAYERS} if {"tokenwise", "all"} & {*keywords.get("measures", ())} else {}
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
     identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
     if suite.cache_dir is not None:

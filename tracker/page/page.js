@@ -19,7 +19,8 @@ function offer() {
   fill("axis", Object.keys(AXES), Object.values(AXES));
   if (data.across) fill("against", against());
   fill("kind", kinds, kinds.map((kind) => KINDS_OF_TOKENS[kind]));
-  for (const id of ["l", "m", "block"]) fill(id, layers.map(String));
+  for (const id of ["l", "m"]) fill(id, layers.map(String));
+  fill("block", described(model()).map(String));
   $("step").max = model().steps.length - 1;
   $("step").disabled = model().steps.length < 2;
   const hidden = {

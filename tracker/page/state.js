@@ -47,6 +47,10 @@ const nearest = (steps, step) =>
 const coupled = (m) => m.layers > 1 && Boolean((m.curves[state.measure] || {})[state.k]);
 const valid = (value, values, otherwise) => (values.includes(value) ? value : otherwise);
 
+// The blocks whose Jacobians are described across tokens.
+const described = (m) => (m.token_layers ? range(m.layers, 1).filter((l) => m.token_layers.others[l - 1] !== null) :
+[]);
+
 const MEASURED = (m) => union([Object.keys(m.curves), ...Object.values(m.tokens).map((kind) => Object.keys(kind
   .curves))]);
 
@@ -68,7 +72,7 @@ function settle() {
   state.step = nearest(m.steps, state.step);
   state.l = clamp(Number.isFinite(state.l) ? state.l : null, 1);
   state.m = clamp(Number.isFinite(state.m) ? state.m : null, 2);
-  state.block = clamp(Number.isFinite(state.block) ? state.block : null, Math.ceil(m.layers / 2));
+  state.block = valid(state.block, described(m), m.token_layers ? m.token_layers.middle : null);
 }
 
 // Light or dark: as the system has it, unless the reader has chosen. A file may be denied storage.

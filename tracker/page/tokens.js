@@ -1,4 +1,4 @@
-// Coupling of tokens within a block (paper, section 3.1).
+// Coupling across tokens: J of one in block l, in the basis of another's in block l′ (paper, section 3.1).
 const tokensOf = (m) => m.tokens[state.kind];
 const baseMeasure = () => state.measure.replace(/_vju$/, "");
 const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
@@ -15,16 +15,19 @@ const tokenAxes = (count, size = 1) => {
 figures.token_curves = {
   has: () => data.models.some(hasTokens),
   draw() {
+    const layers = union(shown(hasTokens).map(([m]) => m.token_layers.said));
     const lines = shown(hasTokens).flatMap(([m, i]) => {
-      const c = tokensOf(m).curves[baseMeasure()][state.k];
+      const c = tokensOf(m).curves[baseMeasure()][state.k],
+        name = labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
       return [traces.band(m.steps.map(at), c.q25, c.q75, i),
-        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c
+        traces.training(m, c.value, name, i, { meta: { low: c.q25, high: c
               .q75 } }),
         traces.null(m, c.null, i)
       ];
     });
-    return { title: `Tokens, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()][0]}, K = ${state.k}`,
-      traces: lines, layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
+    const measured = `${MEASURES[baseMeasure()][0]}, K = ${state.k}${layers.length > 1 ? "" : `, ${layers[0]}`}`;
+    return { title: `Tokens, ${state.kind.replace("_", " ")}: ${measured}`, traces: lines,
+      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
   },
 };
 
@@ -33,14 +36,17 @@ figures.token_matrix = {
   draw() {
     const packed = tokensOf(model()).matrices[baseMeasure()][state.k],
       { values, index } = atStep(packed, stepIndex()),
-      T = packed.shape[2];
+      T = packed.shape[2],
+      other = model().token_layers.others[state.block - 1],
+      own = other === state.block;
     const z = rows(values.subarray((state.block - 1) * T * T, state.block * T * T), T).map((row, i) => row.map((
-      value, j) => (i === j ? null : value)));
+      value, j) => (own && i === j ? null : value)));
     return {
-      title: `Tokens in block ${state.block}, ${ofStep(index)}`,
+      title: `Tokens in block ${state.block}, in bases of ${own ? "the same block" : `block ${other}`}, ${ofStep(index)}`,
       traces: [heatmap(range(T), range(T), z, [], "%{text}: %{z:.4f}", state.kind, {
         reversescale: true,
-        text: range(T).map((i) => range(T).map((j) => `${tokenName(i)} in the basis of ${tokenName(j)}`))
+        text: range(T).map((i) => range(T).map((j) =>
+          `${tokenName(i)} in block ${state.block}, in the basis of ${tokenName(j)} in block ${other}`))
       })],
       layout: tokenAxes(T)
     };
@@ -55,17 +61,15 @@ figures.token_absolute = {
       [, T, , K] = packed.shape,
       side = T * (K + 1) - 1;
     const z = range(side).map(() => Array(side).fill(null));
-    for (const a of range(T)) {
-      const own = values.subarray((a * T + a) * K * K, (a * T + a + 1) * K * K).reduce((top, v) => (v > top ? v :
-        top), 0) || 1;
+    for (const a of range(T))
       for (const b of range(T))
         for (const i of range(K))
           for (const j of range(K)) z[a * (K + 1) + i][b * (K + 1) + j] = finite(values[((a * T + b) * K + i) * K
-            + j] / own);
-    }
+            + j]);
+    const { middle, others } = model().token_layers;
     return {
-      title: `|A| of token pairs, middle block, ${ofStep(index)}`,
-      traces: [heatmap(range(side), range(side), z, [0, 1], "%{z:.3f}", "|A| / largest")],
+      title: `|A| of token pairs, l = ${middle}, l′ = ${others[middle - 1]}, ${ofStep(index)}`,
+      traces: [heatmap(range(side), range(side), z, [0, 1], "%{z:.3f}", "|A| / s₁")],
       layout: tokenAxes(T, K + 1)
     };
   },
