@@ -19,6 +19,9 @@ MATHS = (
     "frozen",
     "replica",
     "recording",
+    "spans",
+    "span_recording",
+    "wholeness",
     "attention",
 )
 install_import_hook([f"tracker.{room}" for room in MATHS], "beartype.beartype")

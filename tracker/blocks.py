@@ -2,7 +2,8 @@
 
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` looks for them in this order: the modules a
 caller names; what a Hugging Face model says of itself (`declared`); else the only run of modules of one class that each
-hold an attention module (`towers`). Between several towers or stages no guess is made.
+hold an attention module (`towers`). Between several towers or stages no guess is made. Blocks that are no modules are named
+by their boundaries (`boundaries`).
 """
 
 from collections.abc import Sequence
@@ -10,15 +11,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tracker.boundaries import Span, read_spans, suggestions
 from tracker.declared import declared, huggingface_owner, in_text_tower, is_encoder_decoder, token_embedding
 from tracker.declared import unembedding as find_unembedding
+from tracker.errors import UsageError
 from tracker.towers import Run, class_attention, class_token_parameter, find_runs, nested, norms_around, related, unwrap
 
-__all__ = ["Blocks", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
+__all__ = ["Blocks", "Named", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
 
 
-class UsageError(ValueError):
-    """What was asked can't be done with this model or these inputs; the message says what to do instead."""
+Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks, as a caller names them
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,23 @@ class Blocks:
     class_token: int | None = None  # position of the token a classifier reads, if there is one
     batch_first: bool = True
     assumed: tuple[str, ...] = ()  # of "blocks" and "class token", what the forward pass is to confirm
+    spans: tuple[Span, ...] = ()  # of blocks that are no modules; `names` then says where each begins and ends
 
     def __str__(self) -> str:
         kind = "batch first" if self.batch_first else "sequence first"
         norm = " or ".join(self.final_norms) or "none"
         token = "none" if self.class_token is None else f"position {self.class_token}"
         included = "included" if self.include_final_norm else "excluded"
+        first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         return (
-            f"{len(self.names)} blocks, {self.names[0]} to {self.names[-1]} ({self.found_by}); {kind}; "
+            f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {kind}; "
             f"final norm: {norm} ({included} by default); unembedding: {self.unembedding or 'none'}; class token: {token}"
         )
 
 
 def find_blocks(
     model: nn.Module,
-    blocks: "str | Sequence[str | nn.Module] | Blocks | None" = None,
+    blocks: Named | Blocks | None = None,
     *,
     final_norm: str | None = None,
     unembedding: str | None = None,
@@ -61,7 +65,9 @@ def find_blocks(
 
     Args:
         model: any transformer.
-        blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names.
+        blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names. Blocks
+            that are no modules: [("input of A", "output of B"), ...], where each begins and ends, or their L + 1
+            boundaries in order of depth, ["input of A", "input of C", ..., "output of Z"].
         final_norm: the qualified name of the norm that takes the last block's output.
         unembedding: the qualified name of the module that maps a hidden state to logits over the vocabulary.
         class_token: the position of the token that a classifier reads.
@@ -74,8 +80,12 @@ def find_blocks(
         return blocks
     model = unwrap(model)
     runs = find_runs(model)
-    if blocks is not None:
-        names, found_by, guessed = _named(model, blocks), "named by the caller", False
+    spans = read_spans(blocks) or []
+    within = [_boundary_module(model, boundary.module) for span in spans for boundary in span]
+    if spans:
+        names, found_by, guessed = within, "boundaries named by the caller", False
+    elif blocks is not None:
+        names, found_by, guessed = _named(model, blocks), "named by the caller", False  # type: ignore[arg-type]
     else:
         names, found_by, guessed = _found(model, runs)
     language = in_text_tower(model, names[0])
@@ -86,18 +96,28 @@ def find_blocks(
         if given is not None:
             _submodule(model, given)
     if batch_first is None:
-        attentions = (m for m in model.get_submodule(names[0]).modules() if isinstance(m, nn.MultiheadAttention))
+        first = model if spans else model.get_submodule(names[0])
+        attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
         batch_first = all(attention.batch_first for attention in attentions)
+    norms = norms_around(model, names, runs)
+    if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last may end where it begins
+        norms = [names[-1], *norms]
     return Blocks(
-        names=tuple(names),
+        names=tuple(f"{start} to {end}" for start, end in spans) or tuple(names),
         found_by=found_by,
-        final_norms=tuple(norms_around(model, names, runs)) if final_norm is None else (final_norm,),
+        final_norms=tuple(norms) if final_norm is None else (final_norm,),
         include_final_norm=language,
         unembedding=unembedding or find_unembedding(model, names[0]),
         class_token=token,
         batch_first=batch_first,
-        assumed=("blocks",) * guessed + ("class token",) * (token is not None and class_token is None),
+        assumed=("blocks",) * guessed + ("class token",) * (token is not None and class_token is None and not spans),
+        spans=tuple(spans),
     )
+
+
+def _boundary_module(model: nn.Module, name: str) -> str:
+    _submodule(model, name)
+    return name
 
 
 def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
@@ -150,8 +170,7 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
         raise UsageError(
             f"no residual blocks found in {type(model).__name__}. Looked for: a Hugging Face model's list of "
             "config.num_hidden_layers blocks; a ModuleList or Sequential of two or more modules of one class that each "
-            f"hold an attention module. The model's parts are {_top_level(model)}. Name the blocks: "
-            "blocks='path.to.list', or a list of modules"
+            f"hold an attention module. The model's parts are {_top_level(model)}. {_how_to_name(model)}"
         )
     trunks = [run for run in runs if not class_attention(run)]
     if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].kind:
@@ -160,6 +179,19 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
             return run.names, f"the only list of blocks with attention, {run}", True
         return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", True
     raise UsageError(_undecided(model, runs))
+
+
+def _how_to_name(model: nn.Module) -> str:
+    lines = suggestions(model)
+    if lines:
+        return (
+            "Its attention and MLP are called by themselves, so that no module is a block: name the boundaries between "
+            f"blocks: {' or '.join(lines)}"
+        )
+    return (
+        "Name the blocks: blocks='path.to.list', or a list of modules, or, where no module is a block, "
+        "blocks=[('input of A', 'output of B'), ...]"
+    )
 
 
 def _undecided(model: nn.Module, runs: Sequence[Run]) -> str:

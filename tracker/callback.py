@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tracker import probe as probes
 from tracker import schedule as schedules
-from tracker.blocks import UsageError
+from tracker.blocks import Named, UsageError
 from tracker.dataset import Sample
 from tracker.drawing import coupling_heatmap, pixels
 from tracker.inputs import whole_numbers
@@ -94,7 +94,7 @@ class CouplingCallback(Callback):
         tokenizer: Any = None,
         max_samples: int = 8,
         forward: Forward | None = None,
-        blocks: str | Sequence[str | nn.Module] | None = None,
+        blocks: Named | None = None,
         k: int | Sequence[int] | None = None,
         tokens: str | Sequence[int] | None = None,
         final_norm: FinalNorm = "auto",

@@ -16,7 +16,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker import trajectory
-from tracker.blocks import Blocks, UsageError, find_blocks
+from tracker.blocks import Blocks, Named, UsageError, find_blocks
 from tracker.dataset import Sample, assemble
 from tracker.depthwise import Method, depthwise_couplings, rows_at_once
 from tracker.inputs import Batch, batches, positions
@@ -27,6 +27,7 @@ from tracker.recording import Recording, record, undisturbed
 from tracker.replica import Replica
 from tracker.rows import Jacobians, Precision, Rows
 from tracker.settings import MEMORY_BUDGET, PAIR_LAYERS, PAIR_TOKENS, FinalNorm, Settings, chosen_measures
+from tracker.span_recording import record_spans
 from tracker.tokenwise import tokenwise_couplings
 
 
@@ -44,7 +45,7 @@ def measure(
     memory_budget: int = MEMORY_BUDGET,
     device: torch.device | str | None = None,
     measures: Sequence[str] | None = None,
-    blocks: str | Sequence[str | nn.Module] | Blocks | None = None,
+    blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
     window: int | None = None,
     pair_tokens: int | Sequence[int] = PAIR_TOKENS,
@@ -187,7 +188,7 @@ def _record(replica: Replica, batch: Batch, settings: Settings, room: int) -> tu
     Args:
         room: scalars to be kept in memory, the others go to files.
     """
-    recording = record(
+    recording = (record_spans if replica.description.spans else record)(
         replica,
         batch.arguments,
         batch.keywords,

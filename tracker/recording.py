@@ -352,7 +352,10 @@ class _Recorder:
         reached = {call.name for call in self.calls}
         missed = [name for name in self.replica.description.names if name not in reached]
         if missed:
-            raise UsageError(f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}")
+            raise UsageError(
+                f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}; where the model calls "
+                "parts of them by itself, name the boundaries between blocks: blocks=[('input of A', 'output of B'), ...]"
+            )
         for call in self.calls:
             if call.second_argument is not None:
                 residual_pair.check_sum(call)

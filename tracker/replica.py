@@ -38,7 +38,7 @@ class Replica:
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # what a LightningModule says of itself
                 part.__dict__.update(_dtype=dtype, _device=device)
         _settle_configs(self.module)
-        self.blocks = [self.module.get_submodule(name) for name in blocks.names]
+        self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
         self.description = blocks
         self.dtype = dtype
         self.device = device

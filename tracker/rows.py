@@ -35,6 +35,7 @@ from tracker.proof import FAST, FLOOR, relative_error, reproduced, tolerance
 from tracker.recording import BlockCall
 from tracker.replica import Replica
 from tracker.restriction import Answered, Selection, on_full_sequence, on_single_rows, restrict, run_again
+from tracker.spans import NOT_SLICEABLE, SpanCall
 
 PROBES = 64  # random products that stand for a Jacobian whose entries are not found
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -167,6 +168,8 @@ class Jacobians:
         """By the first path that proves itself; where none does in full, by the first whose error is no more than what the
         block rounds inside.
         """
+        if isinstance(selections[0][0], SpanCall):
+            raise NotSliceable(NOT_SLICEABLE)
         reason, rounded = NotSliceable(), []
         for path in PATHS:
             try:

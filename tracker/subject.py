@@ -1,13 +1,14 @@
 """What of a training module is measured: the part that runs by itself on a batch, and the blocks in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_unflatten
 
-from tracker.blocks import Blocks, UsageError, find_blocks, huggingface_owner
+from tracker.blocks import Blocks, Named, UsageError, find_blocks, huggingface_owner
+from tracker.boundaries import Boundary
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -39,7 +40,7 @@ class WithForward(nn.Module):
         return self.function(self.module, tree_unflatten(list(leaves), structure))
 
 
-def find_subject(module: nn.Module, blocks: str | Sequence[str | nn.Module] | None, forward: Forward | None) -> Subject:
+def find_subject(module: nn.Module, blocks: Named | None, forward: Forward | None) -> Subject:
     """Find what to run: all of the module with `forward`; else the Hugging Face model in it that holds the blocks, the
     module itself if it defines a forward, or its child that holds the blocks.
 
@@ -50,20 +51,33 @@ def find_subject(module: nn.Module, blocks: str | Sequence[str | nn.Module] | No
         UsageError: if no blocks are found, or nothing that holds them has a forward.
     """
     found = find_blocks(module, blocks)
-    named = None if blocks is None else [module.get_submodule(name) for name in found.names]
+    boundaries = [boundary for span in found.spans for boundary in span]
+    names = [boundary.module for boundary in boundaries] or found.names
+    named = None if blocks is None else [module.get_submodule(name) for name in names]
     part = ""
-    owner = huggingface_owner(module, found.names[0])
+    owner = huggingface_owner(module, names[0])
     if forward is None and owner is not None:
         part = next(name for name, other in module.named_modules() if other is owner)
     elif forward is None and not _runs(module):
-        part = found.names[0].partition(".")[0]
+        part = names[0].partition(".")[0]
         if not _runs(module.get_submodule(part)):
             raise UsageError(
                 f"{type(module).__name__} has no forward of its own, nor has {part!r}, where its blocks are: define "
                 "forward(self, batch), or say how a batch is run: forward=lambda module, batch: ..."
             )
     subject = Subject(part, forward, found)
-    return Subject(part, forward, find_blocks(subject.model(module), named))
+    model = subject.model(module)
+    if not found.spans or named is None:
+        return Subject(part, forward, find_blocks(model, named))
+    own = {id(other): name for name, other in model.named_modules(remove_duplicate=False)}
+    outside = [name for name, other in zip(names, named, strict=True) if id(other) not in own]
+    if outside:
+        raise UsageError(
+            f"the boundaries at {', '.join(outside)} are outside {part!r}, which runs by itself on a batch; name others, or "
+            "say how the whole is run: forward=lambda module, batch: ..."
+        )
+    renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
+    return Subject(part, forward, find_blocks(model, list(zip(renamed[::2], renamed[1::2], strict=True))))
 
 
 def _runs(module: nn.Module) -> bool:

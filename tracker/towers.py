@@ -96,6 +96,8 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
     for part in (model, *tower.modules()):
         if getattr(part, "global_pool", "token") not in ("token", ""):  # timm
             return None
+        if getattr(part, "pool", None) == "mean":  # vit-pytorch
+            return None
         if getattr(getattr(part, "config", None), "use_mean_pooling", False):  # BEiT and those made after it
             return None
     for name, part in tower.named_modules():
