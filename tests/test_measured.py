@@ -14,9 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import tracker
+from tests.models import neox, tokens
 from tests.stores import unit
 from tests.test_results import unit as trajectory_unit
 from tests.test_walk import commit, snapshots
@@ -24,6 +26,7 @@ from tracker import pythia
 from tracker.contents import contents, page_data
 from tracker.measured import Measured
 from tracker.packing import carried
+from tracker.remarks import provenance
 from tracker.report import write_report
 from tracker.results import Store
 from tracker.statistics import scalars
@@ -145,6 +148,26 @@ def numbers(page: str) -> dict:
     (model,) = data["models"]
     del model["name"]
     return model
+
+
+def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
+    """Of every measure: what is in memory and what is read back give one page."""
+    store = Store(tmp_path)
+    store.settle({})
+    measured, anew = (Measured(store, with_rows=True) for _ in range(2))
+    for step in (1, 2):
+        torch.manual_seed(step)
+        made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all", pair_tokens=3)
+        sources = ("prompt", ["web", "a book"])
+        measured.write(step, made.assign_coords(step=step, revision=f"step{step}", prompt_source=sources))
+        anew.read(step)
+        xr.testing.assert_identical(measured.summaries[step], anew.summaries[step])
+        rows = [of.row(step) for of in (measured, anew)]
+        assert rows[0] and rows[1] and rows[0].points == pytest.approx(rows[1].points, rel=0, abs=0, nan_ok=True)
+        xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
+    first, second = (of.reader.read(tmp_path) for of in (measured, anew))
+    assert contents(first) == contents(second) == page_data(tracker.open_results(tmp_path))
+    assert provenance(first, store) == provenance(second, store)
 
 
 def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
