@@ -83,7 +83,7 @@ def run(
 
 @torch.no_grad()
 def couplings(J: list[Tensor], K: int, lending: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """The four mis-couplings of every layer pair, element by element from their definitions.
+    """The five mis-couplings of every layer pair, element by element from their definitions.
 
     Args:
         lending: as many others, whose bases J is described in; None: J's own.
@@ -91,7 +91,7 @@ def couplings(J: list[Tensor], K: int, lending: list[Tensor] | None = None) -> d
     L = len(J)
     own = [torch.linalg.svdvals(matrix) for matrix in J]
     decompositions = [torch.linalg.svd(matrix) for matrix in lending or J]
-    names = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
+    names = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
     for l in range(L):
         s = own[l][:K]
@@ -103,6 +103,7 @@ def couplings(J: list[Tensor], K: int, lending: list[Tensor] | None = None) -> d
                 off[i, i] = 0
             result["miscoupling"][l, m] = (A - torch.diag(s)).norm() / s.norm()
             result["miscoupling_release"][l, m] = (A.abs() - torch.diag(s)).norm() / s.norm()
+            result["miscoupling_release_trace"][l, m] = (A.abs() - torch.diag(s)).norm() / s.sum()
             result["offdiag"][l, m] = off.norm()
             result["offdiag_normalized"][l, m] = off.norm() / A.norm()
     return result

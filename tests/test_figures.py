@@ -10,6 +10,7 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.across import subset_fits
+from tracker.coupling import MEASURES
 from tracker.figures import draw, main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
 from tracker.results import Store, open_results
@@ -260,7 +261,7 @@ def test_definitions(several, tmp_path):
     from scipy import stats
 
     table = drawn("definitions", several, tmp_path)
-    assert len(table) == 4 * 2 * 3
+    assert len(table) == len(MEASURES) * 2 * 3
     row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
     last = [open_results(path).sel(step=2000) for path in several]
     couplings = [

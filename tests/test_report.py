@@ -218,7 +218,9 @@ class TestNumbers:
               ];
             }"""
         )
-        assert [name for name, _ in decoded[:2]] == ["miscoupling", "miscoupling_vju"] and len(decoded) == 16
+        assert [name for name, _ in decoded[:2]] == ["miscoupling", "miscoupling_vju"] and len(decoded) == 4 * len(
+            MEASURES
+        )
         for name, by_k in decoded:
             for k, values in by_k:
                 of, level, _ = name.partition("/level")
@@ -518,7 +520,7 @@ class TestBetween:
             list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
         ]
         np.testing.assert_allclose(numbers(trace["z"]), ordered.values)
-        assert "corrected for all 24 definitions" in page.inner_text("#fit-caption")
+        assert f"corrected for all {len(MEASURES) * 2 * 3} definitions" in page.inner_text("#fit-caption")
 
     def test_twins_are_averaged_in_a_second_fit(self, open_page, several, tmp_path):
         given = ",".join(f"model{i}={'twins' if i < 2 else i}" for i in range(6))

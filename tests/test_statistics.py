@@ -7,6 +7,7 @@ import xarray as xr
 
 import tracker
 from tests.models import Size, build, neox, tokens
+from tracker.coupling import MEASURES
 from tracker.results import Store, open_results
 from tracker.statistics import (
     HEADLINE,
@@ -33,7 +34,7 @@ def test_means_over_pairs_and_prompts(ds):
         "mean_offdiag": [(l, m) for l in range(L) for m in range(L) if l != m],
         "mean_adjacent": [(l, m) for l in range(L) for m in range(L) if abs(l - m) == 1],
     }
-    for measure in ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized"):
+    for measure in MEASURES:
         values = ds[measure].sel(k=4).values  # (prompt, token, l, m)
         for name, chosen in pairs.items():
             per_prompt = np.mean([values[:, :, l, m] for l, m in chosen], 0)

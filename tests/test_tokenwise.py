@@ -22,7 +22,7 @@ from tracker.statistics import curves_beside
 CPU = torch.device("cpu")
 CAUSAL = ("gpt_neox", "llama, grouped keys", "gemma2, soft cap", "gptj", "bloom")
 BIDIRECTIONAL = ("timm vit", "bert", "nn.TransformerEncoder, post-norm, bidirectional")
-MEASURES = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
+MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
 
 
 @pytest.fixture(autouse=True)

@@ -83,11 +83,11 @@ def test_tables_figures_and_page(tmp_path):
     first = grid.isel(cell=0, step=-1)
     assert float(rows[0]["accuracy"]) == float(first.accuracy)
     assert float(rows[0]["offdiag_normalized/k10/mean_offdiag"]) == float(first.miscoupling.sel(AT))
-    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 324
+    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 405
     assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png")
-    for said in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "324 correlations"):
+    for said in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "405 correlations"):
         assert said in page
-    assert cell_table(grid).shape == (64, 5 + 4 * 3 * 3)
+    assert cell_table(grid).shape == (64, 5 + len(MEASURES) * 3 * 3)
 
 
 def test_command_line_says_what_is_missing(tmp_path, capsys):

@@ -123,6 +123,58 @@ def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsy
     assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
 
 
+def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite, tmp_path, capsys):
+    """What its older units lack is undefined there, in curves, on the page and in figures; the rest is as it was."""
+    from tracker.figures import main as draw
+    from tracker.report import write_report
+
+    steps, out = tmp_path / "steps", tmp_path / "out"
+    for step in (2, 4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+
+    def walk(*more):
+        return pythia.main(walker.arguments("--measures", "coupling,trajectory,tokenwise", *more, model=str(steps)))
+
+    assert walk("--steps", "2,4") == 0
+    store = Store(out)
+    for step in (2, 4):
+        unit = store.read(step)
+        added = [name for name in unit.data_vars if "trace" in str(name)]
+        assert len(added) == 2 * (1 + 3)
+        unit = unit.drop_vars(added).drop_vars(("undefined", "quantity"))
+        whole = store.read(step)["undefined"]
+        unit["undefined"] = whole[[("trace" not in str(name)) for name in whole["quantity"].values]]
+        store.write(step, unit)
+    alone = scalars(store.read(4))
+    assert not [name for name in alone if "trace" in name] and write_report(out, tmp_path / "old.html").exists()
+    assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
+    old = page_data(tracker.open_results(out))
+    assert walk() == 0
+    ds = tracker.open_results(out)
+    assert ds.step.values.tolist() == [2, 4, 8]
+    assert ds.miscoupling_release_trace.notnull().all(
+        ("prompt", "token", "k", "layer", "layer_other")
+    ).values.tolist() == [
+        False,
+        False,
+        True,
+    ]
+    assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
+    page = page_data(ds)
+    grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
+    assert (
+        grown[:2] == [None, None]
+        and grown[2] == scalars(ds.sel(step=8))["coupling/miscoupling_release_trace/k4/mean_offdiag"]
+    )
+    for name, by_k in old["curves"].items():
+        for pairs, curve in by_k[4].items():
+            assert page["curves"][name][4][pairs]["value"][:2] == curve["value"], (name, pairs)
+    assert page["tokens"]["self"]["curves"]["miscoupling_release_trace"][4]["value"][:2] == [None, None]
+    assert write_report(out, tmp_path / "new.html").exists()
+    assert draw(["all", str(out), "--out", str(tmp_path / "figures")]) == 0
+    assert (tmp_path / "figures" / "1b.png").exists() and "rror" not in capsys.readouterr().err
+
+
 def test_untrained_where_it_can_not_be(walker, capsys):
     assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
     assert "nano publishes its step 0; --steps 0,... measures it" in capsys.readouterr().err

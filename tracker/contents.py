@@ -144,7 +144,7 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
     data: dict[str, Any] = {"curves": {}, "matrices": {}}
-    for name in MEASURES:
+    for name in (name for name in MEASURES if f"{kind}_{name}" in ds):
         of = f"{kind}_{name}"
         data["curves"][name], data["matrices"][name] = {}, {}
         for k in ks:

@@ -1,4 +1,4 @@
-"""Coupling matrices and their four measures.
+"""Coupling matrices and their five measures.
 
 J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Described in the top-K basis of block l' (eq. 10):
 
@@ -6,10 +6,11 @@ J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Described in the t
 
 Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
 
-    miscoupling           |A - diag(s_K)|_F / |s_K|_2            the project page's m_K
-    miscoupling_release   | |A| - diag(s_K) |_F / |s_K|_2        the authors' release, |A| element by element
-    offdiag               |A - Diag A|_F                         paper eq. 13
-    offdiag_normalized    |A - Diag A|_F / |A|_F                 paper eq. 14
+    miscoupling                 |A - diag(s_K)|_F / |s_K|_2      the project page's m_K
+    miscoupling_release         | |A| - diag(s_K) |_F / |s_K|_2  the authors' release, "norm" (p = 2); |A| by element
+    miscoupling_release_trace   | |A| - diag(s_K) |_F / |s_K|_1  the authors' release, "trace" (p = 1)
+    offdiag                     |A - Diag A|_F                   paper eq. 13
+    offdiag_normalized          |A - Diag A|_F / |A|_F           paper eq. 14
 
 Each has a *null level*: the root of its expected square for an unrelated basis (U', V' independent and Haar-random).
 The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
@@ -21,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-MEASURES = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
+MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
 
 
 def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
@@ -37,7 +38,7 @@ def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Flo
 def miscouplings(
     A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"], d: int, s_basis: Float[Tensor, "M K"] | None = None
 ) -> dict[str, Float[Tensor, "L M"]]:
-    """All four measures of every pair.
+    """All five measures of every pair.
 
     NaN where there is nothing to describe (a zero Jacobian) or no basis to describe it in: a Jacobian of rank below K
     leaves some of its top K singular vectors undetermined.
@@ -49,10 +50,12 @@ def miscouplings(
     s_basis = s if s_basis is None else s_basis
     S = torch.diag_embed(s)[:, None]
     norm_s = torch.linalg.vector_norm(s, dim=-1)[:, None]
+    release = _frobenius(A.abs() - S)
     offdiag = _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
     measures = {
         "miscoupling": _ratio(_frobenius(A - S), norm_s),
-        "miscoupling_release": _ratio(_frobenius(A.abs() - S), norm_s),
+        "miscoupling_release": _ratio(release, norm_s),
+        "miscoupling_release_trace": _ratio(release, s.sum(-1)[:, None]),
         "offdiag": offdiag,
         "offdiag_normalized": _ratio(offdiag, _frobenius(A)),
     }
@@ -75,10 +78,12 @@ def null_levels(
     norm_s = torch.linalg.vector_norm(s, dim=-1)
     page_squared = 1 + _ratio(K * frobenius, d * norm_s) ** 2
     overlap = 2 * sqrt(2 / pi) * _ratio(frobenius * s.sum(-1), d * norm_s**2)
+    release = (page_squared - overlap).sqrt()
     some = torch.where(frobenius > 0, 1.0, torch.nan).to(s)
     return {
         "miscoupling": page_squared.sqrt(),
-        "miscoupling_release": (page_squared - overlap).sqrt(),
+        "miscoupling_release": release,
+        "miscoupling_release_trace": release * _ratio(norm_s, s.sum(-1)),
         "offdiag": sqrt(K * (K - 1)) * frobenius * some / d,
         "offdiag_normalized": sqrt((K - 1) / K) * some,
     }

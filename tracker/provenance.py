@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tracker.blocks import UsageError, unwrap
 
-SCHEMA = 2  # of the Dataset: raised when variables are added, or one changes its meaning
+SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one that is added, older units have NaN
 
 
 def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:

@@ -83,7 +83,7 @@ def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     found: dict[Hashable, xr.DataArray] = {}
     kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}" in results]
     for kind in kinds:
-        for name in MEASURES:
+        for name in (name for name in MEASURES if f"{kind}_{name}" in results):
             matrices = results[f"{kind}_{name}"].astype(float)
             compared = compared_tokens(results)
             null = results[f"{kind}_{name}_null"].astype(float).where(compared & matrices.notnull())

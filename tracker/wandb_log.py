@@ -202,6 +202,7 @@ def _pictures(unit: xr.Dataset) -> dict[str, Any]:
     from tracker.drawing import coupling_heatmap, pixels
 
     images = {f"coupling/heatmap/k{k}": wandb.Image(pixels(coupling_heatmap(unit, int(k)))) for k in unit["k"].values}
-    pairs = unit[list(MEASURES)].mean(("prompt", "token")).to_dataframe().reset_index()
-    columns = ["k", "layer", "layer_other", *MEASURES]
+    measured = [name for name in MEASURES if name in unit]
+    pairs = unit[measured].mean(("prompt", "token")).to_dataframe().reset_index()
+    columns = ["k", "layer", "layer_other", *measured]
     return images | {"coupling/pairs": wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())}

@@ -70,7 +70,9 @@ def read_grid(directory: Path) -> xr.Dataset:
                 f"{directory} mixes recipes: {name} and {first[0]} differ in {', '.join(sorted(differing))}; analyse cells "
                 "of one recipe"
             )
-    grid = xr.concat(finished, "cell", coords="all", join="exact")
+    # Cells measured before a mis-coupling was added lack it.
+    shared = [name for name in MEASURES if all(name in cell["measure"] for cell in finished)]
+    grid = xr.concat([cell.sel(measure=shared) for cell in finished], "cell", coords="all", join="exact")
     return grid.assign_attrs(unfinished=unfinished, images=images, data=first[1]["data"])
 
 

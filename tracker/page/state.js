@@ -5,6 +5,9 @@ const MEASURES = {
   miscoupling_release: ["mis-coupling, release",
     "Mis-coupling as the authors' release has it: | |A| − S |_F / |s|₂."
   ],
+  miscoupling_release_trace: ["mis-coupling, release, trace",
+    "Mis-coupling as the authors' release has it with p = 1: | |A| − S |_F / |s|₁."
+  ],
   offdiag: ["off-diagonal norm", "|A − Diag A|_F (paper, eq. 13), in units of the singular values."],
   offdiag_normalized: ["off-diagonal, normalized",
     "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”."
