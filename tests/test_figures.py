@@ -53,6 +53,12 @@ def drawn(name, results, out):
     return pd.read_csv(out / f"{SAME.get(name, name)}.csv")
 
 
+def axes_of(name, path):
+    """The axes of a figure, and its table."""
+    figure, table = draw(name, {path.name: open_results(path)}, None)
+    return figure.axes, table
+
+
 def close(seen, expected, **options):
     np.testing.assert_allclose(np.asarray(seen, float), np.asarray(expected, float), **{"rtol": 1e-6, **options})
 
@@ -207,10 +213,21 @@ def test_33_and_34(one, tmp_path):
         s = np.median(ds.singular_value.sel(step=step, rank=1).values[:, 0], 0)
         close(table[table["rank"] == 1].value, s)
         assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
+        (_, inverse), _ = axes_of(name, one)
+        assert "no line" in inverse.get_title() and len(inverse.lines) == 1
     deep = store(tmp_path / "deep", size=Size(32, 5), measures=["coupling", "trajectory"], steps=(0, 1))
     table = drawn("34", deep, tmp_path)
     s = table[table["rank"] == 1]
-    close(s.r2, stats.linregress(s.layer, 1 / s.value).rvalue ** 2)
+    fit = stats.linregress(s.layer, 1 / s.value)
+    close(s.r2, fit.rvalue**2)
+    close(s.slope, fit.slope)
+    assert (s.n == 5).all()
+    (_, inverse), _ = axes_of("34", deep)
+    points, line = inverse.lines
+    close(points.get_ydata(), 1 / np.median(open_results(deep).singular_value.sel(step=1, rank=1).values[:, 0], 0))
+    close(line.get_xdata(), points.get_xdata())
+    close(line.get_ydata(), fit.intercept + fit.slope * np.arange(1, 6))
+    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
 
 
 def test_of_several_models(several, tmp_path):

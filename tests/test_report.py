@@ -259,6 +259,18 @@ class TestNumbers:
         noise = ds.noise_similarity.sel(depth=1).mean(("prompt", "position"))
         np.testing.assert_allclose(numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6)
 
+    def test_the_fit_of_singular_values_is_drawn_with_its_r2(self, shared, other):
+        page = shared("two")
+        page.select_option("#model", "1")
+        lines = shown(page, "singular")
+        s = tracker.open_results(other).singular_value.sel(step=64, rank=1).median(("prompt", "token")).values
+        layers = np.arange(1, 9)
+        fitted = np.polyval(np.polyfit(layers, 1 / s, 1), layers)
+        expected = np.where(fitted > 0, 1 / fitted, np.nan)
+        np.testing.assert_allclose(numbers(named(lines, "fit of 1 / s₁")["y"]), expected, rtol=1e-5)
+        r2 = np.corrcoef(layers, 1 / s)[0, 1] ** 2
+        assert f"R² = {r2:.2f} over 8 blocks" in page.inner_text("#singular-figure figcaption")
+
     def test_tokens(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
         page.select_option("#kind", "fixed_output")

@@ -1,6 +1,5 @@
 """The numbers of the page, JSON-able: from summaries of results to what its charts draw. Undefined values are null."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import xarray as xr
 from tracker.coupling import MEASURES
 from tracker.dataset import TOKENWISE, pair_layers
 from tracker.packing import pack, plain
-from tracker.regression import linear_fit, onset
-from tracker.statistics import PAIRS, TRAJECTORY, layers_in_words, middle_layers, sources, suspect
+from tracker.regression import onset
+from tracker.statistics import PAIRS, TRAJECTORY, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.summary import BY_DEPTH, summary
 
 FEWEST = 3  # steps of a curve that an onset is looked for in
@@ -119,12 +118,11 @@ def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
 def _singular(ds: xr.Dataset) -> dict[str, Any]:
     """Medians by rank and block, and by step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
     values = ds["singular"].transpose("step", "rank", "layer").values
-    largest = [s[0] for s in values]
-    fits = [linear_fit(ds["layer"].values, 1 / s) if (s > 0).all() else {} for s in largest]
+    fits = [inverse_fit(ds["layer"].values, s[0]) for s in values]
     return {
         "ranks": [int(rank) for rank in ds["rank"].values],
         "values": pack(values, 32),
-        "r2": plain([fit.get("r2", math.nan) for fit in fits]),
+        **{part: plain([fit[part] for fit in fits]) for part in ("n", "r2", "slope", "intercept")},
     }
 
 

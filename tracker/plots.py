@@ -15,7 +15,7 @@ import xarray as xr
 from tracker.across import Results
 from tracker.drawing import BLUE, GREY, ORANGE, banded_line, fitted_line, panels, shades, training_axis
 from tracker.regression import holm, linear_fit, mean_interval, onset
-from tracker.statistics import null_matrix, over_pairs, quartiles, sources
+from tracker.statistics import inverse_fit, null_matrix, over_pairs, quartiles, sources
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -223,25 +223,34 @@ def noise_response(results: Results) -> "Plotted":
 
 
 def singular_values(results: Results, which: str) -> "Plotted":
-    """Top singular values by layer, medians over prompts and tokens; the fit of 1 / s_1 against depth by a straight line."""
-    figure, axes = panels(len(results))
+    """Top singular values by layer, medians over prompts and tokens; beside them 1 / s_1, with its straight line over depth."""
+    figure, axes = panels(2 * len(results))
     rows = []
-    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+    for values, inverse, (name, ds) in zip(axes[::2], axes[1::2], results.items(), strict=True):
         at = ds["singular_value"].isel(step=0 if which == "first" else -1)
         step, at = int(at["step"]), at.median(("prompt", "token"))
         layers = at["layer"].values
         ranks = [int(rank) for rank in (1, 2, 5, 10, 30, 50) if rank <= at.sizes["rank"]]
         for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
-            panel.plot(layers, at.sel(rank=rank), color=colour, marker="o", ms=3, label=f"rank {rank}")
-            rows.append(
-                pd.DataFrame({"result": name, "rank": rank, "layer": layers, "value": at.sel(rank=rank).values})
-            )
-        fit = linear_fit(layers, 1 / at.sel(rank=1).values)
-        rows[-len(ranks)] = rows[-len(ranks)].assign(r2=fit["r2"], slope=fit["slope"])
-        panel.set_title(f"{name}, step {step:,}: 1 / s₁ against depth, R² = {fit['r2']:.2f}", fontsize=8)
-        panel.set(xlabel="layer", yscale="log")
-    axes[0].set_ylabel("singular value", fontsize=8)
-    axes[0].legend(fontsize=6)
+            s = at.sel(rank=rank).values
+            values.plot(layers, s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+            rows.append(pd.DataFrame({"result": name, "rank": rank, "layer": layers, "value": s}))
+        fit = inverse_fit(layers, at.sel(rank=1).values)
+        inverse.plot(layers, fit["inverse"], color=BLUE, marker="o", ms=3, ls="", label="1 / s₁")
+        said = "no line: fewer than 4 blocks, or no spread"
+        if np.isfinite(fit["r2"]):
+            inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
+            said = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
+        rows[-len(ranks)] = rows[-len(ranks)].assign(**fit)
+        values.set_title(f"{name}, step {step:,}", fontsize=8)
+        values.set_yscale("log")
+        values.tick_params(which="minor", labelsize=7)
+        values.set_ylabel("singular value", fontsize=8)
+        inverse.set_title(f"{name}: {said}", fontsize=8)
+        inverse.set_ylabel("1 / s₁", fontsize=8)
+        for panel in (values, inverse):
+            panel.set_xlabel("layer", fontsize=8)
+            panel.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
 
 

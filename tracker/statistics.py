@@ -14,6 +14,7 @@ Of what is measured beside these, logs get the curves of `curves_beside`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -214,6 +215,20 @@ def correlations(
         rows.append(row)
     found = pd.DataFrame(rows)
     return found.assign(p_holm=holm(found["p"].to_numpy()))
+
+
+def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
+    """The straight line of 1 / s over depth (Figs 33 and 34), over the layers where s > 0.
+
+    Returns:
+        inverse and fitted: 1 / s and the line, at every layer; n, r2, slope, intercept: of the line, NaN as in `linear_fit`.
+    """
+    inverse = np.where(s > 0, 1 / np.where(s > 0, s, 1), np.nan)
+    x, y = layers[s > 0].astype(float), inverse[s > 0]
+    fit = linear_fit(x, y)
+    intercept = float(y.mean() - fit["slope"] * x.mean()) if len(y) else float("nan")
+    line = {"n": fit["n"], "r2": fit["r2"], "slope": fit["slope"], "intercept": intercept}
+    return {"inverse": inverse, "fitted": intercept + fit["slope"] * layers, **line}
 
 
 def scalars(unit: xr.Dataset) -> dict[str, float]:

@@ -80,14 +80,18 @@ figures.singular = {
   has: () => Boolean(model().singular),
   draw() {
     const m = model(),
-      { ranks, values, r2 } = m.singular,
+      { ranks, values, r2, n, slope, intercept } = m.singular,
       of = rows(atStep(values, stepIndex()).values, m.layers),
       fit = r2[stepIndex()];
     $("singular-fit").textContent = fit === null ? "" :
-      ` 1 / s₁ against depth by a straight line: R² = ${fit.toFixed(2)}.`;
+      ` Dashed: 1 / s₁ against depth by a straight line, R² = ${fit.toFixed(2)} over ${n[stepIndex()]} blocks.`;
     return {
       title: `${ofModel()}Singular values, step ${stepName(state.step)}`,
-      traces: ranks.map((rank, r) => traces.line(blocks(), of [r], `s${rank}`, r)),
+      traces: [...ranks.map((rank, r) => traces.line(blocks(), of [r], `s${rank}`, r)), ...(fit === null ? [] : [
+        { x: blocks(), y: blocks().map((l) => intercept[stepIndex()] + slope[stepIndex()] * l).map((inverse) => (
+            inverse > 0 ? 1 / inverse : null)), name: "fit of 1 / s₁", mode: "lines",
+          line: { color: colour(0), dash: "dash", width: 2 } }
+      ])],
       layout: { xaxis: layerAxis(m.layers), yaxis: LOGARITHMIC }
     };
   },
