@@ -1,5 +1,7 @@
 """The paper's figures: each is drawn, and what it plots is computed here once more, by other means."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -15,7 +17,7 @@ from tracker.figures import draw, main
 from tracker.paper import ELSEWHERE, FIGURES, SAME
 from tracker.results import Store, open_results
 
-K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "35", "36", "table4", "definitions")
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 
 
 def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
@@ -249,6 +251,74 @@ def test_of_several_models(several, tmp_path):
     assert {f"coupling, K = {K}", "coupling, K = 8"} < set(drawn("36", several, tmp_path))
 
 
+def with_gsm8k(paths, place, task="gsm8k"):
+    """The last steps of these stores, with a score on GSM8K and on two others; the mean is not in proportion to it."""
+    copies = []
+    for i, path in enumerate(paths):
+        copy = Store(place / path.name)
+        copy.settle({})
+        unit = Store(path).read(2000).drop_dims("task")
+        unit["score"] = xr.DataArray([0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task")
+        copy.write(2000, unit)
+        copies.append(copy.path)
+    return copies
+
+
+def test_31(several, tmp_path, capsys):
+    from scipy import stats
+
+    paths = with_gsm8k(several, tmp_path)
+    table = drawn("31", paths, tmp_path)
+    one, mean = [0.05 * i**2 for i in range(5)], [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
+    close(table.gsm8k, one)
+    close(table["mean score"], mean)
+    figure, _ = draw("31", {path.name: open_results(path) for path in paths}, None)
+    fit = stats.linregress(mean, one)
+    close(figure.axes[0].lines[0].get_ydata(), fit.intercept + fit.slope * np.array([min(mean), max(mean)]), rtol=1e-4)
+    assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
+    assert main(["31", *map(str, several)]) == 2
+    said = capsys.readouterr().err
+    assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in said
+    assert main(["31", *map(str, paths[:3])]) == 2
+    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
+
+
+def test_table_1(several, tmp_path):
+    unscored = Store(tmp_path / "unscored")
+    unscored.settle({})
+    unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
+    unscored.write(0, unit.assign_attrs(final_norm="exclude"))
+    table = drawn("table1", [*several, unscored.path], tmp_path)
+    widths, blocks = [32, 40, 48, 56, 64, 32], [3, 4, 3, 5, 4, 3]
+    sizes = [neox(size=Size(width, layers)) for width, layers in zip(widths, blocks, strict=True)]
+    assert table.parameters.tolist() == [sum(p.numel() for p in model.parameters()) for model in sizes]
+    assert table.blocks.tolist() == blocks and table.width.tolist() == widths
+    assert set(table.architecture) == {"GPTNeoXForCausalLM"}
+    close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
+    close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
+    figure, _ = draw("table1", {path.name: open_results(path) for path in (*several, unscored.path)}, None)
+    (cells,) = figure.axes[0].tables
+    assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == ["unscored", "32", "—", "—"]
+    assert figure.get_supxlabel() == (
+        "score: mean of arc, wino; to add training tokens: names of checkpoints that say them, --revisions"
+    )
+
+
+def test_every_figure_says_how_it_differs():
+    """Which statistic, which layer pairs and which side of the final norm are named wherever there is a choice."""
+    for name, figure in FIGURES.items():
+        states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
+        if states or "singular_value" in figure.needs:
+            assert "median" in figure.differs, name
+        if any("_raw" in need for need in states):
+            assert "before" in figure.differs and "final norm" in figure.differs, name
+        if any(need in ("lss", "lss_window", "singular_value", "pca") for need in figure.needs):
+            assert re.search("with (the final norm|it) where the results include it", figure.differs), name
+        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c"):
+            assert "l ≠ l'" in figure.differs or "l' ≠ l" in figure.differs, name
+            assert "mean" in figure.differs, name
+
+
 def test_subsets_of_models(several, tmp_path):
     from scipy import stats
 
@@ -278,7 +348,7 @@ def test_definitions(several, tmp_path):
     from scipy import stats
 
     table = drawn("definitions", several, tmp_path)
-    assert len(table) == len(MEASURES) * 2 * 3
+    assert len(table) == 2 * len(MEASURES) * 2 * 3  # each before the final norm too
     row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
     last = [open_results(path).sel(step=2000) for path in several]
     couplings = [
@@ -339,6 +409,7 @@ def test_every_figure_has_a_test_here_or_elsewhere():
         "32",
         "33",
         "34",
+        "table1",
     }
     assert set(FIGURES) == tested | set(SCORED)
 

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Draw the paper's figures, and others, from a walk's or a run's results.",
     )
     parser.add_argument(
-        "name", type=str, help="a figure of the paper (1a to 36, table4), definitions, curves, heatmap, all, or list"
+        "name",
+        type=str,
+        help="a figure of the paper (1a to 36, table1, table4), definitions, curves, heatmap, all, or list",
     )
     parser.add_argument("results", type=Path, nargs="*", help="directories that walks or runs wrote (--out, save_dir)")
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracker import comparisons, plots, tiles
+from tracker import comparisons, leaderboard, plots, tiles
 from tracker.comparisons import NORMALISED, PAIRS
 
 if TYPE_CHECKING:
@@ -35,6 +35,13 @@ def _matrices(variable: str) -> "Callable[[plots.Results, int], Plotted]":
 
 MATRICES = "matrices of the smallest K, of one prompt; the first and the last step stand for untrained and trained"
 LAYERS = "l the middle layer, l' = l + 1 unless results were measured with others (each title says l and l'; the paper fixes two)"
+K_AND_NORM = "K the smallest measured, or --k; the last block with the final norm where the results include it"
+COUPLING = f"{NORMALISED}, mean over l ≠ l' (the paper: all pairs), prompts and tokens; {K_AND_NORM}"
+MEDIANS = "medians and quartiles over prompts and tokens"
+SINGULAR = (
+    "medians over prompts and tokens; 1 / s₁ of each block with its straight line over depth, R² and n; the last block with the "
+    "final norm where the results include it, which flattens its singular values"
+)
 WINDOWS = "the window is 11 states where the model has 20 blocks or more, else narrower: the results say which"
 FIGURES: Mapping[str, PaperFigure] = {
     "1a": PaperFigure(
@@ -42,20 +49,23 @@ FIGURES: Mapping[str, PaperFigure] = {
         comparisons.against_score,
         ("miscoupling", "score"),
         results=4,
-        differs="coupling over l ≠ l', after the last step; bars: its interval over prompts",
+        differs=f"{COUPLING}, after the last step; bars: 95 % interval over prompts",
     ),
     "1b": PaperFigure(
         "Coupling over training",
         lambda results, k: plots.coupling_over_training(results, NORMALISED, PAIRS, k),
         (NORMALISED,),
         steps=2,
-        differs="with its interval over prompts, its null level and its onset; over l ≠ l'",
+        differs=f"{COUPLING}; with its interval over prompts, its null level and its onset",
     ),
     "1c": PaperFigure(
         "Layers as nodes, edges by coupling (Figs 1c to 1e)",
         lambda results, k: plots.layer_graph(results, NORMALISED, k),
         (NORMALISED,),
-        differs="edges show how far coupling is above its null level, both directions averaged",
+        differs=(
+            f"edges show how far {NORMALISED} is above its null level, mean over prompts, both directions averaged; at most "
+            f"three of the steps, evenly spaced; {K_AND_NORM}"
+        ),
     ),
     "3": PaperFigure("Coupling matrices across depth", _matrices("matrix"), ("matrix",), "matrices", differs=MATRICES),
     "4": PaperFigure(
@@ -73,28 +83,44 @@ FIGURES: Mapping[str, PaperFigure] = {
         ("lss", "expodistance_raw"),
         steps=2,
         untrained=True,
-        differs="untrained is step 0 (--untrained where none is published)",
+        differs=(
+            "medians and quartiles over prompts and tokens together (the paper: over prompts); LSS with the final norm where "
+            "the results include it, expodistance before it; results in the order given; untrained is step 0 (--untrained "
+            "where none is published)"
+        ),
     ),
     "7": PaperFigure(
         "Exponential fit between coupling and score",
         lambda results, k: comparisons.against_score(results, k, exponential=True),
         ("miscoupling", "score"),
         results=4,
+        differs=f"{COUPLING}, after the last step; bars: 95 % interval over prompts; the straight line beside it",
     ),
     "8": PaperFigure(
         "Training tokens against coupling",
         comparisons.over_tokens,
         ("miscoupling", "score", "tokens_seen"),
         results=4,
+        differs=f"{COUPLING}, after the last step; with straight lines, p corrected (Holm)",
     ),
     "9": PaperFigure(
         "Coupling of each prompt against its difficulty and its length",
         lambda results, k: plots.prompts(results, NORMALISED, PAIRS, k),
         (NORMALISED, "norm_raw"),
-        differs="difficulty where the prompts have one: --prompts easy2hard (GSM8K's part of it), or a file of one's own",
+        differs=(
+            f"{COUPLING}, after the last step; difficulty where the prompts have one: --prompts easy2hard (GSM8K's part of "
+            "it), or a file of one's own; with straight lines, p corrected (Holm)"
+        ),
     ),
     "12": PaperFigure(
-        "Token trajectories on a principal plane", lambda results, _: plots.principal_planes(results), ("pca",), "pca"
+        "Token trajectories on a principal plane",
+        lambda results, _: plots.principal_planes(results),
+        ("pca",),
+        "pca",
+        differs=(
+            "the first prompt of the results; all layers in one plot, after the first and the last step; the last state with "
+            "the final norm where the results include it"
+        ),
     ),
     "15": PaperFigure(
         "Coupling by layer: plain prompts and others",
@@ -102,6 +128,10 @@ FIGURES: Mapping[str, PaperFigure] = {
         (NORMALISED,),
         results=2,
         may_differ=("inputs_sha256",),
+        differs=(
+            "mean and 95 % interval over prompts, after the last step, of each block as the one described, over l' ≠ l; "
+            f"{K_AND_NORM}"
+        ),
     ),
     "18": PaperFigure(
         "Coupling matrices across tokens, fixed input",
@@ -124,7 +154,10 @@ FIGURES: Mapping[str, PaperFigure] = {
         ),
         ("equidistance_raw",),
         untrained=True,
-        differs="at step 0 (--untrained where none is published); before the final norm",
+        differs=(
+            f"{MEDIANS}, before the final norm; at step 0 (--untrained where none is published); the caption says "
+            "expodistance, section 5.5 lengths of steps: these are drawn"
+        ),
     ),
     "26": PaperFigure(
         "Norm, line-shape score, variation of step lengths and entropy by depth",
@@ -140,28 +173,38 @@ FIGURES: Mapping[str, PaperFigure] = {
         ),
         ("norm_raw", "lss_window", "equidistance_raw_window", "entropy"),
         "entropy",
-        differs=WINDOWS,
+        differs=(
+            f"{MEDIANS} (the paper says mean of the step lengths); norm and step lengths before the final norm, LSS with it "
+            "where the results include it, entropy of all states through it; step lengths in windows; at most four of the "
+            f"steps, evenly spaced; {WINDOWS}"
+        ),
     ),
     "27": PaperFigure(
         "Line-shape score over training",
         lambda results, _: plots.over_training(results, "lss", "line-shape score"),
         ("lss",),
         steps=2,
-        differs="the right half is Fig. 26's second panel",
+        differs=(
+            f"{MEDIANS}, with the final norm where the results include it; the right half is Fig. 26's second panel, with "
+            "medians for means"
+        ),
     ),
     "28": PaperFigure(
         "Linearity at fixed layers over training",
         lambda results, _: plots.at_depths(results, "lss_window", "−LSS in windows", sign=-1),
         ("lss_window",),
         steps=2,
-        differs=f"medians; {WINDOWS}",
+        differs=(
+            f"{MEDIANS} (the paper: averages), with the final norm where the results include it; an early, a middle and a late"
+            f" layer, where the paper has 5, 15 and 30; {WINDOWS}"
+        ),
     ),
     "29": PaperFigure(
         "Expodistance at fixed layers over training",
         lambda results, _: plots.at_depths(results, "expodistance_raw_window", "expodistance in windows", log=True),
         ("expodistance_raw_window",),
         steps=2,
-        differs=f"medians, before the final norm; {WINDOWS}",
+        differs=f"{MEDIANS} (the paper: means), before the final norm; an early, a middle and a late layer; {WINDOWS}",
     ),
     "30": PaperFigure(
         "Norm and expodistance by depth during training",
@@ -172,45 +215,90 @@ FIGURES: Mapping[str, PaperFigure] = {
         ),
         ("norm_raw", "expodistance_raw_window"),
         steps=2,
-        differs=f"before the final norm; {WINDOWS}",
+        differs=f"{MEDIANS}, before the final norm; at most four of the steps, evenly spaced; {WINDOWS}",
+    ),
+    "31": PaperFigure(
+        "The score on GSM8K against the mean score",
+        lambda results, _: leaderboard.against_the_mean(results),
+        ("score",),
+        results=4,
+        differs=(
+            "the mean is over the benchmarks that all results have, GSM8K among them, after the last step; with a straight "
+            "line"
+        ),
+        may_differ=ALIKE,
     ),
     "32": PaperFigure(
         "Response to noise on the embeddings",
         lambda results, _: plots.noise_response(results),
         ("noise_similarity",),
         "noise",
-        differs="one draw of noise for each prompt; the last block's output with the final norm, where that is included",
+        differs=(
+            "mean over tokens, then over prompts, after the last step, with its interval over prompts; one draw of noise for "
+            "each prompt; the last block's output with the final norm where the results include it"
+        ),
     ),
     "33": PaperFigure(
         "Singular values by depth, untrained",
         lambda results, _: plots.singular_values(results, "first"),
         ("singular_value",),
         untrained=True,
-        differs="untrained is step 0 (--untrained where none is published)",
+        differs=f"{SINGULAR}; untrained is step 0 (--untrained where none is published)",
     ),
     "34": PaperFigure(
         "Singular values by depth, trained",
         lambda results, _: plots.singular_values(results, "last"),
         ("singular_value",),
         steps=2,
+        differs=f"{SINGULAR}; trained is the last step",
     ),
     "35": PaperFigure(
-        "Depth, width, parameters and coupling against score", comparisons.sizes, ("miscoupling", "score"), results=4
+        "Depth, width, parameters and coupling against score",
+        comparisons.sizes,
+        ("miscoupling", "score"),
+        results=4,
+        differs=(
+            f"{COUPLING}, after the last step; sizes against the score alone (the page has them against coupling too); also "
+            "coupling against score with the sizes held fixed; p corrected (Holm)"
+        ),
     ),
-    "36": PaperFigure("Coupling against score for every K", comparisons.every_k, ("miscoupling", "score"), results=4),
+    "36": PaperFigure(
+        "Coupling against score for every K",
+        comparisons.every_k,
+        ("miscoupling", "score"),
+        results=4,
+        differs=(
+            f"{NORMALISED}, mean over l ≠ l' (the paper: all pairs), prompts and tokens, after the last step; every K that all"
+            " results have; p corrected (Holm)"
+        ),
+    ),
+    "table1": PaperFigure(
+        "The models",
+        lambda results, _: leaderboard.table_of_models(results),
+        differs=(
+            "with architecture and number of blocks; score: mean over the benchmarks that all scored results have, after the "
+            "last step"
+        ),
+        may_differ=ALIKE,
+    ),
     "table4": PaperFigure(
         "R² of coupling and score for subsets of models",
         comparisons.subsets,
         ("miscoupling", "score"),
         results=4,
-        differs="our subsets: each architecture of four models or more, all but it, the halves by parameters; with intervals",
+        differs=(
+            "our subsets: each architecture of four models or more, all but it, the halves by parameters; with intervals; "
+            f"{COUPLING}, after the last step"
+        ),
     ),
     "definitions": PaperFigure(
         "Which mis-coupling, K and layer pairs follow the score (not in the paper)",
         comparisons.definitions,
         ("miscoupling", "score"),
         results=4,
-        differs="all that may be tried at once, p corrected for trying (Holm)",
+        differs=(
+            "all that may be tried at once, p corrected for trying (Holm); after the last step, means over prompts and tokens"
+        ),
     ),
 }
 SAME = {"20": "3", "17": "4", "21": "4", "22": "18", "23": "19", "13": "12"}  # more of the same in the paper's appendix
