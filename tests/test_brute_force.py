@@ -1,5 +1,6 @@
 """Every architecture against brute force: which path serves it, and that Jacobians and mis-couplings are right."""
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -52,7 +53,17 @@ def test_jacobians_and_mis_couplings(name, dtype):
     assert ds.complete.all()
     truth = brute_force_jacobians(expected, inputs)
     assert jacobian_difference(model, inputs, ds, truth, dtype) <= J_TOLERANCE[dtype]
+    raw = "miscoupling_raw" in ds
+    assert raw == (expected.norm is not None)
     for (b, position), J in truth.items():
+        if raw:
+            last = dataclasses.replace(expected, norm=None).jacobian(len(J) - 1, b, position, position).detach()
+            found = ds.isel(prompt=b, token=0 if position == 1 else 1)
+            for measure, values in brute_force.couplings([*J[:-1], last], K).items():
+                factor = conditioning([*J[:-1], last], K) if dtype == torch.float32 else 1
+                scale = 1 if measure != "offdiag" else max(1, float(values.max()))
+                seen = found[f"{measure}_raw"].sel(k=K).values
+                np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
         for k in (2, K):
             # Only in float32 do near-degenerate pairs cost digits that the tolerance does not leave.
             factor = conditioning(J, k) if dtype == torch.float32 else 1

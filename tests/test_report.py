@@ -18,7 +18,7 @@ from tests.models import neox, tokens
 from tests.stores import generated, unit
 from tracker.comparisons import against_score
 from tracker.contents import page_data
-from tracker.coupling import MEASURES
+from tracker.coupling import MEASURES, VARIANTS
 from tracker.regression import linear_fit
 from tracker.report import distinct_names, main, write_report
 from tracker.results import Store
@@ -218,9 +218,7 @@ class TestNumbers:
               ];
             }"""
         )
-        assert [name for name, _ in decoded[:2]] == ["miscoupling", "miscoupling_vju"] and len(decoded) == 4 * len(
-            MEASURES
-        )
+        assert [name for name, _ in decoded[:2]] == list(VARIANTS[:2]) and len(decoded) == 2 * len(VARIANTS)
         for name, by_k in decoded:
             for k, values in by_k:
                 of, level, _ = name.partition("/level")
@@ -351,6 +349,19 @@ class TestChoices:
         assert page.inner_text("#coupling-title") == "off-diagonal, normalized, sides swapped, K = 8, adjacent"
         drawn = named(shown(page, "coupling"), "mean over prompts")["y"]
         assert drawn == page_data(ds)["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
+
+    def test_before_the_final_norm_the_last_row_and_column_are_others(self, page, results):
+        stored = tracker.open_results(results).isel(step=3).sel(k=4)
+        drawn = []
+        for name in ("miscoupling", "miscoupling_raw"):
+            page.select_option("#measure", name)
+            drawn.append(numbers(shown(page, "matrix")[0]["z"]))
+            expected = off_diagonal(stored[name].astype(float).mean(("prompt", "token")).values)
+            np.testing.assert_allclose(drawn[-1], expected, **TO_16_BITS)
+            said = page.inner_text("#matrix-figure figcaption")
+            assert ("the last block with the final norm in it" in said) == (name == "miscoupling")
+        assert page.inner_text("#coupling-title") == "mis-coupling m_K, before final norm, K = 4, l ≠ l′"
+        assert np.nanmax(abs(drawn[0] - drawn[1])[:-1, :-1]) < 1e-4 < np.nanmax(abs(drawn[0] - drawn[1])[-1])
 
     def test_a_pair_is_picked_by_click_by_keyboard_and_by_number(self, page, results):
         ds = tracker.open_results(results)

@@ -91,6 +91,14 @@ def test_what_is_measured_beside_the_usual():
     off = [(l, m) for l in range(3) for m in range(3) if l != m]
     swapped = np.mean([ds.miscoupling_vju.sel(k=2).values[..., l, m] for l, m in off])
     assert flat["coupling/miscoupling_vju/k2/mean_offdiag"] == pytest.approx(swapped, rel=1e-6)
+    for name in ("miscoupling", "offdiag_normalized"):
+        before = np.mean([ds[f"{name}_raw"].sel(k=2).values[..., l, m] for l, m in off])
+        assert flat[f"coupling/{name}_raw/k2/mean_offdiag"] == pytest.approx(before, rel=1e-6)
+        level = np.mean([ds[f"{name}_raw_null"].sel(k=2).values[..., l] for l, _ in off])
+        assert flat[f"coupling/{name}_raw_null/k2/mean_offdiag"] == pytest.approx(level, rel=1e-6)
+    assert {name.split("/")[1] for name in flat if "_raw" in name and "coupling" in name} == {
+        f"{name}_raw{null}" for name in ("miscoupling", "offdiag_normalized") for null in ("", "_null")
+    }
     last = ds.entropy.values[:, -1]
     assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
     similar = ds.noise_similarity.sel(noise=0.1).values[:, -1]

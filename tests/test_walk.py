@@ -19,6 +19,8 @@ from checkpoints.hub import CheckpointError
 from checkpoints.load import load
 from tracker import pythia
 from tracker.contents import page_data
+from tracker.coupling import MEASURES
+from tracker.dataset import CERTIFICATE
 from tracker.results import VOLATILE, Store
 from tracker.statistics import scalars
 
@@ -139,14 +141,18 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
     store = Store(out)
     for step in (2, 4):
         unit = store.read(step)
-        added = [name for name in unit.data_vars if "trace" in str(name)]
-        assert len(added) == 2 * (1 + 3)
+        raw = [f"{name}_raw" for name in (*MEASURES, "singular_value", "singular_gap", *CERTIFICATE)]
+        added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
+        assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 7
         unit = unit.drop_vars(added).drop_vars(("undefined", "quantity"))
         whole = store.read(step)["undefined"]
-        unit["undefined"] = whole[[("trace" not in str(name)) for name in whole["quantity"].values]]
+        unit["undefined"] = whole[[name not in added for name in whole["quantity"].values]]
         store.write(step, unit)
     alone = scalars(store.read(4))
-    assert not [name for name in alone if "trace" in name] and write_report(out, tmp_path / "old.html").exists()
+    assert (
+        not [name for name in alone if "trace" in name or ("coupling/" in name and "_raw" in name)]
+        and write_report(out, tmp_path / "old.html").exists()
+    )
     assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
     old = page_data(tracker.open_results(out))
     assert walk() == 0
@@ -161,6 +167,8 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
     ]
     assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
     page = page_data(ds)
+    assert not ds.offdiag_normalized_raw.sel(step=[2, 4]).notnull().any()
+    assert ds.offdiag_normalized_raw.sel(step=8).notnull().all()
     grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
     assert (
         grown[:2] == [None, None]

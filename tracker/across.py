@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.coupling import MEASURES
+from tracker.coupling import VARIANTS
 from tracker.packing import plain
 from tracker.regression import FEWEST, exponential_fit, holm, linear_fit, mean_interval, partial_correlation
 from tracker.statistics import PAIRS, correlations, sources
@@ -174,7 +174,7 @@ def last_couplings(points: Results) -> xr.DataArray:
     # Without the coordinates of steps, which only some of the results may have.
     last = [ds.isel(step=-1).reset_coords(drop=True) for ds in points.values()]
     ks = shared_ks(points)
-    names = [name for base in MEASURES for name in (base, f"{base}_vju") if all(name in ds for ds in last)]
+    names = [name for name in VARIANTS if all(name in ds for ds in last)]
     if not ks or not names:
         raise ValueError("the results share no K and measure of coupling; walk again with the same --k and --measures")
     chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]

@@ -25,6 +25,7 @@ from tracker.across import (
     subset_fits,
     tokens_seen,
 )
+from tracker.coupling import MEASURES
 from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fit_words, fitted_line, panels
 from tracker.plots import Results, prompt_couplings
 from tracker.regression import FEWEST, exponential_fit, holm, mean_interval
@@ -88,7 +89,8 @@ def subsets(results: Results, k: int) -> "Plotted":
 def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     score = mean_score(results)[1]
-    coupling = last_couplings({name: curves(ds.isel(step=[-1])) for name, ds in results.items()})
+    measures = [*MEASURES, *(f"{name}_raw" for name in MEASURES)]
+    coupling = last_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     table = correlations(coupling, np.array([score(ds) for ds in results.values()]), clusters=clusters(results))
     figure = what_follows(table, "score")
     figure.supxlabel(fill(independence(results), int(WRAPPED * figure.get_figwidth())), fontsize=7)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.coupling import MEASURES
+from tracker.coupling import MEASURES, VARIANTS
 from tracker.dataset import TOKENWISE, pair_layers
 from tracker.packing import pack, plain
 from tracker.regression import onset
@@ -30,10 +30,11 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         `statistics.curves`; matrices and other large arrays as `packing.pack` has them.
     """
     ds = summarised
-    names = [name for base in MEASURES for name in (base, f"{base}_vju") if f"{name}_matrix" in ds]
+    names = [name for name in VARIANTS if f"{name}_matrix" in ds]
+    whole = [name for name in names if not name.endswith("_raw")]
     kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}_matrix" in ds]
     ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
-    budget = MATRICES // max(1, len(names) * len(ks))
+    budget = MATRICES // max(1, len(whole) * len(ks))
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "suspect": [reason != "" for reason in suspect(ds)],
@@ -47,7 +48,13 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         },
         "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
-        "matrices": {name: {k: _matrices(ds.sel(k=k), f"{name}_matrix", budget) for k in ks} for name in names},
+        "matrices": {
+            name: {
+                k: _matrices(ds.sel(k=k), f"{name}_matrix", budget) if name in whole else _edges(ds.sel(k=k), name)
+                for k in ks
+            }
+            for name in names
+        },
         "levels": {name: {k: _packed(ds.sel(k=k), f"{name}_level", ("layer",), 32) for k in ks} for name in names},
         "trajectory": {
             name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in ds["statistic"].values}
@@ -99,6 +106,14 @@ def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
     """Undefined on the diagonal where that is 0 by definition: it would widen the range of what is carried."""
     apart = (at["layer"] != at["layer_other"]) | name.endswith("_vju_matrix")
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
+
+
+def _edges(at: xr.Dataset, name: str) -> dict[str, Any]:
+    """What a measure before the final norm has for itself: its last row and column, over (step, 2, layer), and whose others."""
+    matrices = at[f"{name}_matrix"].transpose("step", *_PAIR).values
+    edge = np.stack([matrices[:, -1], matrices[:, :, -1]], 1)
+    edge[..., -1] = np.nan
+    return {"of": name.removesuffix("_raw"), "edge": pack(edge, 16)}
 
 
 def _packed(

@@ -24,6 +24,9 @@ from torch import Tensor
 
 MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
 
+# Of layer pairs, results may hold each with the last block before the final norm, and with the sides of the bases swapped.
+VARIANTS = tuple(f"{name}{end}" for name in MEASURES for end in ("", "_raw", "_vju"))
+
 
 def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
     """All bases as the columns of one matrix, so that a Jacobian meets them in one product."""

@@ -166,10 +166,18 @@ def _beside(ks: Sequence[int]) -> "Section":
         )
         for k in ks
     ]
+    before_norm = [
+        _lines(
+            f"Off-diagonal share, last block before the final norm, K = {k}, with its null level",
+            [f"coupling/offdiag_normalized_raw{null}/k{k}/mean_offdiag" for null in ("", "_null")],
+        )
+        for k in ks
+    ]
     entropy = _quartiles("entropy", "Logit entropy, nats", log=False)
     noise = [f"trajectory/noise_similarity/{noise_label(level)}" for level in NOISE]
     return _section(
-        "Tokens, entropy, noise", [entropy, _lines("Cosine to the states without noise", noise), *tokens, *swapped]
+        "Tokens, entropy, noise",
+        [entropy, _lines("Cosine to the states without noise", noise), *tokens, *swapped, *before_norm],
     )
 
 

@@ -9,15 +9,19 @@ import numpy as np
 import xarray as xr
 
 from tracker.coupling import MEASURES as COUPLINGS
+from tracker.coupling import VARIANTS
 
 PAIR = ("token", "k", "layer", "layer_other")
 TOKENS = ("k", "layer", "pair_token", "pair_token_other")  # in block `layer`, the basis in block `pair_layer_other`
 TOKENWISE = ("self", "fixed_input", "fixed_output")
+CERTIFICATE = ("residual", "complete", "formed", "full_svd", "sliced", "value_error", "derivative_error")
 DIMS: dict[str, tuple[str, ...]] = {
     "token_position": ("token",),
     **{name: PAIR for name in COUPLINGS},
     **{f"{name}_null": PAIR[:-1] for name in COUPLINGS},
     **{f"{name}_vju": PAIR for name in COUPLINGS},
+    **{f"{name}_raw": PAIR for name in COUPLINGS},
+    **{f"{name}_raw_null": PAIR[:-1] for name in COUPLINGS},
     "matrix": ("token", "layer", "layer_other", "row", "column"),
     "pair_position": ("pair_token",),
     **{f"{kind}_{name}": TOKENS for kind in TOKENWISE for name in COUPLINGS},
@@ -25,9 +29,8 @@ DIMS: dict[str, tuple[str, ...]] = {
     **{f"{kind}_{name}": TOKENS[1:3] for kind in TOKENWISE for name in ("residual", "complete")},
     **{f"{kind}_singular_value": (*TOKENS[1:3], "rank") for kind in TOKENWISE},
     **{f"{kind}_matrix": (*TOKENS[1:], "row", "column") for kind in TOKENWISE},
-    **dict.fromkeys(("singular_value", "singular_gap"), ("token", "layer", "rank")),
-    **dict.fromkeys(("residual", "complete", "formed", "full_svd", "sliced"), ("token", "layer")),
-    **dict.fromkeys(("value_error", "derivative_error"), ("token", "layer")),
+    **{name + end: ("token", "layer", "rank") for end in ("", "_raw") for name in ("singular_value", "singular_gap")},
+    **{name + end: ("token", "layer") for end in ("", "_raw") for name in CERTIFICATE},
     **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
     **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
     **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
@@ -87,7 +90,8 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
     if "formed" in dataset:  # of Jacobians known by their products alone nothing proves that no triplet was missed
-        dataset.attrs["completeness"] = "probabilistic" if bool((dataset["formed"] == 0).any()) else "exact"
+        by_products = any(bool((dataset[name] == 0).any()) for name in ("formed", "formed_raw") if name in dataset)
+        dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
     return dataset
 
 
@@ -113,9 +117,7 @@ def _undefined(dataset: xr.Dataset) -> xr.DataArray:
     if "norm_raw" in dataset:
         there |= dict.fromkeys((*BY_POSITION, *READ), dataset["norm_raw"].isel(depth=0, drop=True).notnull())
     if "token_position" in dataset:
-        there |= dict.fromkeys(
-            (*COUPLINGS, *(f"{name}_vju" for name in COUPLINGS)), dataset["token_position"].notnull()
-        )
+        there |= dict.fromkeys(VARIANTS, dataset["token_position"].notnull())
     if "pair_position" in dataset:
         compared = dataset["pair_position"].notnull()
         compared = compared & compared.rename(pair_token="pair_token_other") & pair_layers(dataset).notnull()

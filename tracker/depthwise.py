@@ -7,7 +7,11 @@ where the Jacobians of all blocks do not fit into memory at once.) It takes
 
     2 n + L K + 2 K + 64 columns        n: those of the Krylov iteration
 
-in place of d. |J|_F, which the null levels need, is then an estimate: the K triplets exactly, the rest from 64 random
+in place of d.
+
+Where the final norm is counted as part of the last block, that block without it is measured too, as one Jacobian more:
+measures that end in `_raw` have it in the last layer's place, and everything else as it is. The cost is (L + 1) / L times
+that of one convention. |J|_F, which the null levels need, is then an estimate: the K triplets exactly, the rest from 64 random
 products, as in Hutch++ (Meyer et al. 2021).
 """
 
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from tracker import coupling
 from tracker.krylov import basis_size, expected_columns, has_room
-from tracker.recording import Recording
+from tracker.recording import BlockCall, Recording
 from tracker.restriction import Selection
 from tracker.rows import PROBES, Evidence, Jacobians, Rows, Sketch
 from tracker.svd import Triplets, triplets_by_products, triplets_of_each
@@ -44,11 +48,16 @@ class Layer:
     formed: bool  # the Jacobian, entry by entry
 
 
+def measured_calls(recording: Recording) -> list[BlockCall]:
+    """The calls whose Jacobians are found: all blocks, and after them the last one without the final norm, if that is in it."""
+    return recording.calls if recording.raw_last is None else [*recording.calls, recording.raw_last]
+
+
 def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method) -> bool:
     """Whether products are expected to serve R rows sooner than dense Jacobians, or were asked for and can."""
     x, K = recording.calls[0].x, max(ks)
     d = x.shape[-1]
-    columns = matrix_free_columns(d, len(recording.calls), K, x.dtype)
+    columns = matrix_free_columns(d, len(measured_calls(recording)), K, x.dtype)
     # A product of few columns has to read all of a block's weights: measured on two cores at d = 2048 to 4096, a column
     # costs 1.6 times what it costs among many for one row, where 16 go together, and 1.3 times for four; 1 + 1 / R is
     # cautious. Dense costs 0.7 d columns among many, decomposition included, where last layers are saved (`identity`).
@@ -62,19 +71,19 @@ def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
 
 def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
     """How many rows to gather before they are measured: what fits into so many scalars."""
-    d, L, K = recording.calls[0].x.shape[-1], len(recording.calls), max(ks)
+    d, L, K = recording.calls[0].x.shape[-1], len(measured_calls(recording)), max(ks)
     of_products = max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
     return of_products if is_matrix_free(recording, of_products, ks, method) else _formed_at_once(recording, memory)
 
 
 def fits(recording: Recording, memory: int) -> bool:
     """Whether the Jacobians of all blocks at one row fit into so many scalars; else a second pass finds J V of the pairs."""
-    return len(recording.calls) * recording.calls[0].x.shape[-1] ** 2 <= memory
+    return len(measured_calls(recording)) * recording.calls[0].x.shape[-1] ** 2 <= memory
 
 
 def _formed_at_once(recording: Recording, memory: int) -> int:
     """How many rows' Jacobians fit: of all blocks at once or, where one row's do not, of one block after another."""
-    kept = len(recording.calls) if fits(recording, memory) else 1
+    kept = len(measured_calls(recording)) if fits(recording, memory) else 1
     return max(1, memory // (kept * recording.calls[0].x.shape[-1] ** 2))
 
 
@@ -95,33 +104,45 @@ def depthwise_couplings(
     rows = sum(len(rows.sample) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method)
     for group in _groups(selected, rows if matrix_free else _formed_at_once(first, memory)):
-        blocks = [[(recording.calls[l], rows) for recording, rows in group] for l in range(len(first.calls))]
+        calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
+        blocks = [list(selections) for selections in zip(*calls, strict=True)]
         if fits(first, memory) and not matrix_free:
             layers = _dense(jacobians, blocks, max(ks), method)
         else:
             find = _by_products if matrix_free else _passing
             layers = [find(jacobians, selections, max(ks), method) for selections in blocks]
-        for r, values in enumerate(pairs(layers, ks, beside)):
-            for name, part in (
-                ("singular_value", "S"),
-                ("singular_gap", "gap"),
-                ("residual", "residual"),
-                ("complete", "complete"),
-                ("full_svd", "full"),
-            ):
-                values[name] = torch.stack([getattr(layer.triplets, part)[r] for layer in layers])
-            values["formed"] = torch.tensor([layer.formed for layer in layers])
-            for name in ("sliced", "value_error", "derivative_error"):
-                values[name] = torch.tensor([getattr(layer.evidence[r], name) for layer in layers])
+        L = len(first.calls)
+        for r, values in enumerate(pairs(layers, ks, beside, L=L)):
+            values |= _found(layers[:L], r)
+            if len(layers) > L:
+                values |= {f"{name}_raw": value for name, value in _found([*layers[: L - 1], layers[L]], r).items()}
             yield {name: value.cpu().numpy() for name, value in values.items()}
 
 
+def _found(layers: Sequence[Layer], r: int) -> dict[str, Tensor]:
+    """At one row, by layer: singular values, and how far they and the Jacobians are proved."""
+    of_triplets = {"singular_value": "S", "singular_gap": "gap", "full_svd": "full"}
+    of_triplets |= {name: name for name in ("residual", "complete")}
+    values = {
+        name: torch.stack([getattr(layer.triplets, part)[r] for layer in layers]) for name, part in of_triplets.items()
+    }
+    values["formed"] = torch.tensor([layer.formed for layer in layers])
+    for name in ("sliced", "value_error", "derivative_error"):
+        values[name] = torch.tensor([getattr(layer.evidence[r], name) for layer in layers])
+    return values
+
+
 def pairs(
-    layers: Sequence[Layer], ks: Sequence[int], beside: Sequence[str] = (), lending: Sequence[Triplets] | None = None
+    layers: Sequence[Layer],
+    ks: Sequence[int],
+    beside: Sequence[str] = (),
+    lending: Sequence[Triplets] | None = None,
+    L: int | None = None,
 ) -> list[dict[str, Tensor]]:
     """All couplings of every row, over (k, layer, layer_other).
 
     Args:
+        L: how many layers there are; one more that is given stands in the place of layer L in measures that end in `_raw`.
         beside: "vju": the same with U and V of the bases swapped; "matrices": A itself for the smallest K, over
             (layer, layer_other, row, column).
         lending: whose bases the layers are described in; None: their own.
@@ -130,17 +151,34 @@ def pairs(
     U, V, S_basis = (torch.stack([getattr(triplets, part) for triplets in lending], 1) for part in "UVS")
     S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
     A = _coupling_matrices(layers, U, V)
-    swapped = _coupling_matrices(layers, V, U) if "vju" in beside else None
+    swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in beside else None
     rows = []
     for r, (A_r, S_r, S_lent, norm) in enumerate(zip(A, S, S_basis, frobenius, strict=True)):
         values = _of_each_k(A_r, S_r, S_lent, norm, U.shape[-2], ks)
+        if L is not None and len(layers) > L:
+            values = _both_conventions(values, L)
         if swapped is not None:
-            of_swapped = _of_each_k(swapped[r], S_r, S_lent, norm, U.shape[-2], ks)
+            of_swapped = _of_each_k(swapped[r], S_r[:L], S_lent[:L], norm[:L], U.shape[-2], ks)
             values |= {f"{name}_vju": of_swapped[name] for name in coupling.MEASURES}
         if "matrices" in beside:
-            values["matrix"] = A_r[..., : ks[0], : ks[0]]
+            values["matrix"] = A_r[:L, :L, : ks[0], : ks[0]]
         rows.append(values)
     return rows
+
+
+def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
+    """Of the first L layers, and under `_raw` with the one after them in the place of the last."""
+    of_layers = {name: _of_layers(value, range(L)) for name, value in values.items()}
+    raw = {name: _of_layers(value, [*range(L - 1), L]) for name, value in values.items()}
+    for name in coupling.MEASURES:
+        of_layers |= {f"{name}_raw": raw[name], f"{name}_raw_null": raw[f"{name}_null"]}
+    return of_layers
+
+
+def _of_layers(values: Tensor, layers: Sequence[int]) -> Tensor:
+    """Of (k, layer) or (k, layer, layer_other), these layers."""
+    at = torch.tensor(layers, device=values.device)
+    return values[:, at] if values.dim() == 2 else values[:, at[:, None], at]
 
 
 def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:

@@ -27,7 +27,10 @@ def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> 
     axes = figure.subplots()
     top = max(1.0, float(matrix.max()))
     image = axes.imshow(matrix, cmap="viridis_r", vmin=0, vmax=top, extent=(0.5, L + 0.5, L + 0.5, 0.5))
-    axes.set(xlabel="basis of block l'", ylabel="block l", title=f"{measure}, K = {k}")
+    normed = unit.attrs.get("final_norm") == "include" and not measure.endswith("_raw")
+    title = f"{measure}, K = {k}" + ("\nlast block with the final norm" if normed else "")
+    axes.set(xlabel="basis of block l'", ylabel="block l")
+    axes.set_title(title, fontsize=10)
     figure.colorbar(image, label="0 = perfectly coupled")
     return figure
 

@@ -65,7 +65,10 @@ def measure(
         tokens: whose Jacobians: "last", "cls", "all", or indices. None: "cls" for image models that classify from
             their class token, "last" elsewhere.
         final_norm: "include" counts the final norm as part of the last block (paper eq. 7), "exclude" does not, "drop"
-            leaves the last block out. "auto": "include" for language models that have one, "exclude" for others.
+            leaves the last block out. "auto": "include" for language models that have one, "exclude" for others. In trained
+            models the norm turns the last block's Jacobian into nearly -I, or a multiple of it, with a flat spectrum. So with
+            "include" the couplings, singular values and certificates of the layer pairs come both ways: those that end in
+            `_raw` are of the last block without the norm, at the cost of one Jacobian more.
         svd: how singular vectors are found: "full" decomposition; "krylov", iteration for the top K, which without a
             perfect certificate is done again another way, in full at last; "matrix-free", from products with Jacobians
             that are never formed, where nothing proves that no vector was missed; "auto": what is expected to cost least.

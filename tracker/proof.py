@@ -155,7 +155,7 @@ def relative_error(f: Tensor, reference: Tensor, scale: Tensor, known_in: torch.
 
 
 def kind_of(call: BlockCall) -> Any:
-    """What a derivative proof holds for: one block, and how it and its attention are called."""
+    """What a derivative proof holds for: one block, with or without the final norm, and how it and its attention are called."""
     given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.layer, call.x.dtype, given, attention
+    return call.layer, call.final_norm is None, call.x.dtype, given, attention

@@ -115,6 +115,7 @@ class Recording:
     calls: list[BlockCall]
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
+    raw_last: BlockCall | None = None  # the last block without the final norm, where that is counted as part of it
 
     def states(self, sample: int, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
         """x^0 .. x^L of a sample at these tokens, as the calls have them."""
@@ -123,7 +124,8 @@ class Recording:
 
     def scalars(self) -> int:
         """How many it holds: hidden states, keys and values."""
-        return sum({id(t): t.numel() for call in self.calls for t in call.kept()}.values())
+        calls = [*self.calls, *([self.raw_last] if self.raw_last else [])]
+        return sum({id(t): t.numel() for call in calls for t in call.kept()}.values())
 
     def without_last_block(self) -> "Recording":
         """The same pass up to the last block's input."""
@@ -135,7 +137,7 @@ class Recording:
             return self
         last = replace(self.calls[-1], final_norm=self.final_norm[1])
         last.y = self.normed
-        return replace(self, calls=[*self.calls[:-1], last])
+        return replace(self, calls=[*self.calls[:-1], last], raw_last=self.calls[-1])
 
 
 def _clone(value: Any) -> Any:

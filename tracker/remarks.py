@@ -93,6 +93,8 @@ def lacking(ds: xr.Dataset) -> list[str]:
     lines += [
         f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds
     ]
+    if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in _values(ds, "final_norm"):
+        lines.append(f"coupling before the final norm, which older results lack: {again.format('coupling,trajectory')}")
     if ds.sizes.get("layer") == 1:
         lines.append("pairs of layers: one block was measured")
     return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])

@@ -36,6 +36,7 @@ TRAJECTORY = (
     "equidistance_raw",
 )
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+BEFORE_NORM = ("miscoupling_raw", "offdiag_normalized_raw")  # in logs, of the measures before the final norm
 HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
@@ -71,13 +72,16 @@ def curves_beside(results: xr.Dataset) -> xr.Dataset:
     """Curve points of what is measured beside the usual, as far as it was, with or without a `step` dimension.
 
     Returns:
-        `m_vju` (k, pairs), as `m` in `curves`, whose null level off the diagonal is also its own; for each kind of token pairs
-        `kind_m` and `kind_m_null` (k): the mean over layers and the token pairs of `compared_tokens`, then over prompts;
-        `entropy` (statistic), nats, after the last block; `noise_similarity` (noise): the mean over positions, then
-        prompts, after the last block.
+        `m_vju` (k, pairs), as `m` in `curves`, whose null level off the diagonal is also its own; those of `BEFORE_NORM` with
+        their `m_null` (k, pairs); for each kind of token pairs `kind_m` and `kind_m_null` (k): the mean over layers and the
+        token pairs of `compared_tokens`, then over prompts; `entropy` (statistic), nats, after the last block;
+        `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
     """
     results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
+    for name in (name for name in BEFORE_NORM if name in results):
+        for m, values in ((name, results[name]), (f"{name}_null", null_matrix(results, name))):
+            out[m] = over_pairs(values).mean(("prompt", "token"))
     for name in MEASURES:
         if f"{name}_vju" in results:
             out[f"{name}_vju"] = over_pairs(results[f"{name}_vju"]).mean(("prompt", "token"))

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 import numpy as np
 import xarray as xr
 
-from tracker.coupling import MEASURES
+from tracker.coupling import MEASURES, VARIANTS
 from tracker.dataset import TOKENWISE
 from tracker.statistics import (
     compared_tokens,
@@ -44,14 +44,14 @@ def summary(results: xr.Dataset) -> xr.Dataset:
     """Of one unit, or of several along `step`.
 
     Returns:
-        The curve points of `statistics.curves`, and for each coupling measure m, with its swapped form m_vju: `m_matrix` (k,
+        The curve points of `statistics.curves`, and for each of `coupling.VARIANTS`, m: `m_matrix` (k,
         layer, layer_other) and `m_level` (k, layer), means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt`
         (k, prompt), means over l != l'. By depth: quartiles. Attributes and coordinates are kept.
     """
     with_swapped = results.assign(
         {f"{name}_vju_null": results[f"{name}_null"] for name in MEASURES if f"{name}_vju" in results}
     )
-    points = curves(with_swapped, [*MEASURES, *(f"{name}_vju" for name in MEASURES)])
+    points = curves(with_swapped, VARIANTS)
     found = dict(points.data_vars)
     for name in (name for name in points.data_vars if f"{name}_null" in points):
         matrices = with_swapped[name].astype(float)

@@ -9,6 +9,7 @@ const KINDS = { 8: Uint8Array, 16: Uint16Array, 32: Float32Array };
 
 function unpacked(packed) {
   if (packed.values) return packed.values;
+  if (packed.base) return (packed.values = edged(packed));
   arrays ??= JSON.parse(document.getElementById("arrays").textContent);
   const codes = new KINDS[packed.bits](bytes(arrays[packed.codes]));
   if (packed.bits === 32) return (packed.values = codes);
@@ -24,6 +25,28 @@ function unpacked(packed) {
   }
   arrays[packed.codes] = null;
   return (packed.values = values);
+}
+
+// Matrices that differ from others in their last row and column alone are carried as those.
+function edged({ base, edge, steps, shape }) {
+  const L = shape[1],
+    values = Float64Array.from(unpacked(base)),
+    ends = unpacked(edge);
+  steps.forEach((step, place) => {
+    for (const i of range(L)) {
+      values[(place * L + L - 1) * L + i] = ends[2 * step * L + i];
+      values[(place * L + i) * L + L - 1] = ends[(2 * step + 1) * L + i];
+    }
+  });
+  return values;
+}
+for (const { matrices } of data.models) {
+  for (const byK of Object.values(matrices)) {
+    for (const [k, packed] of Object.entries(byK).filter(([, { edge }]) => edge)) {
+      const base = matrices[packed.of][k];
+      Object.assign(packed, { base, steps: base.steps, shape: base.shape });
+    }
+  }
 }
 
 // One step's values, and the index of the step that they are of: the last carried one that is not later.

@@ -36,6 +36,9 @@ figures.matrix = {
     const [low, high] = span(packed, [state.model, state.measure, state.k].join());
     const box = { type: "rect", x0: state.m - 0.5, x1: state.m + 0.5, y0: state.l - 0.5, y1: state.l + 0.5,
       line: { color: "#D55E00", width: 3 } };
+    $("last-row").textContent = m.curves[`${state.measure}_raw`] ?
+      "The last row and column are of the last block with the final norm in it, which makes its Jacobian nearly a negative multiple of the identity; the measures “before final norm” have it without." :
+      "";
     const value = values[(state.l - 1) * m.layers + state.m - 1],
       level = levelOf(m, index)[state.l - 1];
     $("picked").textContent = trivial() ? `Block ${state.l} in its own basis: 0 by definition.`

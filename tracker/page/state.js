@@ -16,6 +16,8 @@ const MEASURES = {
 for (const [name, [short, long]] of Object.entries(MEASURES)) {
   MEASURES[`${name}_vju`] = [`${short}, sides swapped`,
     `${long} Here A = V′ᵀ J U′, the sides of the basis swapped.`];
+  MEASURES[`${name}_raw`] = [`${short}, before final norm`,
+    `${long} Here the last block is taken without the final norm.`];
 }
 const PAIRS = { mean: "all pairs", mean_offdiag: "l ≠ l′", mean_adjacent: "adjacent" };
 const KINDS_OF_TOKENS = {

@@ -1,6 +1,6 @@
 // Coupling across tokens: J of one in block l, in the basis of another's in block l′ (paper, section 3.1).
 const tokensOf = (m) => m.tokens[state.kind];
-const baseMeasure = () => state.measure.replace(/_vju$/, "");
+const baseMeasure = () => state.measure.replace(/_(vju|raw)$/, "");
 const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
 baseMeasure()][state.k]);
 const tokenName = (i) => (model().token_positions ? `token ${model().token_positions[i]}` : `${i + 1}`);
