@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tracker.plots import Plotted
 
 NORMALISED, PAIRS = "offdiag_normalized", "mean_offdiag"
+BENCHMARK = "gsm8k"
 WRAPPED = 19  # letters of a note to the inch
 
 
@@ -73,6 +74,26 @@ def over_tokens(results: Results, k: int) -> "Plotted":
     """Coupling and score against the tokens trained on (Fig. 8)."""
     coupling, scored = _scored(results, k)
     return _models(results, {TOKENS: tokens_seen} | scored, [(TOKENS, coupling), (TOKENS, "score")])
+
+
+def against_the_mean(results: Results) -> "Plotted":
+    """The score on GSM8K against the mean score over the benchmarks that all results have, GSM8K among them (Fig. 31).
+
+    Raises:
+        ValueError: if not all results have it.
+    """
+    benchmarks, score = mean_score(results)
+    named = [task for task in benchmarks if BENCHMARK in task.lower()]
+    if not named:
+        raise ValueError(
+            f"the results have {', '.join(benchmarks)} in common, but not {BENCHMARK}; join its scores: --scores FILE"
+        )
+    one = min(named, key=len)  # the plain task, where a variant of it is there too
+    properties: dict[str, Property] = {
+        "mean score": score,
+        one: lambda ds: float(ds["score"].isel(step=-1).sel(task=one)),
+    }
+    return _models(results, properties, [("mean score", one)])
 
 
 def subsets(results: Results, k: int) -> "Plotted":

@@ -1,7 +1,4 @@
-"""The models themselves, without their couplings: what they are (Table 1), and one benchmark against the mean of all (Fig. 31).
-
-Each gives the figure and the numbers in it, as `plots` does. Scores and tokens are those after the last step.
-"""
+"""The models themselves, without their couplings (Table 1). Scores and tokens are those after the last step."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +6,11 @@ import numpy as np
 import pandas as pd
 
 from tracker.across import SIZES, TOKENS, Results, family, mean_score, tokens_seen
-from tracker.drawing import BLUE, fitted_line, panels
-from tracker.regression import FEWEST, linear_fit
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tracker.plots import Plotted
-
-BENCHMARK = "gsm8k"
 
 
 def table_of_models(results: Results) -> "Plotted":
@@ -40,40 +33,6 @@ def table_of_models(results: Results) -> "Plotted":
         ]
     )
     return _as_figure(table, benchmarks), table
-
-
-def against_the_mean(results: Results) -> "Plotted":
-    """The score on GSM8K against the mean score over the benchmarks that all results have, GSM8K among them.
-
-    Raises:
-        ValueError: if not all results have GSM8K, or too few are left.
-    """
-    benchmarks, score = mean_score(results)
-    named = [task for task in benchmarks if BENCHMARK in task.lower()]
-    if not named:
-        raise ValueError(
-            f"the results have {', '.join(benchmarks)} in common, but not {BENCHMARK}; join its scores: --scores FILE"
-        )
-    one = min(named, key=len)  # the plain task, where a variant of it is there too
-    table = pd.DataFrame(
-        [
-            {
-                "result": name,
-                "mean score": score(ds),
-                one: float(ds["score"].isel(step=-1).sel(task=one)),
-            }
-            for name, ds in results.items()
-        ]
-    )
-    if len(table) < FEWEST:
-        raise ValueError(f"{len(table)} results; it takes {FEWEST}")
-    figure, (axes,) = panels(1)
-    x, y = table["mean score"].to_numpy(), table[one].to_numpy()
-    axes.scatter(x, y, s=16, color=BLUE, zorder=3)
-    axes.set_title(fitted_line(axes, x, y, linear_fit(x, y)), fontsize=8)
-    axes.set_xlabel(f"mean of {len(benchmarks)} benchmarks", fontsize=8)
-    axes.set_ylabel(one, fontsize=8)
-    return figure, table
 
 
 def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":

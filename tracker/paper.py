@@ -219,7 +219,7 @@ FIGURES: Mapping[str, PaperFigure] = {
     ),
     "31": PaperFigure(
         "The score on GSM8K against the mean score",
-        lambda results, _: leaderboard.against_the_mean(results),
+        lambda results, _: comparisons.against_the_mean(results),
         ("score",),
         results=4,
         differs=(
