@@ -360,6 +360,7 @@ class TestChoices:
             np.testing.assert_allclose(drawn[-1], expected, **TO_16_BITS)
             said = page.inner_text("#matrix-figure figcaption")
             assert ("the last block with the final norm in it" in said) == (name == "miscoupling")
+        shown(page, "coupling")
         assert page.inner_text("#coupling-title") == "mis-coupling m_K, before final norm, K = 4, l ≠ l′"
         assert np.nanmax(abs(drawn[0] - drawn[1])[:-1, :-1]) < 1e-4 < np.nanmax(abs(drawn[0] - drawn[1])[-1])
 

@@ -142,10 +142,10 @@ def pairs(
     """All couplings of every row, over (k, layer, layer_other).
 
     Args:
-        L: how many layers there are; one more that is given stands in the place of layer L in measures that end in `_raw`.
         beside: "vju": the same with U and V of the bases swapped; "matrices": A itself for the smallest K, over
             (layer, layer_other, row, column).
         lending: whose bases the layers are described in; None: their own.
+        L: how many layers there are; one more that is given stands in the place of layer L in measures that end in `_raw`.
     """
     lending = [layer.triplets for layer in layers] if lending is None else lending
     U, V, S_basis = (torch.stack([getattr(triplets, part) for triplets in lending], 1) for part in "UVS")
