@@ -8,6 +8,7 @@ take, another part of it.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,10 @@ def measure_samples(
 ) -> list[Sample]:
     """What `measure` measures of each sample, before it is put together: a part of the inputs may be measured elsewhere."""
     with undisturbed(device):
-        replica = Replica(model, blocks, settings.dtype, device)
+        new_replica = partial(Replica, model, blocks, settings.dtype, device)
+        replica = new_replica()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4))
-        return _measure_batches(jacobians, calls, settings)
+        return _measure_batches(jacobians, calls, settings, new_replica)
 
 
 def labelled(
@@ -153,7 +155,9 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
     return usable_device(device, f"device={str(device)!r}")
 
 
-def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Settings) -> list[Sample]:
+def _measure_batches(
+    jacobians: Jacobians, calls: Sequence[Batch], settings: Settings, new_replica: Callable[[], Replica]
+) -> list[Sample]:
     """Everything about the samples of the forward calls; several recordings share a pass over the blocks' weights."""
     samples: list[Sample] = []
     held: list[tuple[Recording, Rows]] = []
@@ -162,7 +166,9 @@ def _measure_batches(jacobians: Jacobians, calls: Sequence[Batch], settings: Set
         room = settings.memory(4) - sum(recording.scalars() for recording, _ in held)
         recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, room))
         if i == 0:
-            confirm(jacobians.replica, batch.arguments, batch.keywords, settings.tokens is None)
+            confirm(
+                jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
+            )
         samples += of_batch
         for b, sample in enumerate(of_batch):
             if sample.basis_layers:

@@ -7,7 +7,7 @@ measurement, and only where something was assumed (`Blocks.assumed`).
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,30 +15,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tracker.blocks import UsageError
+from tracker.blocks import Blocks, UsageError
 from tracker.replica import Replica
 from tracker.towers import class_token_parameter, find_runs, related
 
+Call = tuple[Sequence[Any], Mapping[str, Any]]
 
-def confirm(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], classifies: bool) -> None:
-    """Compare forward passes of the replica on these inputs. Call inside `undisturbed`.
+
+def confirm(
+    found: Blocks,
+    new_replica: Callable[[], Replica],
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
+    classifies: bool,
+) -> None:
+    """Compare forward passes on these inputs. Call inside `undisturbed`, after they were recorded.
 
     Args:
+        new_replica: makes the replica of one pass: what a pass writes must not reach another one.
         classifies: whether the class token is measured because one was found, rather than asked for.
 
     Raises:
         UsageError: where the output does not depend on the last block, or not on the class token in it.
     """
-    found, call = replica.description, (arguments, keywords)
+    call = (arguments, keywords)
     token = found.class_token if classifies and "class token" in found.assumed else None
     if token is not None:
-        _confirm_entry(replica, call, token)
+        _confirm_entry(found, new_replica, call, token)
     elif "blocks" not in found.assumed:
         return
+    replica = new_replica()
     plain = _run(replica, call)
-    if token is not None and _differ(_answers(plain), _answers(_run(replica, call, noise_at=slice(token, token + 1)))):
-        return
-    if not _differ(_floating(plain), _floating(_run(replica, call, noise_at=slice(None)))):
+    if token is not None:
+        at_token = _run(
+            new_replica(), call, noise_at=slice(token, token + 1)
+        )  # an assumed token is never counted from the end
+        if _differ(_answers(plain), _answers(at_token)):
+            return
+    if not _differ(_floating(plain), _floating(_run(new_replica(), call, noise_at=slice(None)))):
         others = [run for run in find_runs(replica.module) if not related(run, found.names)]
         lines = "".join(f"\n  {run.line}  # {run}" for run in others) or " blocks='path.to.list', or a list of modules"
         raise UsageError(
@@ -55,14 +69,14 @@ def confirm(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, A
 _SAY = "Say which tokens to measure: tokens='last', 'all', or positions such as [0, 1]"
 
 
-def _confirm_entry(replica: Replica, call: tuple[Sequence[Any], Mapping[str, Any]], token: int) -> None:
-    runs = find_runs(replica.module)
-    parameter = class_token_parameter(replica.module, replica.description.names, runs)
+def _confirm_entry(found: Blocks, new_replica: Callable[[], Replica], call: Call, token: int) -> None:
+    model = new_replica().module
+    parameter = class_token_parameter(model, found.names, find_runs(model))
     if parameter is None:
         return
-    before, after = (_run(replica, call, noisy=name, stop=True) for name in (None, parameter))
+    before, after = (_run(new_replica(), call, noisy=name, stop=True) for name in (None, parameter))
     moved = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
-    if moved != [token % before.shape[1]]:
+    if moved != [token]:
         where = "at no position" if not moved else f"at position {', '.join(map(str, moved))}"
         raise UsageError(
             f"the class token {parameter} enters the first block {where}, not at {token} alone. {_SAY}"
@@ -76,7 +90,7 @@ class _Reached(Exception):
 
 def _run(
     replica: Replica,
-    call: tuple[Sequence[Any], Mapping[str, Any]],
+    call: Call,
     noise_at: slice | None = None,
     noisy: str | None = None,
     stop: bool = False,
