@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
@@ -168,6 +168,13 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
+def recorded_products(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """How linear layers multiply while a pass is recorded. In float64 `FrozenLinear` wins nothing, and what a block computes in
+    float32 all the same is left as it is.
+    """
+    return FrozenLinear() if dtype == torch.float32 else nullcontext()
+
+
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
     """Run the model once and keep every block's call, beyond `memory` bytes in files. Call inside `undisturbed`.
 
@@ -182,7 +189,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         for handle in recorder.hooks():
             stack.callback(handle.remove)
         stack.enter_context(answering(recorder.attend))
-        stack.enter_context(FrozenLinear())
+        stack.enter_context(recorded_products(replica.dtype))
         stack.enter_context(replica.guard())
         arguments, keywords = replica.own((list(arguments), dict(keywords)))
         replica.module(*arguments, **keywords)
