@@ -315,7 +315,7 @@ class Output(Block):
         return BaseModelOutput(last_hidden_state=self.plain(x), hidden_states=(x,))
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Own:
     out: torch.Tensor
     note: str = ""
