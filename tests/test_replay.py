@@ -315,7 +315,7 @@ class Output(Block):
         return BaseModelOutput(last_hidden_state=self.plain(x), hidden_states=(x,))
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Own:
     out: torch.Tensor
     note: str = ""
@@ -479,3 +479,27 @@ def test_big_bird(name, attention, n):
     for l, (J, _) in enumerate(seen):
         expected = brute(model, list(model.base_model.encoder.layer), ids, l)
         torch.testing.assert_close(J, expected, atol=1e-9, rtol=0)
+
+
+class Narrow(Stack):
+    """Keeps its stream in float32, whatever its blocks compute in."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Widening(Routed):
+    """Its gate is computed in the precision of the state that it is given."""
+
+    def forward(self, x):
+        gate = F.linear(x, self.linear.weight.to(x.dtype)).sigmoid()
+        x = x.to(self.linear.weight.dtype)
+        return (x + self.attend(x) + gate * self.linear(x)).float()
+
+
+def test_a_stream_kept_in_float32_is_replayed_in_float32():
+    torch.manual_seed(0)
+    model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
+    for l, (J, evidence) in enumerate(jacobians(model, x)):
+        assert evidence.sliced and evidence.value_error < 1e-6
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=5e-7, rtol=0)

@@ -22,10 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.arguments import NotSliceable, Rows, window_of
 from tracker.jacobian import linearize
-from tracker.linear import FrozenLinear
 from tracker.precision import Roundings
 from tracker.proof import WINDOW, relative_error, tolerance
-from tracker.recording import BlockCall
+from tracker.recording import BlockCall, recorded_products
 from tracker.restriction import run_again, single_rows
 
 
@@ -76,7 +75,7 @@ def _by_derivative(call: BlockCall, samples: Tensor) -> str:
 def _by_value(call: BlockCall, samples: Tensor) -> str:
     x = call.x
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
-    with torch.no_grad(), FrozenLinear(), Roundings() as roundings:
+    with torch.no_grad(), recorded_products(x.dtype), Roundings() as roundings:
         y = call(x.clone())  # a copy: a block may work in place
         for kept in halves(len(x), x.device):
             # All other tokens like one that is kept: where room is limited, they take it.

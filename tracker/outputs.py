@@ -1,10 +1,12 @@
 """What a block returns: where the hidden state stands in it."""
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 STATES = ("last_hidden_state", "hidden_states", "hidden_state")  # what mappings call a block's output
 FORMS = (
@@ -27,6 +29,17 @@ def hidden_state(output: Any) -> Any:
     return tensors[named[0]] if named else output
 
 
+def with_hidden_state(output: Any, state: Tensor) -> Any:
+    """The same output with another hidden state."""
+    old = hidden_state(output)
+    if _is_record(output):
+        changed = copy(output)
+        for name in (name for name, value in _entries(output).items() if value is old):
+            object.__setattr__(changed, name, state)  # also of a frozen one
+        return changed
+    return tree_map(lambda leaf: state if leaf is old else leaf, output)
+
+
 def described(output: Any) -> str:
     """The type of what a block returned, with its entries."""
     entries = dict(enumerate(output)) if isinstance(output, (tuple, list)) else _entries(output)
@@ -37,4 +50,8 @@ def described(output: Any) -> str:
 
 
 def _entries(output: Any) -> Any:
-    return vars(output) if is_dataclass(output) and not isinstance(output, (type, Mapping)) else output
+    return {entry.name: getattr(output, entry.name) for entry in fields(output)} if _is_record(output) else output
+
+
+def _is_record(output: Any) -> bool:
+    return is_dataclass(output) and not isinstance(output, (type, Mapping))

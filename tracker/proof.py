@@ -27,8 +27,7 @@ from torch import Tensor
 from tracker.arguments import NotSliceable, Rows, window_of
 from tracker.blocks import UsageError
 from tracker.jacobian import LinearOperator
-from tracker.linear import FrozenLinear
-from tracker.recording import BlockCall
+from tracker.recording import BlockCall, recorded_products
 from tracker.restriction import Answered, on_full_sequence, on_single_rows, restrict, run_again, single_rows
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -91,7 +90,7 @@ def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> tup
 
 def reproduction_error(call: BlockCall, recorded_in: torch.dtype) -> float:
     """How far the block's output is from the recorded one where it is run in the same way: 0, or a rounding or two."""
-    with run_again(call), torch.no_grad(), FrozenLinear():
+    with run_again(call), torch.no_grad(), recorded_products(recorded_in):
         y = call(call.x.clone())  # a block may work in place
     return relative_error(y - call.x, call.y - call.x, call.y, recorded_in)
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from tracker.blocks import Blocks, UsageError
+from tracker.outputs import hidden_state, with_hidden_state
 from tracker.replica import Replica
 from tracker.towers import class_token_parameter, find_runs, related
 
@@ -118,11 +119,11 @@ def _run(
         lent.close()
         if block is not last or noise_at is None:
             return None
-        y = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        y = hidden_state(output)
         noise = torch.zeros_like(y)
         at = (slice(None), noise_at) if first else (noise_at,)
         noise[at] = _noise(y)[at]
-        return tree_map(lambda leaf: y + noise if leaf is y else leaf, output)
+        return with_hidden_state(output, y + noise)
 
     devices = [replica.device] if replica.device.type == "cuda" else []
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import RLock
@@ -60,6 +60,7 @@ class BlockCall:
     # Of a block that passes its state on as two tensors, whose sum is the hidden state:
     second_argument: str | None = None  # the argument that carries the other one; None where it was not given
     second_output: int | None = None  # its place in the output
+    given_in: torch.dtype | None = None  # the precision of the state as the model keeps it between blocks
 
     def kept(self) -> Iterator[Tensor]:
         """What was recorded."""
@@ -75,7 +76,8 @@ class BlockCall:
         def convert(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return value.to(device, dtype if value.is_floating_point() else value.dtype)
+            # What the model itself keeps in another precision stays in it.
+            return value.to(device, dtype if value.dtype == self.replica.dtype else value.dtype)
 
         arguments = {name: tree_map(convert, value) for name, value in self.arguments.arguments.items()}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
@@ -96,7 +98,8 @@ class BlockCall:
         recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
         bound.arguments.update(copied(recorded, _clone, {}) | dict(arguments))
-        bound.arguments[self.state] = x if self.batch_first else x.transpose(0, 1)
+        given = x if self.given_in in (None, self.replica.dtype) else x.to(self.given_in)
+        bound.arguments[self.state] = given if self.batch_first else given.transpose(0, 1)
         if self.second_argument is not None:
             second = torch.zeros_like(x) if second is None else second
             residual_pair.put(bound, self.second_argument, second if self.batch_first else second.transpose(0, 1))
@@ -105,7 +108,7 @@ class BlockCall:
             out = hidden_state(output)
             out = out if self.second_output is None else out + output[self.second_output]
             out = out if self.final_norm is None else self.final_norm(out)
-        return out if self.batch_first else out.transpose(0, 1)
+        return (out if self.batch_first else out.transpose(0, 1)).to(x.dtype)
 
 
 @dataclass
@@ -170,6 +173,13 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         yield
 
 
+def recorded_products(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """How linear layers multiply while a pass is recorded. In float64 `FrozenLinear` wins nothing, and what a block computes in
+    float32 all the same is left as it is.
+    """
+    return FrozenLinear() if dtype == torch.float32 else nullcontext()
+
+
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
     """Run the model once and keep every block's call, beyond `memory` bytes in files. Call inside `undisturbed`.
 
@@ -184,7 +194,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         for handle in recorder.hooks():
             stack.callback(handle.remove)
         stack.enter_context(answering(recorder.attend))
-        stack.enter_context(FrozenLinear())
+        stack.enter_context(recorded_products(replica.dtype))
         stack.enter_context(replica.guard())
         arguments, keywords = replica.own((list(arguments), dict(keywords)))
         replica.module(*arguments, **keywords)
@@ -233,7 +243,7 @@ class _Recorder:
         batch_first = self.replica.description.batch_first
         place, second = self.pair_up(bound, state) if self.outputs else (None, None)
         x = x if second is None else x + residual_pair.get(bound, second)
-        x = x if batch_first else x.transpose(0, 1)
+        x, given_in = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
             self.check_finite(x, f"the model, before its first block ({name}),")
@@ -254,6 +264,7 @@ class _Recorder:
         layer = len(self.calls) + 1
         self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
         self.running.second_argument, self.running.second_output = second, place
+        self.running.given_in = given_in
 
     def copy_of(self, value: Any) -> Any:
         """A copy of a tensor among the arguments; one for all blocks that are given it unchanged."""
@@ -304,7 +315,7 @@ class _Recorder:
             raise UsageError(f"block {call.name} returns {outputs.described(output)}; {outputs.FORMS}")
         self.outputs = residual_pair.outputs_like(y, output)
         y = y if call.second_output is None else y + output[call.second_output]
-        y = y if call.batch_first else y.transpose(0, 1)
+        y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
         if y.shape != call.x.shape:
             raise UsageError(
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
@@ -344,11 +355,12 @@ class _Recorder:
         if self.calls and self.normed is None and args and isinstance(args[0], Tensor):
             batch_first = self.calls[-1].batch_first
             if self.same_as_last_output(args[0] if batch_first else args[0].transpose(0, 1)):
-                self.normed = (name, module, output if batch_first else output.transpose(0, 1))
+                normed = output if batch_first else output.transpose(0, 1)
+                self.normed = (name, module, normed.to(self.replica.dtype))
 
     def same_as_last_output(self, x: Tensor) -> bool:
         last = self.calls[-1].y
-        return x.shape == last.shape and torch.equal(x, last.to(x.device))
+        return x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
 
     def finished(self) -> Recording:
         reached = {call.name for call in self.calls}

@@ -66,7 +66,7 @@ def tokenwise_couplings(
         for link, layer in layers.items():
             for kind in (kind for kind in TOKENWISE if link in kinds[kind]):
                 bases = [lent[basis_layers[l]][other] for other in kinds[kind]]
-                (rows[l, kind, link],) = pairs([layer], ks, beside, bases)
+                (rows[l, kind, link],) = pairs([layer], ks, beside, lending=bases)
 
     order = _order(basis_layers)
     for place, l in enumerate(order):
