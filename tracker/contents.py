@@ -1,5 +1,6 @@
 """The numbers of the page, JSON-able: from summaries of results to what its charts draw. Undefined values are null."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
