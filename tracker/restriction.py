@@ -24,6 +24,17 @@ from tracker.linear import FrozenLinear, Spare
 from tracker.precision import Roundings
 from tracker.recording import AttentionCall, BlockCall
 
+# What the code of a block may raise when it is run in another way than its author thought of.
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 Selection = tuple[BlockCall, Rows]
 Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
@@ -131,18 +142,18 @@ def on_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
 
 @contextmanager
 def single_rows() -> Iterator[None]:
-    """Take what a block's code raises on sequences of length one as a reason not to slice: it may be anything."""
+    """Take what a block's code raises on sequences of length one as a reason not to slice."""
     try:
         yield
     except (NotSliceable, UsageError, OutOfMemoryError):
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise NotSliceable(f"the block does not run on single rows ({_said(error)})") from error
 
 
 @contextmanager
 def run_again(call: BlockCall, how: str = "again on what the model gave it, with gradients") -> Iterator[None]:
-    """Name the block in what its code raises, which may be anything, when it runs outside of its model.
+    """Name the block in what its code raises when it runs outside of its model.
 
     Raises:
         UsageError: with that for its cause.
@@ -151,7 +162,7 @@ def run_again(call: BlockCall, how: str = "again on what the model gave it, with
         yield
     except (NotSliceable, UsageError, OutOfMemoryError):
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise UsageError(
             f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run {how} "
             f"({_said(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"
