@@ -6,6 +6,8 @@ Text towers have 4 layers, other towers 6: a search for the deepest tower finds 
 import copy
 from typing import Any
 
+from tests.sweep.special import SPECIAL
+
 WIDTH, HEADS, KEY_HEADS, VOCABULARY, DEPTH, OTHER_DEPTH = 32, 4, 2, 64, 4, 6
 POSITIONS, PIXELS, PATCH, WINDOW = 128, 32, 8, 4
 
@@ -71,23 +73,17 @@ NAMED: dict[str, Any] = {
     "classifier_proj_size": WIDTH,
     "max_window_layers": 2,
     "hc_mult": 2,
-    "attention_dropout": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 TEXT = ("", "text_config", "llm_config", "decoder", "decoder_config", "language_config", "thinker_config")
 
-# What the names do not say, by configuration class.
-SPECIAL: dict[str, dict[str, Any]] = {}
-
-
 def tiny(cls: type, depth: int = DEPTH, part: str = "") -> Any:
     """A tiny instance of a configuration class; `part` is its name in the configuration that holds it."""
     special = dict(SPECIAL.get(cls.__name__, {}))
     depth = special.pop("DEPTH", depth)
-    default = special.pop("DEFAULT", None) or cls()
-    return cls(**(overrides(default, depth) | {k: v(depth) if callable(v) else v for k, v in special.items()}))
+    return cls(**(overrides(cls(**special.pop("DEFAULT", {})), depth) | special))
 
 
 def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
@@ -107,6 +103,9 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
             changed[name] = VOCABULARY - 1 - sum(map(ord, name)) % 8
     if isinstance(known.get("sliding_window", 0), type(None)) or not known.get("sliding_window", 1):
         changed.pop("sliding_window", None)
+    if "qk_rope_head_dim" in known and "kv_lora_rank" in known:  # latent attention
+        changed |= {name: HEADS for name in KEY_HEAD_COUNTS[:1] if name in known}
+        changed |= {name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]}
     changed |= _per_layer(known, default, depth)
     for name, part in parts.items():
         changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH, name)
@@ -114,8 +113,7 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
 
 
 def _parts(default: Any) -> dict[str, Any]:
-    names = [*getattr(type(default), "sub_configs", {}), *vars(default)]
-    found = {name: getattr(default, name, None) for name in names}
+    found = vars(default)
     return {name: part for name, part in found.items() if hasattr(part, "to_dict") and hasattr(part, "model_type")}
 
 
