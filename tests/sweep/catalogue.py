@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto as auto
 from tests.sweep import tiny
 
 TOKENS, PROMPTS = 9, (40, 23)
-PARAMETERS = 4_000_000
+PARAMETERS = 30_000_000
 MULTIMODAL = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 ENCODERS = ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES")
 VISION = ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_IMAGE_MAPPING_NAMES")
@@ -78,10 +78,15 @@ def _causal(name: str) -> bool:
 
 
 def _main_input(name: str) -> str:
+    """What the forward of a class takes: token ids or an image, or neither."""
     try:
-        return str(getattr(transformers, name).main_input_name)
+        cls = getattr(transformers, name)
+        known = inspect.signature(cls.forward).parameters
     except (ImportError, AttributeError):
         return ""
+    order = [str(cls.main_input_name), "input_ids", "pixel_values"]
+    found = next((entry for entry in order if entry in known), "")
+    return "pixel_values" if not found and "grid_thw" in known else found
 
 
 def builder(name: str, group: str) -> Callable[[], Built]:
@@ -105,7 +110,17 @@ def of_transformers(name: str, group: str) -> Built:
             largest = max(sizes, key=lambda key: sizes[key])
             raise NotBuilt(f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}")
     text = group != "vision"
-    return finished(lambda: cls(copy.deepcopy(config)), lambda model: _inputs(model, config, text), text, _depth(config, text))
+    make, depth = lambda: cls(copy.deepcopy(config)), _depth(config, text)
+    try:
+        return finished(make, lambda model: _inputs(model, config, text, not text), text, depth)
+    except NotBuilt as error:
+        known = inspect.signature(cls.forward).parameters
+        if not {"input_ids", "pixel_values"} <= known.keys():
+            raise
+        with reason(str(error)):  # with text and images both: towers side by side
+            built = finished(make, lambda model: _inputs(model, config, True, True), True, None)
+        built.note = "text and images given" + built.note
+        return built
 
 
 def finished(
@@ -159,20 +174,16 @@ def ids(samples: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 40, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _inputs(model: nn.Module, config: Any, text: bool) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, config: Any, text: bool, images: bool) -> dict[str, Tensor]:
     known = inspect.signature(model.forward).parameters
     given: dict[str, Tensor] = {}
-    if text or ("input_ids" in known and "pixel_values" in known and "input_ids" in _required(known)):
+    if "input_ids" in known and text:
         given["input_ids"] = ids(2, TOKENS)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in known:
             given["decoder_input_ids"] = ids(2, TOKENS, seed=3)
-    if not text:
+    if "pixel_values" in known and images:
         given["pixel_values"] = pixels(config)
-    return given | tiny.further_inputs(type(model).__name__, given)
-
-
-def _required(known: Any) -> set[str]:
-    return {name for name, parameter in known.items() if parameter.default in (None, inspect.Parameter.empty)}
+    return given | tiny.further_inputs(known, config, given)
 
 
 def pixels(config: Any) -> Tensor:
@@ -187,7 +198,7 @@ def pixels(config: Any) -> Tensor:
 
 def _depth(config: Any, text: bool) -> int | None:
     if text:
-        part = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        part = config if type(getattr(config, "decoder_layers", None)) is int else config.get_text_config(decoder=True)
     else:
         part = getattr(config, "vision_config", None) or config
     depths = getattr(part, "depths", None)

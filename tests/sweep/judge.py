@@ -51,29 +51,31 @@ def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
 
 
 def _examine(built: Built, result: Outcome) -> None:
-    pristine, worst, before = copy.deepcopy(built), [], State(built.model)
+    pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
     try:
-        measured = [(built.inputs, [built.inputs], _measured(built, built.inputs))]
+        measured = [([built.inputs], _measured(built, built.inputs))]
         if built.prompts:
             prompts = [" ".join(map(str, ids[0].tolist())) for ids in built.prompts]
             calls = [{"input_ids": ids} for ids in built.prompts]
-            measured.append((built.inputs, calls, _measured(built, prompts, tokenizer=_tokenizer)))
-        result.blocks = _short(measured[0][2])
+            result.blocks = _short(measured[0][1])
+            stage = "two prompts: "
+            measured.append((calls, _measured(built, prompts, tokenizer=_tokenizer)))
+        result.blocks, stage = _short(measured[0][1]), ""
         with oracle.quiet():
-            for _, calls, ds in measured:
+            for calls, ds in measured:
                 for i, call in enumerate(calls):
                     part = ds if len(calls) == 1 else ds.isel(prompt=[i])
                     worst.append(compare(pristine, call, part, result))
             if not built.text:
                 token(pristine, _measured(built, built.inputs, tokens=None, measures=["trajectory"]))
     except UsageError as error:
-        result.outcome, result.detail = "refused", str(error).splitlines()[0]
+        result.outcome, result.detail = "refused", stage + str(error).splitlines()[0]
     except Wrong as error:
         result.outcome, result.detail = "wrong", str(error)
     except oracle.Unsuitable as error:
         result.outcome, result.detail = "no oracle", str(error)
     except _Raised as error:
-        result.outcome, result.detail = "raw exception", last_line(error.__cause__ or error)
+        result.outcome, result.detail = "raw exception", stage + last_line(error.__cause__ or error)
     result.error = max(worst, default=float("nan"))
     changes = before.changes(built.model)
     if changes:
@@ -153,7 +155,7 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
     Raises:
         Wrong: if they are not.
     """
-    last, first = graph.blocks[-1].y, graph.blocks[0].x
+    last = graph.blocks[-1].y
     out = output_of(graph.output)
     if graph.dependence(out, last) is None:
         raise Wrong(f"the output does not depend on the last block measured, {graph.blocks[-1].name}")
@@ -166,12 +168,14 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
             continue
         alike = [c for c in calls if type(built.model.get_submodule(c.name)) in classes]
         later = graph.dependence(calls[-1].y, last) is not None
-        earlier = graph.dependence(first, calls[-1].y) is not None if first.requires_grad else False
+        earlier = graph.dependence(last, calls[-1].y) is not None
         attending = [c for c in calls if _attends(built.model.get_submodule(c.name))]
         if alike and (later or earlier) and not built.text:
             raise Wrong(f"{len(names)} blocks measured, but {container} holds {len(alike)} more of their class")
         if attending and later and (built.text or len(attending) > len(names)):
             raise Wrong(f"{len(attending)} blocks in {container} lie between the last block measured and the output")
+        if attending and not later and not earlier:
+            raise Wrong(f"{container}, {len(attending)} blocks, reaches the output beside those measured: neither lies behind")
         if len(attending) > len(names) and earlier and not built.text:
             raise Wrong(f"{len(names)} blocks measured, but {container} before them holds {len(attending)}")
     if built.depth is not None and len(graph.blocks) != built.depth:

@@ -8,6 +8,9 @@ from typing import Any
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
+SHARED = {"layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+AXIAL = {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 8], "local_attn_chunk_length": 4}
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_d_head": 8},
     "BltConfig": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260, "local_attention_window_len": 64},
@@ -38,7 +41,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Gemma4UnifiedTextConfig": {"global_head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
     "GraniteMoeHybridConfig": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "mamba_n_heads": 8, "mamba_d_head": 8},
     "HunYuanDenseV1Config": {"head_dim": 8},
+    "EsmConfig": {"vocab_size": 64, "pad_token_id": 0, "mask_token_id": 3, "token_dropout": False},
+    "EsmcConfig": {"num_key_value_heads": 4},
     "HunYuanMoEV1Config": {"head_dim": 8},
+    "HunYuanVLTextConfig": {"head_dim": 8},
+    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
+    "LiltConfig": {"channel_shrink_ratio": 4, "hidden_size": 48},
+    "LukeConfig": {"entity_vocab_size": 64},
+    "MobileBertConfig": {"intra_bottleneck_size": 32, "embedding_size": 32},
+    "ReformerConfig": AXIAL | {"lsh_attn_chunk_length": 4, "num_buckets": 2, "hash_seed": 0},
+    "T5GemmaConfig": {"is_encoder_decoder": False},
     "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeConfig": {"layer_types": ["conv", FULL, "conv", FULL]},
     "Mamba2Config": {"num_heads": 8, "head_dim": 8},
@@ -54,7 +66,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "Qwen4ExpTextConfig": {
         "indexer_n_heads": 4,
-        "indexer_kv_heads": 2,
+        "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,

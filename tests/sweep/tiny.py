@@ -6,6 +6,8 @@ Text towers have 4 layers, other towers 6: a search for the deepest tower finds 
 import copy
 from typing import Any
 
+import torch
+
 from tests.sweep.special import SPECIAL
 
 WIDTH, HEADS, KEY_HEADS, VOCABULARY, DEPTH, OTHER_DEPTH = 32, 4, 2, 64, 4, 6
@@ -107,6 +109,11 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
         changed |= {name: HEADS for name in KEY_HEAD_COUNTS[:1] if name in known}
         changed |= {name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]}
     changed |= _per_layer(known, default, depth)
+    changed |= _per_stage(known)
+    rope = known.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:  # three parts of half a head's rotated width
+        half = int(WIDTH // HEADS // 2 * rope.get("partial_rotary_factor", 1))
+        changed["rope_parameters"] = {**rope, "mrope_section": [half - half // 2, half // 2 - half // 4, half // 4]}
     for name, part in parts.items():
         changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH, name)
     return changed
@@ -115,6 +122,21 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
 def _parts(default: Any) -> dict[str, Any]:
     found = vars(default)
     return {name: part for name, part in found.items() if hasattr(part, "to_dict") and hasattr(part, "model_type")}
+
+
+def _per_stage(known: dict[str, Any]) -> dict[str, Any]:
+    """Lists of one entry per stage: two layers in each, the first of them 16 wide, the others as many times as wide."""
+    cut: dict[str, Any] = {}
+    for name, value in known.items():
+        if not isinstance(value, (list, tuple)) or not value or not all(type(entry) is int for entry in value):
+            continue
+        if name in ("depths", "depth", "stage_repeats", "blocks_per_stage"):
+            cut[name] = [min(2, entry) for entry in value]
+        elif name in ("hidden_sizes", "embed_dims", "embed_dim_per_stage") and value[0] > 16:
+            cut[name] = [16 * entry // value[0] for entry in value]
+        elif name == "num_heads" and type(known.get("embed_dim")) is int:
+            cut["embed_dim"] = 8 * value[0]
+    return cut
 
 
 def _per_layer(known: dict[str, Any], default: Any, depth: int) -> dict[str, Any]:
@@ -142,6 +164,16 @@ def for_class(name: str, config: Any) -> Any:
     return config
 
 
-def further_inputs(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What a class needs besides token ids or pixels."""
-    return {}
+def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a forward with these parameters needs besides token ids or pixels."""
+    extra: dict[str, Any] = {}
+    side = PIXELS // PATCH
+    if "grid_thw" in known and "input_ids" not in known:  # patches of both images, one after the other
+        first = "pixel_values" if "pixel_values" in known else "hidden_states"
+        size = getattr(config, "patch_size", PATCH)
+        width = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * size * size
+        extra[first] = torch.randn(2 * side * side, width, generator=torch.Generator().manual_seed(1))
+        extra["grid_thw"] = torch.tensor([[1, side, side]] * 2)
+    if "bbox" in known and "input_ids" in given:
+        extra["bbox"] = torch.tensor([1, 2, 5, 7]).expand(*given["input_ids"].shape, 4).contiguous()
+    return extra
