@@ -110,7 +110,7 @@ def of_transformers(name: str, group: str) -> Built:
             largest = max(sizes, key=lambda key: sizes[key])
             raise NotBuilt(f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}")
     text = group != "vision"
-    make, depth = lambda: cls(copy.deepcopy(config)), _depth(config, text)
+    make, depth = lambda: cls(copy.deepcopy(config)), _depth(config, text, name.endswith("EncoderModel"))
     try:
         return finished(make, lambda model: _inputs(model, config, text, not text), text, depth)
     except NotBuilt as error:
@@ -196,15 +196,18 @@ def pixels(config: Any) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def _depth(config: Any, text: bool) -> int | None:
+def _depth(config: Any, text: bool, encoder: bool) -> int | None:
     if text:
-        part = config if type(getattr(config, "decoder_layers", None)) is int else config.get_text_config(decoder=True)
+        for name in ("decoder_layers", "num_decoder_layers"):
+            if type(getattr(config, name, None)) is int and not encoder:
+                return getattr(config, name)
+        part = config.get_text_config(decoder=not encoder, encoder=encoder)
     else:
         part = getattr(config, "vision_config", None) or config
     depths = getattr(part, "depths", None)
     if isinstance(depths, (list, tuple)):
         return sum(depths)
-    for name in ("decoder_layers", "num_hidden_layers", "num_layers", "depth"):
+    for name in ("num_hidden_layers", "num_layers", "depth"):
         if type(getattr(part, name, None)) is int:
             return getattr(part, name)
     return None

@@ -1,6 +1,7 @@
 """One class: built, run, measured, compared with the oracle, and looked over for changes."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,9 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     calls = [call.name for call in graph.blocks]
     if calls != names:
         raise Wrong(f"measured {names}, but the model calls {calls}")
+    for before, after in itertools.pairwise(graph.blocks):
+        if not torch.equal(before.y, after.x):
+            raise Wrong(f"{after.name} does not take what {before.name} gives")
     B = ds.sizes["prompt"]
     graph.batch_first = graph.blocks[0].x.shape[0] == B
     tower(built, inputs, graph, result)
@@ -157,7 +161,7 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
     """
     last = graph.blocks[-1].y
     out = output_of(graph.output)
-    if graph.dependence(out, last) is None:
+    if not any(graph.dependence(value, last) is not None for value in (out, *oracle.floats(graph.output))):
         raise Wrong(f"the output does not depend on the last block measured, {graph.blocks[-1].name}")
     names = {call.name for call in graph.blocks}
     classes = {type(built.model.get_submodule(name)) for name in names}
@@ -230,8 +234,10 @@ def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | N
         Wrong: if the measurement names another than the graph shows, or none for a language model that has one.
     """
     if ds.attrs["final_norm"] != "include":
-        if built.text and graph.norms:
-            raise Wrong(f"the final norm {graph.norms[0][0]} of a language model was left out")
+        blocks = graph.blocks[-1].name
+        beside = [name for name, _ in graph.norms if blocks.startswith(name.rpartition(".")[0])]
+        if built.text and beside:
+            raise Wrong(f"the final norm {beside[0]} of a language model was left out")
         return None
     found = [y for name, y in graph.norms if name == ds.attrs["final_norm_module"]]
     if not found:

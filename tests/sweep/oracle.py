@@ -125,6 +125,8 @@ def run(model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: in
             x = x.detach().requires_grad_()
         elif not x.requires_grad:
             x = x.detach().requires_grad_()
+        else:
+            x = x.clone()  # what else the block is given may be made of its input too, and is held fixed
         open_calls.append(x)
         given = x.clone()  # the block may write to its input
         if isinstance(place, int):

@@ -96,7 +96,7 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for name, value in known.items():
         if name in DEPTHS and isinstance(value, int) and not isinstance(value, bool):
-            changed[name] = depth
+            changed[name] = OTHER_DEPTH if _of_encoder(name, known) else depth
         elif name in NAMED and value is not None and type(value) in (int, float):
             changed[name] = NAMED[name]
         elif aliases.get(name) in NAMED and type(value) is int:
@@ -110,6 +110,9 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
         changed |= {name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]}
     changed |= _per_layer(known, default, depth)
     changed |= _per_stage(known)
+    if any(isinstance(known.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "embed_dims", "blocks_per_stage")):
+        changed.pop("patch_size", None)
+        changed |= {name: value for name, value in {"image_size": 64, "window_size": 2}.items() if type(known.get(name)) is int}
     rope = known.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:  # three parts of half a head's rotated width
         half = int(WIDTH // HEADS // 2 * rope.get("partial_rotary_factor", 1))
@@ -117,6 +120,12 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
     for name, part in parts.items():
         changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH, name)
     return changed
+
+
+def _of_encoder(name: str, known: dict[str, Any]) -> bool:
+    """Whether an entry is the depth of an encoder that stands beside a decoder."""
+    beside = {"encoder_layers": "decoder_layers", "num_encoder_layers": "num_decoder_layers"}
+    return beside.get(name) in known or (name == "num_layers" and "num_decoder_layers" in known)
 
 
 def _parts(default: Any) -> dict[str, Any]:
@@ -174,6 +183,20 @@ def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, 
         width = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * size * size
         extra[first] = torch.randn(2 * side * side, width, generator=torch.Generator().manual_seed(1))
         extra["grid_thw"] = torch.tensor([[1, side, side]] * 2)
+    if "spatial_shapes" in known:
+        extra["pixel_values"] = torch.randn(2, side * side, 3 * PATCH**2, generator=torch.Generator().manual_seed(1))
+        extra["spatial_shapes"] = torch.tensor([[side, side]] * 2)
+        extra["pixel_attention_mask"] = torch.ones(2, side * side, dtype=torch.long)
+    if "aspect_ratio_mask" in known and "input_ids" not in known:
+        shape = (2, 1, config.max_num_tiles, 3, config.image_size, config.image_size)
+        extra["pixel_values"] = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        extra["aspect_ratio_ids"] = torch.ones(2, 1, dtype=torch.long)
+        extra["aspect_ratio_mask"] = torch.ones(2, 1, config.max_num_tiles, dtype=torch.long)
+    if "pixel_values_videos" in known and "input_ids" not in known and "pixel_values" not in known:
+        frames = getattr(config, "num_frames", 4)
+        extra["pixel_values_videos"] = torch.randn(2, frames, 3, PIXELS, PIXELS)
+    if type(config).__name__ == "ImageGPTConfig":
+        extra["input_ids"] = torch.arange(18).reshape(2, 9)
     if "bbox" in known and "input_ids" in given:
         extra["bbox"] = torch.tensor([1, 2, 5, 7]).expand(*given["input_ids"].shape, 4).contiguous()
     return extra
