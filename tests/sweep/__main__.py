@@ -1,10 +1,13 @@
 """`python -m tests.sweep`: sweep the classes, each in a process of its own, and write docs/sweep.md."""
 
 import argparse
+import dataclasses
+import json
 import multiprocessing
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 SECONDS = 120
@@ -18,6 +21,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
     parser.add_argument("--list", action="store_true", help="the classes, and no more")
+    parser.add_argument("--log", type=Path, help="outcomes as they come, one a line; those it has are not found again")
     parser.add_argument("--out", help="where to write the table; docs/sweep.md for a sweep of everything")
     given = parser.parse_args()
 
@@ -33,7 +37,7 @@ def main() -> int:
     if given.list:
         print("\n".join(f"{group:12} {name}" for name, group in todo))
         return 0
-    outcomes = sweep(todo, given.processes, given.seconds)
+    outcomes = sweep(todo, given.processes, given.seconds, given.log)
     everything = not given.only and not given.group
     out = given.out or (table.PATH if everything else None)
     if out:
@@ -43,13 +47,16 @@ def main() -> int:
     return int(any(counts.get(outcome) for outcome in table.FAULTS))
 
 
-def sweep(todo: list[tuple[str, str]], processes: int, seconds: float) -> list[Any]:
-    """The outcome of every class, in the order of `todo`."""
+def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None) -> list[Any]:
+    """The outcome of every class, in the order of `todo`; classes that are in the log are not swept again."""
     from tests.sweep.judge import Outcome
 
-    context, waiting = multiprocessing.get_context("fork"), list(enumerate(todo))[::-1]
+    known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
+    done = {(outcome.name, outcome.group): outcome for outcome in known}
+    outcomes: dict[int, Outcome] = {i: done[at] for i, at in enumerate(todo) if at in done}
+    context = multiprocessing.get_context("fork")
+    waiting = [(i, at) for i, at in enumerate(todo) if i not in outcomes][::-1]
     running: dict[int, tuple[Any, Connection, float]] = {}
-    outcomes: dict[int, Outcome] = {}
     while waiting or running:
         while waiting and len(running) < processes:
             i, (name, group) = waiting.pop()
@@ -73,6 +80,9 @@ def sweep(todo: list[tuple[str, str]], processes: int, seconds: float) -> list[A
                 process.join()
                 del running[i]
                 o = outcomes[i]
+                if log:
+                    with log.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(o)) + "\n")
                 print(f"{o.outcome:14} {group:10} {name}: {o.error:.0e} {o.detail} [{o.blocks}] {o.note}", flush=True)
         time.sleep(0.02)
     return [outcomes[i] for i in range(len(todo))]

@@ -94,7 +94,7 @@ def _tokenizer(prompt: str, return_tensors: str) -> dict[str, Tensor]:
 
 def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
     """What `measure` says of the model, which is in training mode."""
-    asked: dict[str, Any] = {"k": list(KS), "tokens": [2, -1], "dtype": built.dtype}
+    asked: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
     try:
         return tracker.measure(built.model, copy.deepcopy(inputs), **(asked | settings))
     except UsageError:
@@ -179,7 +179,9 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
         if attending and later and (built.text or len(attending) > len(names)):
             raise Wrong(f"{len(attending)} blocks in {container} lie between the last block measured and the output")
         if attending and not later and not earlier:
-            raise Wrong(f"{container}, {len(attending)} blocks, reaches the output beside those measured: neither lies behind")
+            raise Wrong(
+                f"{container}, {len(attending)} blocks, reaches the output beside those measured: neither lies behind"
+            )
         if len(attending) > len(names) and earlier and not built.text:
             raise Wrong(f"{len(names)} blocks measured, but {container} before them holds {len(attending)}")
     if built.depth is not None and len(graph.blocks) != built.depth:

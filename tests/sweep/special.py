@@ -37,7 +37,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
         "altup_num_inputs": 4,
     },
-    "Gemma4TextConfig": {"global_head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 2},
+    "Gemma4TextConfig": {
+        "global_head_dim": 16,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        "num_kv_shared_layers": 2,
+    },
     "Gemma4UnifiedTextConfig": {"global_head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
     "GraniteMoeHybridConfig": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "mamba_n_heads": 8, "mamba_d_head": 8},
     "HunYuanDenseV1Config": {"head_dim": 8},

@@ -49,7 +49,13 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
         found = counts(of)
         lines.append(f"| {group} | " + " | ".join(str(found.get(name, 0)) for name in ORDER) + f" | {len(of)} |")
     for group in groups:
-        lines += ["", f"## {group}", "", "| class | outcome | error | reason or blocks | note |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| class | outcome | error | reason or blocks | note |",
+            "|---|---|---|---|---|",
+        ]
         for outcome in (o for o in outcomes if o.group == group):
             error = f"{outcome.error:.0e}" if outcome.error == outcome.error else ""
             shown = [outcome.name, outcome.outcome, error, outcome.detail or outcome.blocks, outcome.note.lstrip("; ")]

@@ -30,7 +30,9 @@ HEAD_COUNTS = """num_attention_heads num_heads n_head n_heads encoder_attention_
     attention_heads num_encoder_attention_heads num_decoder_attention_heads num_self_attention_heads
     encoder_num_attention_heads decoder_num_attention_heads swa_num_attention_heads index_n_heads linear_num_heads
     num_attention_heads_per_layer linear_num_value_heads""".split()
-KEY_HEAD_COUNTS = "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups linear_num_key_heads".split()
+KEY_HEAD_COUNTS = (
+    "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups linear_num_key_heads".split()
+)
 HEAD_DIMS = """head_dim attention_head_dim d_head d_kv kv_channels v_head_dim attention_head_size linear_head_dim
     dim_head swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim global_head_dim
     mamba_head_dim mamba_d_head mamba_headdim decoder_head_dim key_value_proj_dim""".split()
@@ -59,7 +61,9 @@ NAMED: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
     **dict.fromkeys(("qk_head_dim", "index_topk", "state_size", "mamba_d_state", "ssm_state_size", "d_rel"), 8),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"), VOCABULARY
+    ),
     **dict.fromkeys(("time_step_rank", "mamba_dt_rank", "gated_norm_rank", "laurel_rank", "adapter_rank"), 4),
     **dict.fromkeys(("hidden_size_per_layer_input", "router_hidden_size", "altup_num_inputs"), 4),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
@@ -80,6 +84,7 @@ NAMED: dict[str, Any] = {
     "eos_token_id": 2,
 }
 TEXT = ("", "text_config", "llm_config", "decoder", "decoder_config", "language_config", "thinker_config")
+
 
 def tiny(cls: type, depth: int = DEPTH, part: str = "") -> Any:
     """A tiny instance of a configuration class; `part` is its name in the configuration that holds it."""
@@ -110,9 +115,14 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
         changed |= {name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]}
     changed |= _per_layer(known, default, depth)
     changed |= _per_stage(known)
-    if any(isinstance(known.get(name), (list, tuple)) for name in ("depths", "hidden_sizes", "embed_dims", "blocks_per_stage")):
+    if any(
+        isinstance(known.get(name), (list, tuple))
+        for name in ("depths", "hidden_sizes", "embed_dims", "blocks_per_stage")
+    ):
         changed.pop("patch_size", None)
-        changed |= {name: value for name, value in {"image_size": 64, "window_size": 2}.items() if type(known.get(name)) is int}
+        changed |= {
+            name: value for name, value in {"image_size": 64, "window_size": 2}.items() if type(known.get(name)) is int
+        }
     rope = known.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:  # three parts of half a head's rotated width
         half = int(WIDTH // HEADS // 2 * rope.get("partial_rotary_factor", 1))
@@ -168,7 +178,9 @@ def _per_layer(known: dict[str, Any], default: Any, depth: int) -> dict[str, Any
 
 def for_class(name: str, config: Any) -> Any:
     """A configuration as one class of several that share it needs it."""
-    if name.endswith(("ForCausalLM", "LMHeadModel", "GenerationDecoder", "WithLMHead")) and hasattr(config, "is_decoder"):
+    if name.endswith(("ForCausalLM", "LMHeadModel", "GenerationDecoder", "WithLMHead")) and hasattr(
+        config, "is_decoder"
+    ):
         config.is_decoder = True
     return config
 
