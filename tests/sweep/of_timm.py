@@ -15,6 +15,10 @@ PARAMETERS = 30_000_000
 # Families within these modules differ by pooling, registers, position embeddings: each combination of words is one.
 TRANSFORMERS = """beit cait convit crossvit deepseek_vit deit eva gemma4_vit hiera levit naflexvit pit qwen3_vit tiny_vit tnt
     vision_transformer vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam volo xcit""".split()
+# One each: their members differ in how they convolve.
+CONVOLUTIONAL = """byobnet convnext cspnet densenet dla dpn efficientnet ghostnet hgnet hrnet inception_resnet_v2 inception_v3
+    mobilenetv3 nfnet regnet res2net resnest resnet resnetv2 rexnet selecsls senet sknet vovnet xception
+    xception_aligned""".split()
 SIZES = """test atto femto pico nano mini xxtiny xxs xtiny xs ti tiny x s small b base medsmall medium m l large huge giant
     gigantic enormous so xl h g plus d in ink dist dino miil fb ft in1k in21k in22k""".split()
 SHAPES: list[dict[str, Any]] = [
@@ -31,7 +35,8 @@ def names() -> list[str]:
     for module, members in _registry._module_to_models.items():
         for name in members:
             words = re.findall(r"[a-z]+\d?(?=[^a-z]|$)|[a-z]+", name)
-            kind = tuple(w for w in words if w not in SIZES and w != "patch") if module in TRANSFORMERS else words[:1]
+            words = [word for word in words if word not in SIZES and word != "patch"]
+            kind = words if module in TRANSFORMERS else [] if module in CONVOLUTIONAL else words[:1]
             families.setdefault((module, *kind), []).append(name)
     return sorted({min(members, key=_size) for members in families.values() if members})
 
