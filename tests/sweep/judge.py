@@ -147,6 +147,9 @@ def token(built: Built, ds: xr.Dataset) -> None:
     if grad is None:
         return
     at = ds.token_position.values[0].astype(int).tolist()
+    first = graph.blocks[0].x
+    if ds.attrs["tokens"] == "cls" and len(first) > 1 and not torch.equal(first[0, at], first[1, at]):
+        raise Wrong(f"tokens='cls' by default is position {at}, which holds another vector for another image")
     read = [t for t in range(grad.shape[1]) if grad[0, t].any()]
     if (len(read) == 1 and at != read) or not set(at) <= set(read):
         shown = read if len(read) < 4 else f"{read[0]} .. {read[-1]}"
@@ -301,8 +304,8 @@ class State:
         if tensors.keys() != self.tensors.keys():
             found.append(f"parameters or buffers {sorted(tensors.keys() ^ self.tensors.keys())[:3]}")
         for name, (tensor, values, version, wanted) in self.tensors.items():
-            now = tensors.get(name)
-            if now is not tensor or not torch.equal(now, values) or now.requires_grad != wanted:
+            now = tensors[name] if name in tensors else None
+            if now is None or now is not tensor or not torch.equal(now, values) or now.requires_grad != wanted:
                 found.append(f"{name} has other values")
             elif now._version != version:
                 found.append(f"{name} was written to")
@@ -326,5 +329,5 @@ class State:
 
     @staticmethod
     def _config(model: nn.Module) -> Any:
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         return str(config.to_dict()) if hasattr(config, "to_dict") else None

@@ -24,8 +24,8 @@ SIZES = """test atto femto pico nano mini xxtiny xxs xtiny xs ti tiny x s small 
 SHAPES: list[dict[str, Any]] = [
     {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 4},
     {"img_size": 64, "patch_size": 16, "embed_dim": 32, "depth": 6, "num_heads": 4},
-    {"img_size": 64, "embed_dim": 32, "num_heads": 4},
-    {"img_size": 64},
+    {"img_size": 128, "embed_dim": 32, "num_heads": 4},
+    {"img_size": 128},
 ]
 
 
@@ -33,7 +33,7 @@ def names() -> list[str]:
     """One name of each family: the smallest by the words that say a size."""
     families: dict[tuple[str, ...], list[str]] = {}
     for module, members in _registry._module_to_models.items():
-        for name in members:
+        for name in members - _registry._deprecated_models.keys():
             words = re.findall(r"[a-z]+\d?(?=[^a-z]|$)|[a-z]+", name)
             words = [word for word in words if word not in SIZES and word != "patch"]
             kind = words if module in TRANSFORMERS else [] if module in CONVOLUTIONAL else words[:1]
@@ -62,10 +62,7 @@ def build(name: str) -> Built:
         if parameters > PARAMETERS:
             failures.append(f"{parameters / 1e6:.0f} M parameters with {kept or 'the sizes of its own'}")
             continue
-        side = kept.get("img_size") or (64 if "img_size" in shape else model.default_cfg["input_size"][-1])
-        if side > 128:
-            failures.append(f"images of {side} pixels")
-            continue
+        side = kept.get("img_size") or shape["img_size"]
         depth = kept.get("depth")
         small = kept.get("embed_dim") == tiny.WIDTH
         try:

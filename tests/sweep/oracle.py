@@ -221,7 +221,7 @@ def trajectory(X: Tensor) -> dict[str, Tensor]:
         norms = torch.stack([X[l, t].norm() for l in range(depth)])
         alphas = torch.stack([(norms[l] / norms[l - 1]).log() for l in range(1, depth)])
         lengths = torch.stack([step.norm() for step in steps])
-        result["lss"][t] = (depth - 1) / sum(step / step.norm() for step in steps).norm()
+        result["lss"][t] = (depth - 1) / torch.stack([step / step.norm() for step in steps]).sum(0).norm()
         result["expodistance"][t] = alphas.var(correction=0) / alphas.mean() ** 2
         result["alpha_mean"][t] = alphas.mean()
         result["equidistance"][t] = lengths.std(correction=0) / lengths.mean()

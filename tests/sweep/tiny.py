@@ -83,6 +83,15 @@ NAMED: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+SECTIONED = (
+    "VL",
+    "Glm4v",
+    "GlmOcr",
+    "GlmImage",
+    "Qwen2_5Omni",
+    "PaddleOCR",
+    "Cosmos3Edge",
+)  # whose positions are of three parts
 TEXT = ("", "text_config", "llm_config", "decoder", "decoder_config", "language_config", "thinker_config")
 
 
@@ -124,7 +133,10 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
             name: value for name, value in {"image_size": 64, "window_size": 2}.items() if type(known.get(name)) is int
         }
     rope = known.get("rope_parameters")
-    if isinstance(rope, dict) and "mrope_section" in rope:  # three parts of half a head's rotated width
+    of_images = any(word in type(default).__name__ for word in SECTIONED)
+    if isinstance(rope, dict) and (
+        "mrope_section" in rope or (of_images and "rope_theta" in rope)
+    ):  # three parts of half a head's rotated width
         half = int(WIDTH // HEADS // 2 * rope.get("partial_rotary_factor", 1))
         changed["rope_parameters"] = {**rope, "mrope_section": [half - half // 2, half // 2 - half // 4, half // 4]}
     for name, part in parts.items():
