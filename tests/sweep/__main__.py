@@ -41,7 +41,10 @@ def main() -> int:
     everything = not given.only and not given.group
     out = given.out or (table.PATH if everything else None)
     if out:
-        table.write(out, outcomes, " ".join(["python -m tests.sweep", *sys.argv[1:]]))
+        chosen = "".join(f" --group {group}" for group in given.group or ()) + (
+            f" --only {given.only}" if given.only else ""
+        )
+        table.write(out, outcomes, "python -m tests.sweep" + chosen)
     counts = table.counts(outcomes)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return int(any(counts.get(outcome) for outcome in table.FAULTS))

@@ -117,8 +117,10 @@ def of_transformers(name: str, group: str) -> Built:
         known = inspect.signature(cls.forward).parameters
         if not {"input_ids", "pixel_values"} <= known.keys():
             raise
-        with reason(str(error)):  # with text and images both: towers side by side
+        try:  # with text and images both: towers side by side, or one behind the other
             built = finished(make, lambda model: _inputs(model, config, True, True), True, None)
+        except NotBuilt:
+            raise error from None
         built.note = "text and images given" + built.note
         return built
 

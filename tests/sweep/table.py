@@ -27,7 +27,7 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
     lines = [
         "# Sweep",
         "",
-        f"Made by `{command}` with torch {torch.__version__}, transformers {transformers.__version__}, timm "
+        f"Made by `{command}` with torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm "
         f"{timm.__version__}: every class that builds from a tiny random configuration, measured in float64 (float32 "
         "where the note says so) and compared with gradients between the hidden states of one forward pass of the model "
         "itself.",
