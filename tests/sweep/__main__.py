@@ -1,0 +1,103 @@
+"""`python -m tests.sweep`: sweep the classes, each in a process of its own, and write docs/sweep.md."""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120
+
+
+def main() -> int:
+    """The command line; the exit status is 1 where something is wrong, raises or changes its model."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
+    parser.add_argument("--only", default="", help="classes whose names contain this")
+    parser.add_argument("--group", action="append", help="causal, multimodal, encoder, vision, timm; all by default")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
+    parser.add_argument("--list", action="store_true", help="the classes, and no more")
+    parser.add_argument("--log", type=Path, help="outcomes as they come, one a line; those it has are not found again")
+    parser.add_argument("--out", help="where to write the table; docs/sweep.md for a sweep of everything")
+    given = parser.parse_args()
+
+    import torch
+    import transformers
+
+    from tests.sweep import catalogue, table
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    groups = given.group or catalogue.GROUPS
+    todo = [(name, group) for group in groups for name in catalogue.classes(group) if given.only in name]
+    if given.list:
+        print("\n".join(f"{group:12} {name}" for name, group in todo))
+        return 0
+    outcomes = sweep(todo, given.processes, given.seconds, given.log)
+    everything = not given.only and not given.group
+    out = given.out or (table.PATH if everything else None)
+    if out:
+        chosen = "".join(f" --group {group}" for group in given.group or ()) + (
+            f" --only {given.only}" if given.only else ""
+        )
+        table.write(out, outcomes, "python -m tests.sweep" + chosen)
+    counts = table.counts(outcomes)
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return int(any(counts.get(outcome) for outcome in table.FAULTS))
+
+
+def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None) -> list[Any]:
+    """The outcome of every class, in the order of `todo`; classes that are in the log are not swept again."""
+    from tests.sweep.judge import Outcome
+
+    known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
+    done = {(outcome.name, outcome.group): outcome for outcome in known}
+    outcomes: dict[int, Outcome] = {i: done[at] for i, at in enumerate(todo) if at in done}
+    context = multiprocessing.get_context("fork")
+    waiting = [(i, at) for i, at in enumerate(todo) if i not in outcomes][::-1]
+    running: dict[int, tuple[Any, Connection, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            i, (name, group) = waiting.pop()
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_judge, args=(name, group, there))
+            process.start()
+            there.close()
+            running[i] = process, here, time.monotonic() + seconds
+        for i, (process, here, until) in list(running.items()):
+            name, group = todo[i]
+            if here.poll():
+                try:
+                    outcomes[i] = here.recv()
+                except EOFError:
+                    process.join()
+                    outcomes[i] = Outcome(name, group, "raw exception", f"the process ended with {process.exitcode}")
+            elif time.monotonic() > until:
+                process.kill()
+                outcomes[i] = Outcome(name, group, "too slow", f"more than {seconds:.0f} s")
+            if i in outcomes:
+                process.join()
+                del running[i]
+                o = outcomes[i]
+                if log:
+                    with log.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(o)) + "\n")
+                print(f"{o.outcome:14} {group:10} {name}: {o.error:.0e} {o.detail} [{o.blocks}] {o.note}", flush=True)
+        time.sleep(0.02)
+    return [outcomes[i] for i in range(len(todo))]
+
+
+def _judge(name: str, group: str, there: Connection) -> None:
+    from tests.sweep import catalogue
+    from tests.sweep.judge import judge
+
+    there.send(judge(name, group, catalogue.builder(name, group)))
+    there.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

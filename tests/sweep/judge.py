@@ -1,0 +1,333 @@
+"""One class: built, run, measured, compared with the oracle, and looked over for changes."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import tracker
+from tests.sweep import oracle
+from tests.sweep.catalogue import Built, NotBuilt, last_line
+from tracker.blocks import UsageError
+
+KS = (3, 6)
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
+
+
+@dataclass
+class Outcome:
+    """What became of one class."""
+
+    name: str
+    group: str
+    outcome: str  # right, refused, wrong, raw exception, changed, not built, too slow
+    detail: str = ""
+    error: float = float("nan")
+    blocks: str = ""
+    note: str = ""
+
+
+class Wrong(Exception):
+    """The measurement is not what the oracle says."""
+
+
+def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
+    """Measure a class and say what came of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            built = build()
+        except NotBuilt as error:
+            return Outcome(name, group, "not built", str(error))
+        result = Outcome(name, group, "right", note=built.note)
+        _examine(built, result)
+    return result
+
+
+def _examine(built: Built, result: Outcome) -> None:
+    pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
+    try:
+        measured = [([built.inputs], _measured(built, built.inputs))]
+        if built.prompts:
+            prompts = [" ".join(map(str, ids[0].tolist())) for ids in built.prompts]
+            calls = [{"input_ids": ids} for ids in built.prompts]
+            result.blocks = _short(measured[0][1])
+            stage = "two prompts: "
+            measured.append((calls, _measured(built, prompts, tokenizer=_tokenizer)))
+        result.blocks, stage = _short(measured[0][1]), ""
+        with oracle.quiet():
+            for calls, ds in measured:
+                for i, call in enumerate(calls):
+                    part = ds if len(calls) == 1 else ds.isel(prompt=[i])
+                    worst.append(compare(pristine, call, part, result))
+            if not built.text:
+                token(pristine, _measured(built, built.inputs, tokens=None, measures=["trajectory"]))
+    except UsageError as error:
+        result.outcome, result.detail = "refused", stage + str(error).splitlines()[0]
+    except Wrong as error:
+        result.outcome, result.detail = "wrong", str(error)
+    except oracle.Unsuitable as error:
+        result.outcome, result.detail = "no oracle", str(error)
+    except _Raised as error:
+        result.outcome, result.detail = "raw exception", stage + last_line(error.__cause__ or error)
+    result.error = max(worst, default=float("nan"))
+    changes = before.changes(built.model)
+    if changes:
+        was = f" (else: {result.outcome} {result.detail})"
+        result.outcome, result.detail = "changed", "; ".join(changes[:3]) + was
+
+
+class _Raised(Exception):
+    """`measure` raised something other than a UsageError; the cause is what."""
+
+
+def _tokenizer(prompt: str, return_tensors: str) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor([[int(word) for word in prompt.split()]])}
+
+
+def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
+    """What `measure` says of the model, which is in training mode."""
+    asked: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
+    try:
+        return tracker.measure(built.model, copy.deepcopy(inputs), **(asked | settings))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise _Raised from error
+
+
+def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcome) -> float:
+    """The worst error of a measurement of one forward call.
+
+    Raises:
+        Wrong: if it is above the tolerance, or other blocks were measured than those of the model's own tower.
+    """
+    names = ds.attrs["blocks"].split(", ")
+    graph = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)))
+    calls = [call.name for call in graph.blocks]
+    if calls != names:
+        raise Wrong(f"measured {names}, but the model calls {calls}")
+    for before, after in itertools.pairwise(graph.blocks):
+        if not torch.equal(before.y, after.x):
+            raise Wrong(f"{after.name} does not take what {before.name} gives")
+    B = ds.sizes["prompt"]
+    graph.batch_first = graph.blocks[0].x.shape[0] == B
+    tower(built, inputs, graph, result)
+    norm = _final_norm(built, graph, ds)
+    X, raw = graph.states(norm), graph.states(None)
+    errors: dict[str, float] = {}
+    for b in range(B):
+        errors |= _of_states(ds, X, raw, b)
+        for i, t in enumerate(ds.token_position.values[b].astype(int).tolist()):
+            J = [graph.jacobians(l, b, t, norm) for l in range(len(names))]
+            errors |= _of_jacobians(ds.isel(prompt=b, token=i), J, f"sample {b} token {t}")
+    worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else np.inf)
+    if not errors[worst] <= TOLERANCE[built.dtype]:
+        raise Wrong(f"{worst}: error {errors[worst]:.1e}")
+    return errors[worst]
+
+
+def token(built: Built, ds: xr.Dataset) -> None:
+    """Check the token that is measured by default against those that a pooled output reads.
+
+    Raises:
+        Wrong: if the output reads one token, and another is measured; or it reads not at all the one measured.
+    """
+    names = ds.attrs["blocks"].split(", ")
+    graph = oracle.run(built.fresh(), built.inputs, list(dict.fromkeys(names)))
+    out = pooled(graph.output)
+    grad = None if out is None else graph.dependence(out, graph.blocks[-1].y)
+    if grad is None:
+        return
+    at = ds.token_position.values[0].astype(int).tolist()
+    first = graph.blocks[0].x
+    if ds.attrs["tokens"] == "cls" and len(first) > 1 and not torch.equal(first[0, at], first[1, at]):
+        raise Wrong(f"tokens='cls' by default is position {at}, which holds another vector for another image")
+    read = [t for t in range(grad.shape[1]) if grad[0, t].any()]
+    if (len(read) == 1 and at != read) or not set(at) <= set(read):
+        shown = read if len(read) < 4 else f"{read[0]} .. {read[-1]}"
+        raise Wrong(f"tokens={ds.attrs['tokens']!r} by default is position {at}, but the output reads position {shown}")
+
+
+def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+    """Check that the blocks are those whose chain ends in the output, all of them, and the whole state.
+
+    Raises:
+        Wrong: if they are not.
+    """
+    last = graph.blocks[-1].y
+    out = output_of(graph.output)
+    if not any(graph.dependence(value, last) is not None for value in (out, *oracle.floats(graph.output))):
+        raise Wrong(f"the output does not depend on the last block measured, {graph.blocks[-1].name}")
+    names = {call.name for call in graph.blocks}
+    classes = {type(built.model.get_submodule(name)) for name in names}
+    for container, calls in graph.lists.items():
+        inside = any(container.startswith(f"{name}.") or container == name for name in names)
+        holds = any(name.startswith(f"{call.name}.") for name in names for call in calls)
+        if inside or holds or graph.dependence(out, calls[-1].y) is None:
+            continue
+        alike = [c for c in calls if type(built.model.get_submodule(c.name)) in classes]
+        later = graph.dependence(calls[-1].y, last) is not None
+        earlier = graph.dependence(last, calls[-1].y) is not None
+        attending = [c for c in calls if _attends(built.model.get_submodule(c.name))]
+        if alike and (later or earlier) and not built.text:
+            raise Wrong(f"{len(names)} blocks measured, but {container} holds {len(alike)} more of their class")
+        if attending and later and (built.text or len(attending) > len(names)):
+            raise Wrong(f"{len(attending)} blocks in {container} lie between the last block measured and the output")
+        if attending and not later and not earlier:
+            raise Wrong(
+                f"{container}, {len(attending)} blocks, reaches the output beside those measured: neither lies behind"
+            )
+        if len(attending) > len(names) and earlier and not built.text:
+            raise Wrong(f"{len(names)} blocks measured, but {container} before them holds {len(attending)}")
+    if built.depth is not None and len(graph.blocks) != built.depth:
+        raise Wrong(f"{len(graph.blocks)} calls of blocks measured, but the tower has {built.depth} layers")
+    whole_state(built, inputs, graph, result)
+
+
+def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+    """Note what reaches the output past a hidden state; a second stream beside it makes the measurement wrong."""
+    names = [call.name for call in graph.blocks]
+    past = []
+    for l in range(len(names)):
+        cut = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)), cut=l)
+        if cut.dependence(output_of(cut.output), cut.blocks[0].x) is not None:
+            past.append(l + 1)
+    note = f"output depends on x^0 past block {', '.join(map(str, past))}"
+    if past and note not in result.note:
+        result.note += f"; {note}"
+    if len(names) in past and graph.blocks[-1].other:
+        raise Wrong("a second tensor of the state's shape leaves each block and reaches the output past the first")
+
+
+def pooled(output: Any) -> Tensor | None:
+    """The output that has no token axis."""
+    for name in ("logits", "pooler_output", "image_embeds"):
+        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value
+    return output if isinstance(output, Tensor) and output.dim() == 2 else None
+
+
+def output_of(output: Any) -> Tensor:
+    """What the model is run for: its logits, else its pooled state, else its first floating tensor."""
+    for name in ("logits", "pooler_output", "last_hidden_state", "prediction_logits"):
+        value = output.get(name) if isinstance(output, dict) else getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    tensors = list(oracle.floats(output))
+    if not tensors:
+        raise oracle.Unsuitable("the model gives no floating tensor")
+    return tensors[0]
+
+
+def _attends(module: nn.Module) -> bool:
+    return any("att" in type(part).__name__.lower() for part in module.modules())
+
+
+def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | None:
+    """The output of the norm that takes the last block's output.
+
+    Raises:
+        Wrong: if the measurement names another than the graph shows, or none for a language model that has one.
+    """
+    if ds.attrs["final_norm"] != "include":
+        blocks = graph.blocks[-1].name
+        beside = [name for name, _ in graph.norms if blocks.startswith(name.rpartition(".")[0])]
+        if built.text and beside:
+            raise Wrong(f"the final norm {beside[0]} of a language model was left out")
+        return None
+    found = [y for name, y in graph.norms if name == ds.attrs["final_norm_module"]]
+    if not found:
+        raise Wrong(f"the final norm named, {ds.attrs['final_norm_module']}, does not take the last block's output")
+    return found[0]
+
+
+def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, float]:
+    errors = {}
+    for states, suffix in ((X, ""), (raw, "_raw")):
+        for name, expected in oracle.trajectory(states[:, b]).items():
+            if f"{name}{suffix}" in ds:
+                seen = ds[f"{name}{suffix}"].isel(prompt=b).values[..., : expected.shape[-1]]
+                errors[f"{name}{suffix} sample {b}"] = _difference(seen, expected.numpy())
+    return errors
+
+
+def _of_jacobians(ds: xr.Dataset, J: list[Tensor], where: str) -> dict[str, float]:
+    S = torch.stack([torch.linalg.svdvals(matrix) for matrix in J])
+    ranks = ds.sizes["rank"]
+    seen = torch.as_tensor(ds.singular_value.values[:, :ranks])
+    errors = {f"singular values, {where}": float(((seen - S[:, :ranks]).abs().amax(1) / S[:, 0].clamp(1e-12)).max())}
+    for K in KS:
+        # Singular vectors turn by the error over the gap (Wedin).
+        gaps = -S[:, : K + 1].diff()
+        turn = float((S[:, :1] / gaps.clamp(1e-300)).max()) / 10
+        for name, expected in oracle.measures(J, K).items():
+            scale = max(1.0, float(expected.max())) if name == "offdiag" else 1.0
+            error = _difference(ds[name].sel(k=K).values, expected.numpy(), scale)
+            errors[f"{name} k={K}, {where}"] = error / max(1.0, turn)
+    return errors
+
+
+def _difference(seen: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
+    both = np.isnan(seen) & ~np.isfinite(expected)
+    scale = scale or max(1.0, float(np.abs(expected[np.isfinite(expected)]).max(initial=0)))
+    return float(np.where(both, 0, np.abs(seen - expected)).max()) / scale
+
+
+def _short(ds: xr.Dataset) -> str:
+    names = ds.attrs["blocks"].split(", ")
+    return f"{len(names)}: {names[0]} .. {names[-1]}, norm {ds.attrs['final_norm']}, tokens {ds.attrs['tokens']}"
+
+
+class State:
+    """A model as it is before it is measured."""
+
+    def __init__(self, model: nn.Module):
+        model.train()
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.tensors = {name: (t, t.detach().clone(), t._version, t.requires_grad) for name, t in tensors.items()}
+        self.modules = {name: self._of(module) for name, module in model.named_modules()}
+        self.config = self._config(model)
+
+    def changes(self, model: nn.Module) -> list[str]:
+        """What is no longer as it was."""
+        found = []
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if tensors.keys() != self.tensors.keys():
+            found.append(f"parameters or buffers {sorted(tensors.keys() ^ self.tensors.keys())[:3]}")
+        for name, (tensor, values, version, wanted) in self.tensors.items():
+            now = tensors[name] if name in tensors else None
+            if now is None or now is not tensor or not torch.equal(now, values) or now.requires_grad != wanted:
+                found.append(f"{name} has other values")
+            elif now._version != version:
+                found.append(f"{name} was written to")
+            elif now.grad is not None:
+                found.append(f"{name} has a gradient")
+        for name, module in model.named_modules():
+            of = self._of(module)
+            if self.modules.get(name) != of:
+                was = self.modules.get(name) or {}
+                found.append(f"{name or 'the model'} has other {[k for k in of if of[k] != was.get(k)][:4]}")
+        if self._config(model) != self.config:
+            found.append("the configuration")
+        return found
+
+    @staticmethod
+    def _of(module: nn.Module) -> dict[str, Any]:
+        simple = (bool, int, float, str, type(None), torch.dtype)
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
+        hooks = {k: len(v) for k, v in vars(module).items() if k.endswith("_hooks")}
+        return plain | hooks | {"names": sorted(vars(module))}
+
+    @staticmethod
+    def _config(model: nn.Module) -> Any:
+        config: Any = getattr(model, "config", None)
+        return str(config.to_dict()) if hasattr(config, "to_dict") else None

@@ -1,0 +1,63 @@
+"""The table of a sweep, in Markdown."""
+
+import collections
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.sweep.judge import Outcome
+
+PATH = str(Path(__file__).parent.parent.parent / "docs" / "sweep.md")
+FAULTS = ("wrong", "raw exception", "changed")
+ORDER = ("right", "refused", *FAULTS, "no oracle", "too slow", "not built")
+
+
+def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many classes had each outcome."""
+    found = collections.Counter(outcome.outcome for outcome in outcomes)
+    return {name: found[name] for name in ORDER if found[name]}
+
+
+def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
+    """Write the counts by group, and a row for every class."""
+    import timm
+    import torch
+    import transformers
+
+    groups = list(dict.fromkeys(outcome.group for outcome in outcomes))
+    lines = [
+        "# Sweep",
+        "",
+        f"Made by `{command}` with torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm "
+        f"{timm.__version__}: every class that builds from a tiny random configuration, measured in float64 (float32 "
+        "where the note says so) and compared with gradients between the hidden states of one forward pass of the model "
+        "itself.",
+        "",
+        "- **right**: the blocks are those whose chain ends in the output, all of them; singular values, the four "
+        "mis-couplings and the trajectory measures are those of the comparison. *Error*: the worst, of singular values over "
+        "the largest one, of mis-couplings over how ill-conditioned they are (Wedin).",
+        "- **refused**: a `UsageError`; its first line.",
+        "- **wrong**: other numbers, blocks or tokens. **raw exception**: another exception, where the model itself runs. "
+        "**changed**: measuring changed the model.",
+        "- **no oracle**: measured, but the comparison can't be made. **not built**: no tiny configuration, or it does not "
+        "run by itself.",
+        "",
+        "| group | " + " | ".join(ORDER) + " | all |",
+        "|" + "---|" * (len(ORDER) + 2),
+    ]
+    for group in [*groups, "all"]:
+        of = [outcome for outcome in outcomes if group in (outcome.group, "all")]
+        found = counts(of)
+        lines.append(f"| {group} | " + " | ".join(str(found.get(name, 0)) for name in ORDER) + f" | {len(of)} |")
+    for group in groups:
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| class | outcome | error | reason or blocks | note |",
+            "|---|---|---|---|---|",
+        ]
+        for outcome in (o for o in outcomes if o.group == group):
+            error = f"{outcome.error:.0e}" if outcome.error == outcome.error else ""
+            shown = [outcome.name, outcome.outcome, error, outcome.detail or outcome.blocks, outcome.note.lstrip("; ")]
+            lines.append("| " + " | ".join(text.replace("|", "\\|") for text in shown) + " |")
+    Path(path).write_text("\n".join(lines) + "\n")

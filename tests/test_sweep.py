@@ -1,0 +1,161 @@
+"""The sweep itself: what it calls right is right, and it sees each kind of fault in a measurement that has it."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.conftest import ROOT
+from tests.sweep import catalogue, judge, oracle, table, tiny
+from tracker.blocks import UsageError
+
+measure = tracker.measure
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return catalogue.builder("LlamaForCausalLM", "causal")()
+
+
+def outcome(monkeypatch, built, measured=measure):
+    monkeypatch.setattr(tracker, "measure", measured, raising=False)
+    return judge.judge(built.model.__class__.__name__, "causal", lambda: built)
+
+
+def test_right(monkeypatch, llama):
+    found = outcome(monkeypatch, llama)
+    assert found.outcome == "right" and found.error < 1e-12
+    assert found.blocks.startswith("4: model.layers.0")
+
+
+@pytest.mark.parametrize("variable", ["singular_value", "miscoupling", "offdiag_normalized", "lss", "norm_raw"])
+def test_wrong_numbers(monkeypatch, llama, variable):
+    def wrong(*args, **settings):
+        ds = measure(*args, **settings)
+        ds[variable] = ds[variable] + 1e-4
+        return ds
+
+    found = outcome(monkeypatch, llama, wrong)
+    assert found.outcome == "wrong" and found.detail.startswith(variable.replace("singular_value", "singular values"))
+
+
+def test_fewer_blocks_than_the_tower_has(monkeypatch, llama):
+    def fewer(model, inputs, **settings):
+        return measure(model, inputs, blocks=[f"model.layers.{l}" for l in range(3)], **settings)
+
+    assert outcome(monkeypatch, llama, fewer).outcome == "wrong"
+
+
+def test_refused_raised_and_changed(monkeypatch, llama):
+    def refuses(*args, **settings):
+        raise UsageError("not this model\nas it is")
+
+    def raises(*args, **settings):
+        raise KeyError("weights")
+
+    def writes(model, *args, **settings):
+        with torch.no_grad():
+            next(model.parameters()).mul_(1)
+        return measure(model, *args, **settings)
+
+    def leaves_hooks(model, *args, **settings):
+        model.register_forward_hook(lambda *call: None)
+        return measure(model, *args, **settings)
+
+    refused = outcome(monkeypatch, llama, refuses)
+    assert (refused.outcome, refused.detail) == ("refused", "not this model")
+    assert outcome(monkeypatch, llama, raises).outcome == "raw exception"
+    assert outcome(monkeypatch, llama, writes).outcome == "changed"
+    assert outcome(monkeypatch, llama, leaves_hooks).outcome == "changed"
+
+
+class Fused(nn.Module):
+    """Blocks that hand on a second stream, to which the next one adds the first."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.Linear(8, 8)
+
+        def forward(self, x, rest):
+            rest = x + rest
+            return self.attention(rest.tanh()), rest
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, ids):
+        x, rest = self.embed(ids), torch.zeros(1, dtype=self.embed.weight.dtype)
+        for layer in self.layers:
+            x, rest = layer(x, rest)
+        return x + rest
+
+
+def test_a_second_stream():
+    built = catalogue.Built(Fused().double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
+    graph = oracle.run(built.fresh(), built.inputs, [f"layers.{l}" for l in range(3)])
+    with pytest.raises(judge.Wrong, match="second tensor"):
+        judge.tower(built, built.inputs, graph, judge.Outcome("Fused", "causal", "right"))
+
+
+class Towers(nn.Module):
+    """Two towers side by side, or one behind the other."""
+
+    def __init__(self, behind: bool):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.first = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+        self.second = nn.ModuleList(nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(3))
+        self.behind = behind
+
+    def forward(self, ids):
+        x = start = self.embed(ids)
+        for layer in self.first:
+            x = x + layer(x, x, x)[0]
+        y = x if self.behind else start
+        for layer in self.second:
+            y = y + layer(y, y, y)[0]
+        return y if self.behind else x + y
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_wrong_tower(behind):
+    built = catalogue.Built(Towers(behind).double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
+    graph = oracle.run(built.fresh(), built.inputs, ["first.0", "first.1"])
+    with pytest.raises(judge.Wrong, match="between" if behind else "beside"):
+        judge.tower(built, built.inputs, graph, judge.Outcome("Towers", "causal", "right"))
+
+
+def test_jacobians_are_those_of_a_block_alone():
+    built = catalogue.Built(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), {}, True)
+    model = nn.ModuleDict({"layers": nn.ModuleList([built.model])}).double()
+    model.forward = lambda x: model["layers"][0](x)  # type: ignore[method-assign]
+    x = torch.randn(2, 3, 6, dtype=torch.float64)
+    graph = oracle.run(model, {"x": x}, ["layers.0"])
+    J = torch.func.jacrev(built.model)(x[1, 2]) - torch.eye(6)
+    torch.testing.assert_close(graph.jacobians(0, 1, 2, None), J)
+
+
+def test_configurations_keep_each_kind_of_layer():
+    from transformers import Gemma3TextConfig
+
+    config = tiny.tiny(Gemma3TextConfig)
+    assert config.num_hidden_layers == tiny.DEPTH and config.sliding_window == tiny.WINDOW
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_each_class_is_in_one_group():
+    groups = [set(catalogue.classes(group)) for group in catalogue.GROUPS]
+    assert all(len(group) > 50 for group in groups)
+    assert sum(map(len, groups)) == len(set.union(*groups))
+
+
+def test_the_table_in_the_docs_has_every_outcome():
+    lines = (ROOT / "docs" / "sweep.md").read_text().splitlines()
+    rows = [line for line in lines if re.match(r"\| \w+ \| (" + "|".join(table.ORDER) + r") \|", line)]
+    total = next(line for line in lines if line.startswith("| all |")).split("|")[-2]
+    assert len(rows) == int(total) > 500
