@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from tracker.copies import holds_tensors
 from tracker.recording import AttentionCall, BlockCall
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
@@ -65,7 +65,7 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     """An argument of the block, restricted to the rows; only arguments known by name are divided."""
     if isinstance(value, dict):  # what the signature collects as **kwargs
         return {key: of_rows(str(key), entry, call, rows) for key, entry in value.items()}
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+    if not holds_tensors(value):
         return value
     n = call.x.shape[1]
     if name in PER_TOKEN:
@@ -150,7 +150,7 @@ def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]
     def cut(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: cut(str(key), entry) for key, entry in value.items()}
-        if name == call.state or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        if name == call.state or not holds_tensors(value):
             return value
         if name in PER_TOKEN:
             return per_token(name, value)

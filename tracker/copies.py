@@ -47,6 +47,17 @@ def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     return leaf(value)
 
 
+def holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a container or plain data object that holds one."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(map(holds_tensors, value.values()))
+    if isinstance(value, (list, tuple, deque)):
+        return any(map(holds_tensors, value))
+    return is_data(value) and any(map(holds_tensors, vars(value).values()))
+
+
 def is_data(value: Any, depth: int = 3) -> bool:
     """Whether an object is plain data: it holds numbers, text, tensors, types, and containers or objects of these alone.
 

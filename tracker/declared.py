@@ -45,6 +45,8 @@ def unembedding(model: nn.Module, block: str) -> str | None:
     if is_encoder_decoder(owner) and _encodes(owner, model, block):
         return None
     head = owner.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(head, nn.ModuleList):  # several, one for each codebook
+        return None
     return next((name for name, module in model.named_modules() if head is not None and module is head), None)
 
 
@@ -56,10 +58,12 @@ def in_text_tower(model: nn.Module, block: str) -> bool:
         return False
     for inner in reversed(owners):  # the innermost that says what it reads: a vision tower has an embedding of its own
         try:
-            return isinstance(inner.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
+            embed = inner.get_input_embeddings()  # type: ignore[operator]
+            tables = embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]  # one for each codebook
+            return all(isinstance(table, nn.Embedding) for table in tables)
         except (AttributeError, NotImplementedError):
             continue
-    return False
+    return any(isinstance(getattr(inner.config, "vocab_size", None), int) for inner in owners)
 
 
 def is_encoder_decoder(owner: nn.Module) -> bool:

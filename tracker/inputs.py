@@ -102,12 +102,20 @@ def _batch(
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
     model = huggingface_owner(model) or model
-    table, context = token_embedding(model), getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    table, context = token_embedding(model), getattr(config, "max_position_embeddings", None)
     if ids.shape[1] == 0:
         raise UsageError("no tokens; every prompt needs at least one")
-    if context is not None and ids.shape[1] > context:
+    if context is not None and ids.shape[1] > context > 0:  # XLNet's -1 stands for no limit
         raise UsageError(
             f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten it, or cut it: max_tokens={context}"
+        )
+    window = getattr(config, "attention_window", None)  # Longformer, LED
+    multiple = max(window) if isinstance(window, (list, tuple)) else window
+    if isinstance(multiple, int) and multiple > 0 and ids.shape[1] % multiple:
+        raise UsageError(
+            f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}); padded tokens "
+            "would be measured: give a multiple of it"
         )
     if table is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
         raise UsageError(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from tracker import outputs, residual_pair
 from tracker.attention import Attend, answering
@@ -79,7 +78,7 @@ class BlockCall:
             # What the model itself keeps in another precision stays in it.
             return value.to(device, dtype if value.dtype == self.replica.dtype else value.dtype)
 
-        arguments = {name: tree_map(convert, value) for name, value in self.arguments.arguments.items()}
+        arguments = {name: copied(value, convert, {}) for name, value in self.arguments.arguments.items()}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
         attention = [AttentionCall(convert(a.key), convert(a.value), convert(a.mask), a.causal) for a in self.attention]
         other = replace(self, arguments=bound, x=convert(self.x), attention=attention)

@@ -212,7 +212,9 @@ def _depth(config: Any, text: bool, encoder: bool) -> int | None:
     depths = getattr(part, "depths", None)
     if isinstance(depths, (list, tuple)):
         return sum(depths)
-    for name in ("num_hidden_layers", "num_layers", "depth"):
+    # A block of LongCat holds two attentions, and its config counts those.
+    twice = ("num_layers",) if type(part).__name__ == "LongcatFlashConfig" else ()
+    for name in (*twice, "num_hidden_layers", "num_layers", "depth"):
         if type(getattr(part, name, None)) is int:
             return getattr(part, name)
     return None

@@ -151,6 +151,8 @@ def token(built: Built, ds: xr.Dataset) -> None:
     if ds.attrs["tokens"] == "cls" and len(first) > 1 and not torch.equal(first[0, at], first[1, at]):
         raise Wrong(f"tokens='cls' by default is position {at}, which holds another vector for another image")
     read = [t for t in range(grad.shape[1]) if grad[0, t].any()]
+    if len(read) == 1 and len(first) > 1 and not torch.equal(first[0, read], first[1, read]):
+        return  # a patch that is read like a class token (Janus): without a class token the default is the last one
     if (len(read) == 1 and at != read) or not set(at) <= set(read):
         shown = read if len(read) < 4 else f"{read[0]} .. {read[-1]}"
         raise Wrong(f"tokens={ds.attrs['tokens']!r} by default is position {at}, but the output reads position {shown}")

@@ -195,7 +195,7 @@ def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
 @torch.no_grad()
 def measures(J: Sequence[Tensor], K: int) -> dict[str, Tensor]:
     """The four mis-couplings of every pair of layers, element by element from their definitions."""
-    L = len(J)
+    L, J = len(J), [matrix.double() for matrix in J]  # some blocks give another dtype than they take
     svds = [torch.linalg.svd(matrix) for matrix in J]
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in MEASURES}
     for l in range(L):
