@@ -93,7 +93,10 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
     """
     path = tower_of(names, runs)
     tower = model.get_submodule(path)
-    for part in (model, *tower.modules()):
+    holders = names[0].split(".")[
+        :-1
+    ]  # not what stands beside the blocks: a stem of convolutions has a pooling of its own
+    for part in (model.get_submodule(".".join(holders[:depth])) for depth in range(len(holders) + 1)):
         if getattr(part, "global_pool", "token") not in ("token", ""):  # timm
             return None
         if getattr(part, "pool", None) == "mean":  # vit-pytorch
