@@ -34,7 +34,8 @@ PROMPTS = (1, 2, 4, 8, 16, 32)
 STAGES = (  # of `tracker.measure`, and the functions whose time they are
     ("forward", "tracker.measurement", "record"),
     ("jacobian", "tracker.rows:Jacobians", "__call__"),
-    ("proofs", "tracker.rows", "derivative_error"),  # within the stage before
+    ("proofs", "tracker.examination", "derivative_error"),  # within the stage before, as the next
+    ("proofs", "tracker.examination", "mixing"),
     ("svd", "tracker.depthwise", "triplets_of_each"),
     ("svd", "tracker.depthwise", "triplets_by_products"),
     ("pairs", "tracker.depthwise", "pairs"),
