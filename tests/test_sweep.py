@@ -156,6 +156,6 @@ def test_each_class_is_in_one_group():
 
 def test_the_table_in_the_docs_has_every_outcome():
     lines = (ROOT / "docs" / "sweep.md").read_text().splitlines()
-    rows = [line for line in lines if re.match(r"\| \w+ \| (" + "|".join(table.ORDER) + r") \|", line)]
+    rows = [line for line in lines if re.match(r"\| (?!group )\w+ \| (" + "|".join(table.ORDER) + r") \|", line)]
     total = next(line for line in lines if line.startswith("| all |")).split("|")[-2]
     assert len(rows) == int(total) > 500

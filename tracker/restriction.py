@@ -32,6 +32,7 @@ FAILURES = (
     LookupError,
     NameError,
     RuntimeError,
+    StopIteration,
     TypeError,
     ValueError,
 )
