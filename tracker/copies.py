@@ -44,7 +44,12 @@ def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
         for name, entry in vars(value).items():
             new.__dict__[name] = copied(entry, leaf, memo)
         return new
-    return leaf(value)
+    return memo.setdefault(id(value), leaf(value))
+
+
+def cloned(value: Any) -> Any:
+    """A tensor's clone, and any other value itself: a `leaf` of `copied`."""
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def holds_tensors(value: Any) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.copies import SCALARS, copied, is_data
+from tracker.copies import SCALARS, cloned, copied, is_data
 
+STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
 STRUCTURE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
 
 
@@ -47,11 +48,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    return {name: copied(value, lambda leaf: _leaf(leaf, memo), memo) for name, value in attributes.items()}
-
-
-def _leaf(value: Any, memo: dict[int, Any]) -> Any:
-    return memo.setdefault(id(value), value.clone()) if isinstance(value, Tensor) else value
+    return {name: copied(value, cloned, memo) for name, value in attributes.items()}
 
 
 def _same(now: Any, saved: Any) -> bool:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from tracker import outputs, residual_pair
 from tracker.attention import Attend, answering
 from tracker.blocks import UsageError
-from tracker.copies import copied
+from tracker.copies import cloned, copied
 from tracker.linear import FrozenLinear
-from tracker.module_state import ModuleState
+from tracker.module_state import STATELESS, ModuleState
 from tracker.outputs import hidden_state
 from tracker.precision import float32_products
 from tracker.recomputation import passed_through
@@ -96,7 +96,7 @@ class BlockCall:
         # Copies: what the block writes into its arguments must not reach the next call.
         recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
-        bound.arguments.update(copied(recorded, _clone, {}) | dict(arguments))
+        bound.arguments.update(copied(recorded, cloned, {}) | dict(arguments))
         given = x if self.given_in in (None, self.replica.dtype) else x.to(self.given_in)
         bound.arguments[self.state] = given if self.batch_first else given.transpose(0, 1)
         if self.second_argument is not None:
@@ -142,12 +142,7 @@ class Recording:
         return replace(self, calls=[*self.calls[:-1], last], raw_last=self.calls[-1])
 
 
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 _ONE_AT_A_TIME = RLock()
-STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
 
 
 @contextmanager

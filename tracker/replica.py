@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tracker.attention import method_door
 from tracker.blocks import Blocks, UsageError, unwrap
-from tracker.copies import copied
+from tracker.copies import cloned, copied
 from tracker.guard import Shared, WriteGuard
 from tracker.weights import is_plain, plain_class, plain_tensor
 
@@ -108,17 +108,12 @@ class Replica:
 
     def own(self, value: Any) -> Any:
         """A copy of what a forward pass is given, nested or not, its tensors converted: the pass may write to it."""
-        memo: dict[int, Any] = {}
 
         def leaf(entry: Any) -> Any:
-            if not isinstance(entry, Tensor):
-                return entry
-            if id(entry) not in memo:
-                converted = self.convert(entry)
-                memo[id(entry)] = converted.clone() if converted is entry else converted
-            return memo[id(entry)]
+            converted = self.convert(entry) if isinstance(entry, Tensor) else entry
+            return cloned(converted) if converted is entry else converted
 
-        return copied(value, leaf, memo)
+        return copied(value, leaf, {})
 
     def convert(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """On the device; in the measuring dtype, or `dtype`, if it is floating."""

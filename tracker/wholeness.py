@@ -24,13 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.boundaries import Boundary
 from tracker.errors import UsageError
-from tracker.module_state import ModuleState
+from tracker.module_state import STATELESS, ModuleState
 from tracker.proof import TOLERANCE, relative_error
 from tracker.replica import Replica
 from tracker.spans import SpanCall, Visit, put, run, stop
 
 NOISE = 0.5  # of the root mean square of what it is added to
-STATELESS = 1e-6  # two runs of the same code may differ in rounding on some devices
 NOT_REPRODUCED = (
     "the forward pass does not reproduce its own states: it is random or keeps state between calls, so it has no Jacobian "
     "to measure"
