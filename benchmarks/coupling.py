@@ -33,12 +33,12 @@ LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1, 2, 4, 8, 16, 32)
 STAGES = (  # of `tracker.measure`, and the functions whose time they are
     ("forward", "tracker.measurement", "record"),
-    ("jacobian", "tracker.rows:Jacobians", "__call__"),
-    ("proofs", "tracker.examination", "derivative_error"),  # within the stage before, as the next
-    ("proofs", "tracker.examination", "mixing"),
-    ("svd", "tracker.depthwise", "triplets_of_each"),
-    ("svd", "tracker.depthwise", "triplets_by_products"),
-    ("pairs", "tracker.depthwise", "pairs"),
+    ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
+    ("proofs", "tracker.jacobians.check_cache", "derivative_error"),  # within the stage before, as the next
+    ("proofs", "tracker.jacobians.check_cache", "mixing"),
+    ("svd", "tracker.measures.depthwise", "triplets_of_each"),
+    ("svd", "tracker.measures.depthwise", "triplets_by_products"),
+    ("pairs", "tracker.measures.depthwise", "pairs"),
 )
 
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from benchmarks import tables
     from benchmarks.machine import keep
-    from tracker.blocks import UsageError
+    from tracker.errors import UsageError
     from tracker.provenance import usable_device
 
     try:
@@ -290,7 +290,7 @@ def _certificate(dataset: "xr.Dataset") -> dict[str, Any]:
 
 def _differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
     """Largest difference of the measures and, relative to s_1, of the singular values."""
-    from tracker.coupling import MEASURES
+    from tracker.measures.coupling import MEASURES
 
     found = {name: float(abs(dataset[name] - other[name]).max()) for name in MEASURES}
     s, t = dataset["singular_value"], other["singular_value"]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from tracker.identity import rows_of_identity
-from tracker.linear import FrozenLinear, FrozenProduct
+from tracker.linalg.identity import rows_of_identity
+from tracker.linalg.linear import FrozenLinear, FrozenProduct
 
 
 class Clock:
@@ -54,7 +54,7 @@ def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
 def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
     """Seconds for the products that d cotangents cost in one block: (d, outputs) @ (outputs, inputs) for each layer.
 
-    By PyTorch's default and by the way that `tracker.linear` takes, whichever is faster for the layer.
+    By PyTorch's default and by the way that `tracker.linalg.linear` takes, whichever is faster for the layer.
     """
     seconds = 0.0
     for outputs, inputs in layers:
@@ -69,7 +69,7 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
 
 @contextmanager
 def saved_products() -> Iterator[list[int]]:
-    """The operations of each product that needs none, as `tracker.identity` knows what it is of."""
+    """The operations of each product that needs none, as `tracker.linalg.identity` knows what it is of."""
     saved: list[int] = []
     forward = FrozenProduct.forward
 

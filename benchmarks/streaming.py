@@ -134,7 +134,7 @@ def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]
     from benchmarks import machine, shapes
     from checkpoints import integrity
     from checkpoints.load import load_model
-    from tracker.settings import MEMORY_BUDGET
+    from tracker.measures.settings import MEMORY_BUDGET
 
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)
     before, seen, done = machine.status("RssAnon"), [0], threading.Event()

@@ -22,10 +22,10 @@ from checkpoints.hub import (
     Say,
     Unreachable,
     first_line,
-    patiently,
     pause_or_raise,
     referred,
     repository,
+    with_retries,
 )
 
 BLOCK = 1 << 20  # bytes
@@ -114,7 +114,7 @@ def _by_client(repo: str, commit: str, file: File, cache_dir: Path | None, say: 
                 raise error.__cause__ from error
             raise
 
-    patiently(ask, f"{file.name} of {repo} at {commit[:8]}", say, stop)
+    with_retries(ask, f"{file.name} of {repo} at {commit[:8]}", say, stop)
 
 
 def _download(repo: str, commit: str, file: File, blob: Path, say: Say, count: Count, stop: threading.Event) -> None:

@@ -116,7 +116,7 @@ def branches(repo: str, say: Say = print) -> tuple[dict[str, str], str]:
     from huggingface_hub import HfApi
 
     try:
-        found = patiently(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", say)
+        found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", say)
         return {reference.name: reference.target_commit for reference in found.branches}, ""
     except Unreachable as error:
         references = repository(repo) / "refs"
@@ -153,7 +153,7 @@ def _ask(repo: str, commit: str, say: Say) -> Listing | None:
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
-        info = patiently(
+        info = with_retries(
             lambda: HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=TIMEOUT),
             f"the files of {repo} at {commit[:8]}",
             say,
@@ -209,7 +209,7 @@ def referred(reference: Path) -> str:
         return ""
 
 
-def patiently(ask: Callable[[], T], what: str, say: Say = print, stop: threading.Event | None = None) -> T:
+def with_retries(ask: Callable[[], T], what: str, say: Say = print, stop: threading.Event | None = None) -> T:
     """Ask the hub, and again where the reason may pass; says each time why and for how long it waits.
 
     Raises:

@@ -1,7 +1,7 @@
 """Write docs/architectures.md: for every architecture the path that serves it, its error, and its speed.
 
-`python -m tests.architectures`. The errors are those that tests/test_brute_force.py bounds; a test there checks that the
-table lists the same architectures on the same paths.
+`python -m tests.architectures`. The errors are those that tests/jacobians/test_brute_force.py bounds; a test there
+checks that the table lists the same architectures on the same paths.
 """
 
 import statistics
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from tests.jacobians.test_brute_force import jacobian_error
 from tests.models import FAMILIES, Size, build
-from tests.test_brute_force import jacobian_error
-from tracker.blocks import find_blocks
-from tracker.inputs import batches
-from tracker.recording import record, undisturbed
-from tracker.replica import Replica
-from tracker.rows import Jacobians, NotSliceable, Rows, full
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SPEED = Size(width=128, tokens=64)
@@ -39,13 +39,13 @@ def speed(name: str) -> str:
     """How many times faster the sliced path is on the first block."""
     model, inputs = build(name, SPEED, samples=1)
     (batch,) = batches(model, inputs, None, None)
-    with undisturbed(torch.device("cpu")):
+    with preserve_global_state(torch.device("cpu")):
         replica = Replica(model, find_blocks(model), torch.float32, torch.device("cpu"))
         call = record(replica, batch.arguments, batch.keywords).calls[0]
         rows = Rows(torch.tensor([0]), torch.tensor([call.x.shape[1] - 1]))
         jacobians = Jacobians(replica)
         seconds: dict[str, list[float]] = {"sliced": [], "full": []}
-        with replica.weights(call.block):
+        with replica.materialize(call.block):
             for _ in range(6):  # the first of each warms up, and proves the derivative
                 for path, run in (
                     ("sliced", lambda: jacobians._sliced([(call, rows)])[0].dense()),

@@ -7,24 +7,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 from jaxtyping import install_import_hook
 
-MATHS = (
-    "coupling",
-    "depthwise",
-    "jacobian",
-    "krylov",
-    "svd",
-    "trajectory",
-    "rows",
-    "arguments",
-    "frozen",
-    "replica",
-    "recording",
-    "spans",
-    "span_recording",
-    "wholeness",
-    "attention",
+install_import_hook(
+    [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")], "beartype.beartype"
 )
-install_import_hook([f"tracker.{room}" for room in MATHS], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.coupling import MEASURES
+from tracker.analysis.statistics import TRAJECTORY
+from tracker.measures.coupling import MEASURES
 from tracker.results import Store
-from tracker.statistics import TRAJECTORY
 
 
 def generated(

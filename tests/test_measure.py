@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast, modeling_utils
 
 import tracker
 from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, Size, build, images, neox, timm_vit, tokens, torchvision_vit
-from tracker.blocks import UsageError, find_blocks
-from tracker.precision import switches
+from tracker.blocks.find import find_blocks
+from tracker.errors import UsageError
+from tracker.linalg.precision import switches
 
 
 def tokenizer():

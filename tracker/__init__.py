@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Public functions by the room they live in, imported when first asked for: `import tracker` itself pulls in nothing.
-_ROOMS = {
-    "CouplingCallback": "callback",
+# Public names and their modules, imported on first use: `import tracker` itself imports nothing else.
+_MODULES = {
+    "CouplingCallback": "training.callback",
     "measure": "measurement",
-    "find_blocks": "blocks",
+    "find_blocks": "blocks.find",
     "open_results": "results",
-    "plot": "notebook",
+    "plot": "figures.notebook",
 }
 __all__ = ["CouplingCallback", "find_blocks", "measure", "open_results", "plot"]
 
 if TYPE_CHECKING:
-    from tracker.blocks import find_blocks
-    from tracker.callback import CouplingCallback
+    from tracker.blocks.find import find_blocks
+    from tracker.figures.notebook import plot
     from tracker.measurement import measure
-    from tracker.notebook import plot
     from tracker.results import open_results
+    from tracker.training.callback import CouplingCallback
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(importlib.import_module(f"tracker.{_ROOMS[name]}"), name)
-    if name in ("figures", "report"):
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"tracker.{_MODULES[name]}"), name)
+    if name in ("figures", "report", "statistics"):
         return importlib.import_module(f"tracker.{name}")
     raise AttributeError(f"module 'tracker' has no attribute {name!r}")

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--k", type=str, default="10,30,50", help="which K to show, as they were measured")
     parser.add_argument("--dry-run", action="store_true", help="print what would be saved; no account, no network")
     parsed = parser.parse_args(arguments)
-    from tracker.walk import numbers
+    from tracker.walk.plan import numbers
 
     try:
         if not parsed.entity.strip() or not parsed.project.strip():
@@ -61,8 +61,8 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
     """
     from wandb_workspaces.workspaces import RunsetSettings, Workspace, WorkspaceSettings
 
-    from tracker.statistics import HEADLINE
-    from tracker.wandb_log import AXIS
+    from tracker.analysis.statistics import HEADLINE
+    from tracker.loggers.wandb import AXIS
 
     return Workspace(
         entity=entity,
@@ -125,7 +125,7 @@ def _trajectory() -> "Section":
 def _scores() -> "Section":
     from wandb_workspaces.reports.v2 import LinePlot
 
-    from tracker.wandb_log import AXIS
+    from tracker.loggers.wandb import AXIS
 
     scores = LinePlot(title="Scores", x=AXIS, metric_regex="score/.*", log_x=True)
     return _section("Scores", [scores, _lines("1: not what its name says", ["checkpoint/suspect"])])
@@ -148,8 +148,8 @@ def _heatmaps(ks: Sequence[int]) -> "Section":
 
 
 def _beside(ks: Sequence[int]) -> "Section":
-    from tracker.readings import NOISE
-    from tracker.statistics import noise_label
+    from tracker.analysis.statistics import noise_label
+    from tracker.measures.states import NOISE
 
     tokens = [
         _lines(
@@ -191,7 +191,7 @@ def _grid() -> "Section":
     )
     from wandb_workspaces.reports.v2.interface import ParallelCoordinatesPlotColumn
 
-    from tracker.statistics import HEADLINE
+    from tracker.analysis.statistics import HEADLINE
 
     last, accuracy = SummaryMetric(f"{HEADLINE}.last"), SummaryMetric("test/accuracy")
     columns = {
@@ -218,7 +218,7 @@ def _lines(title: str, metrics: list[str], log: bool = False) -> "LinePlot":
     """Curves over steps on a logarithmic axis."""
     from wandb_workspaces.reports.v2 import LinePlot
 
-    from tracker.wandb_log import AXIS
+    from tracker.loggers.wandb import AXIS
 
     return LinePlot(title=title, x=AXIS, y=list(metrics), log_x=True, log_y=log or None, title_x="training step")
 

@@ -16,20 +16,21 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker import trajectory
-from tracker.blocks import Blocks, Named, UsageError, find_blocks
-from tracker.dataset import Sample, assemble
-from tracker.depthwise import Method, depthwise_couplings, rows_at_once
-from tracker.inputs import Batch, batches, positions
+from tracker.blocks.find import Blocks, Named, find_blocks
+from tracker.capture.inputs import Batch, batches, positions
+from tracker.capture.reachability import confirm
+from tracker.capture.recording import Recording, preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.capture.span_recording import record_spans
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians, Precision, Rows
+from tracker.measures import trajectory
+from tracker.measures.dataset import Sample, assemble
+from tracker.measures.depthwise import Method, depthwise_couplings, rows_at_once
+from tracker.measures.settings import MEMORY_BUDGET, PAIR_LAYERS, PAIR_TOKENS, FinalNorm, Settings, chosen_measures
+from tracker.measures.states import NOISE, readings
+from tracker.measures.tokenwise import tokenwise_couplings
 from tracker.provenance import describe, digest, usable_device
-from tracker.reach import confirm
-from tracker.readings import NOISE, readings
-from tracker.recording import Recording, record, undisturbed
-from tracker.replica import Replica
-from tracker.rows import Jacobians, Precision, Rows
-from tracker.settings import MEMORY_BUDGET, PAIR_LAYERS, PAIR_TOKENS, FinalNorm, Settings, chosen_measures
-from tracker.span_recording import record_spans
-from tracker.tokenwise import tokenwise_couplings
 
 
 def measure(
@@ -116,7 +117,7 @@ def measure_samples(
     model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: "Settings", device: torch.device
 ) -> list[Sample]:
     """What `measure` measures of each sample, before it is put together: a part of the inputs may be measured elsewhere."""
-    with undisturbed(device):
+    with preserve_global_state(device):
         new_replica = partial(Replica, model, blocks, settings.dtype, device)
         replica = new_replica()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4))

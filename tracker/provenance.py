@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks import UsageError, unwrap
+from tracker.blocks.find import unwrap
+from tracker.errors import UsageError
 
 SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one that is added, older units have NaN
 

@@ -18,15 +18,15 @@ from checkpoints import nano
 from checkpoints.hub import CheckpointError
 from checkpoints.integrity import explained, repeats
 from checkpoints.suites import listed
-from tracker.deliveries import deliveries
-from tracker.progress import progress
-from tracker.unit import changed, measure_checkpoint, with_scores
-from tracker.walk import Plan, Walk, make_plan
+from tracker.walk.plan import Plan, Walk, make_plan
+from tracker.walk.prefetch import prefetch
+from tracker.walk.progress import progress
+from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from tracker.measured import Measured
+    from tracker.walk.measured import Measured
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -72,10 +72,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def run(walk: Walk) -> int:
     """Walk the checkpoints; returns the exit status."""
-    from tracker.blocks import UsageError
-    from tracker.measured import Measured
-    from tracker.report import write_page
-    from tracker.wandb_log import resolve_mode
+    from tracker.errors import UsageError
+    from tracker.loggers.wandb import resolve_mode
+    from tracker.report.write import write_page
+    from tracker.walk.measured import Measured
 
     try:
         plan = make_plan(walk, lambda line: print(line, flush=True))
@@ -122,14 +122,14 @@ def run(walk: Walk) -> int:
                 log(measured.row(step))
                 shown.advance(f"step {step}: measured by another walk")
 
-            with closing(deliveries(plan, missing, shown, done_elsewhere)) as coming:
-                for delivery in coming:
+            with closing(prefetch(plan, missing, shown, done_elsewhere)) as coming:
+                for prefetched in coming:
                     if stopped:
                         raise KeyboardInterrupt
-                    checkpoint = delivery.checkpoint
+                    checkpoint = prefetched.checkpoint
                     started = time.perf_counter()
                     try:
-                        unit = measure_checkpoint(plan, checkpoint, delivery.directory())
+                        unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
                     # A revision that can't be fetched, loaded, or held in memory; the others may.
                     except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
                         failed[checkpoint.step] = f"{type(error).__name__}: {error}"
@@ -241,8 +241,8 @@ def _beside(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
         yield
         return
     from tracker import pythia  # this module by its name, which workers can import, also where it is __main__
-    from tracker.blocks import UsageError
-    from tracker.cluster import walkers
+    from tracker.errors import UsageError
+    from tracker.walk.cluster import walkers
 
     with ExitStack() as stack:
         try:
@@ -263,7 +263,7 @@ def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Wal
     if mode == "disabled":
         yield lambda row: None
         return
-    from tracker.wandb_log import WandbLog, begun
+    from tracker.loggers.wandb import WandbLog, begun
 
     config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
     log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="auto is online where a key is set up, else offline",
     )
     parsed = parser.parse_args(arguments)
-    from tracker.wandb_log import resolve_mode
+    from tracker.loggers.wandb import resolve_mode
 
     try:
         mode = resolve_mode(parsed.wandb)
@@ -48,8 +48,8 @@ def replay(results: Path, project: str, name: str, mode: Literal["online", "offl
         FileNotFoundError: if there are no units, or no settings beside them.
         ValueError: if a unit is damaged; nothing is sent then.
     """
+    from tracker.loggers.wandb import WandbLog, begun, row_of
     from tracker.results import Store, require_steps
-    from tracker.wandb_log import WandbLog, begun, row_of
 
     store = Store(results)
     attributes, rows = {}, []

@@ -11,7 +11,7 @@ The store is the truth; W&B, the figures and the page are views of it.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,21 @@ def open_results(path: str | Path) -> xr.Dataset:
     """
     store = Store(path)
     return join({step: store.read(step) for step in require_steps(store)}, store.path)
+
+
+def distinct_names(directories: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart.
+
+    >>> distinct_names([Path("/a/70m"), Path("/b/70m"), Path("/a/160m")])
+    ['a/70m', 'b/70m', 'a/160m']
+    """
+    parts = [directory.resolve().parts for directory in directories]
+    for count in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    same = next(path for path, part in zip(directories, parts, strict=True) if parts.count(part) > 1)
+    raise ValueError(f"{same} is given twice; give each directory of results once")
 
 
 def require_steps(store: Store) -> list[int]:

@@ -89,7 +89,7 @@ def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> s
 
 
 def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
-    from tracker.regression import averaged, linear_fit
+    from tracker.analysis.regression import averaged, linear_fit
     from vit.statistics import settings
 
     points = averaged(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)

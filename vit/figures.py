@@ -8,9 +8,9 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from tracker.comparisons import what_follows
-from tracker.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, panels, shades, training_axis
-from tracker.regression import FEWEST
+from tracker.analysis.regression import FEWEST
+from tracker.figures.comparisons import what_follows
+from tracker.figures.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, panels, shades, training_axis
 
 
 def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:

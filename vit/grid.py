@@ -87,7 +87,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
         missing = [cell for cell in recipes if not is_done(cell.directory)]
         if missing and engine == "processes":
             processes.start_server()
-        from tracker.wandb_log import resolve_mode
+        from tracker.loggers.wandb import resolve_mode
         from vit.data import load
 
         resolve_mode(recipe.wandb)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.walk import numbers
+from tracker.walk.plan import numbers
 
 RECIPES = Path(__file__).parent / "recipes"
 # Settings that don't decide the numbers: a directory may be taken up again with others.

@@ -5,7 +5,8 @@ Coupling = -mis-coupling, after the last step, the mean over probe images. For c
     r = corr(coupling, accuracy),  R^2 = r^2,  p from t = r sqrt(df / (1 - r^2)),  df = n - 2        (paper, Fig. 6a)
 
 and for all cells at a fixed rate the same after each rate's means are subtracted, df = n - 1 - the number of rates: what
-coupling says beyond the rate (`tracker.regression`). Many mis-couplings, K and averages are tried, so p is also corrected.
+coupling says beyond the rate (`tracker.analysis.regression`). Many mis-couplings, K and averages are tried, so p is also
+corrected.
 Seeds of one setting are no settings of their own: where there are several, a second fit averages them (cluster_n, cluster_r,
 cluster_r2, cluster_p).
 """
@@ -16,11 +17,11 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.coupling import MEASURES
-from tracker.regression import holm
+from tracker.analysis.regression import holm
+from tracker.analysis.statistics import correlations as fits
+from tracker.analysis.statistics import curves
+from tracker.measures.coupling import MEASURES
 from tracker.results import open_results
-from tracker.statistics import correlations as fits
-from tracker.statistics import curves
 from vit.cells import read
 
 

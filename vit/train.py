@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tracker.walk import numbers
+from tracker.walk.plan import numbers
 from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
 from vit.recipe import RECIPES, Recipe, check, from_dict, recipe_file
 
@@ -202,7 +202,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
 
 def _wandb(recipe: Recipe) -> "Logger | bool":
     """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
-    from tracker.wandb_log import begun, resolve_mode, run_settings
+    from tracker.loggers.wandb import begun, resolve_mode, run_settings
 
     mode = resolve_mode(recipe.wandb)
     if mode == "disabled":

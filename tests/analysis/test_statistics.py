@@ -1,0 +1,186 @@
+"""Curve points against plain loops over the Dataset."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from tests.models import Size, build, neox, tokens
+from tracker.analysis.statistics import (
+    HEADLINE,
+    by_distance,
+    curves,
+    curves_beside,
+    layers_in_words,
+    middle_layers,
+    scalars,
+    sources,
+)
+from tracker.measures.coupling import MEASURES
+from tracker.report.summary import summary
+from tracker.results import Store, open_results
+
+
+@pytest.fixture(scope="module")
+def ds():
+    return tracker.measure(neox(), tokens(3), k=[2, 4], tokens=[0, -1])
+
+
+def test_means_over_pairs_and_prompts(ds):
+    L, points = ds.sizes["layer"], curves(ds)
+    pairs = {
+        "mean": [(l, m) for l in range(L) for m in range(L)],
+        "mean_offdiag": [(l, m) for l in range(L) for m in range(L) if l != m],
+        "mean_adjacent": [(l, m) for l in range(L) for m in range(L) if abs(l - m) == 1],
+    }
+    for measure in MEASURES:
+        values = ds[measure].sel(k=4).values  # (prompt, token, l, m)
+        for name, chosen in pairs.items():
+            per_prompt = np.mean([values[:, :, l, m] for l, m in chosen], 0)
+            point = points.sel(k=4, pairs=name)
+            assert float(point[measure]) == pytest.approx(per_prompt.mean(), rel=1e-6)
+            assert float(point[f"{measure}_q25"]) == pytest.approx(np.quantile(per_prompt, 0.25), rel=1e-6)
+            null = ds[f"{measure}_null"].sel(k=4).values  # (prompt, token, l), of the block described
+            expected = np.mean([null[:, :, l] * (l != m) for l, m in chosen])
+            assert float(point[f"{measure}_null"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_medians_over_tokens_and_prompts(ds):
+    points = curves(ds)
+    for name in ("lss", "expodistance_raw", "alpha_mean"):
+        for statistic, q in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
+            assert float(points[name].sel(statistic=statistic)) == pytest.approx(
+                np.quantile(ds[name].values, q), rel=1e-6
+            )
+
+
+def test_profile_by_distance(ds):
+    values = ds.miscoupling.mean(("prompt", "token")).sel(k=2)
+    L = ds.sizes["layer"]
+    for r in range(1, L):
+        expected = np.mean([values.values[l, m] for l in range(L) for m in range(L) if abs(l - m) == r])
+        assert float(by_distance(values).sel(distance=r)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_scalars_are_the_curve_points_under_flat_names(ds):
+    flat, points = scalars(ds), curves(ds)
+    assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(points.miscoupling.sel(k=4, pairs="mean_offdiag"))
+    assert flat["trajectory/lss/median"] == float(points.lss.sel(statistic="median"))
+    assert all(isinstance(value, float) for value in flat.values())
+    for end in ("", "_null"):
+        assert flat[HEADLINE + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
+
+
+def test_what_is_measured_beside_the_usual():
+    """Of inputs of different lengths: what a shorter one lacks does not count."""
+    ids, mask = tokens(2), torch.ones_like(tokens(2))
+    mask[1, 3:] = 0
+    ds = tracker.measure(neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], measures="all", pair_tokens=4)
+    points, flat = curves_beside(ds), scalars(ds)
+    compared = [np.flatnonzero(np.isfinite(at)) for at in ds.pair_position.values]
+    assert [len(at) for at in compared] == [4, 3]
+    for kind in ("self", "fixed_input", "fixed_output"):
+        measured = ds[f"{kind}_offdiag_normalized"].sel(k=4).values  # (prompt, layer, token, other)
+        null = ds[f"{kind}_offdiag_normalized_null"].sel(k=4).values  # (prompt, layer, token)
+        pairs = [[(l, t, u) for l in range(2) for t in at for u in at] for at in compared]  # l' = l + 1: also t = t'
+        expected = np.mean([np.mean([measured[p][at] for at in chosen]) for p, chosen in enumerate(pairs)])
+        level = np.mean([np.mean([null[p][at[:2]] for at in chosen]) for p, chosen in enumerate(pairs)])
+        assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
+        assert flat[f"tokens/{kind}/offdiag_normalized_null/k4"] == pytest.approx(level, rel=1e-6)
+    off = [(l, m) for l in range(3) for m in range(3) if l != m]
+    swapped = np.mean([ds.miscoupling_vju.sel(k=2).values[..., l, m] for l, m in off])
+    assert flat["coupling/miscoupling_vju/k2/mean_offdiag"] == pytest.approx(swapped, rel=1e-6)
+    for name in ("miscoupling", "offdiag_normalized"):
+        before = np.mean([ds[f"{name}_raw"].sel(k=2).values[..., l, m] for l, m in off])
+        assert flat[f"coupling/{name}_raw/k2/mean_offdiag"] == pytest.approx(before, rel=1e-6)
+        level = np.mean([ds[f"{name}_raw_null"].sel(k=2).values[..., l] for l, _ in off])
+        assert flat[f"coupling/{name}_raw_null/k2/mean_offdiag"] == pytest.approx(level, rel=1e-6)
+    assert {name.split("/")[1] for name in flat if "_raw" in name and "coupling" in name} == {
+        f"{name}_raw{null}" for name in ("miscoupling", "offdiag_normalized") for null in ("", "_null")
+    }
+    last = ds.entropy.values[:, -1]
+    assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
+    similar = ds.noise_similarity.sel(noise=0.1).values[:, -1]
+    assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(np.nanmean(similar, -1).mean(), rel=1e-6)
+    assert float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
+    assert not [name for name in flat if "." in name]
+
+
+@pytest.mark.parametrize("pair_layers", [0, [(1, 1), (3, 2)]])
+def test_no_jacobian_in_its_own_basis_counts(pair_layers):
+    ds = tracker.measure(neox(), tokens(2), k=4, measures="tokenwise", pair_tokens=3, pair_layers=pair_layers)
+    others = dict(pair_layers or [(1, 1), (2, 2), (3, 3)])
+    pairs = [(l, t, u) for l, m in others.items() for t in range(3) for u in range(3) if (l, t) != (m, u)]
+    for kind in ("self", "fixed_input", "fixed_output"):
+        for name in ("miscoupling", "miscoupling_null"):
+            values = ds[f"{kind}_{name}"].values[:, 0]
+            expected = np.mean(
+                [values[:, l - 1, t, u] if values.ndim == 4 else values[:, l - 1, t] for l, t, u in pairs]
+            )
+            assert curves_beside(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+            assert summary(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pair_layers", "said", "middle"),
+    [
+        (1, "l' = l + 1", (2, 3)),
+        (0, "l' = l", (2, 2)),
+        (-2, "l' = l − 2", (3, 1)),
+        ([(1, 2), (2, 3), (3, 4)], "l' = l + 1", (2, 3)),
+        ([(3, 4)], "(l, l') = (3, 4)", (3, 4)),
+        ([(3, 3), (1, 2)], "(l, l') = (1, 2), (3, 3)", (1, 2)),
+    ],
+)
+def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
+    model = neox(size=Size(32, 4))
+    ds = tracker.measure(model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers)
+    assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
+    older = ds.drop_vars("pair_layer_other")
+    assert (layers_in_words(older), middle_layers(older)) == ("l' = l", (2, 2))
+
+
+def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_length():
+    model, inputs = build("gpt_neox")
+    mask = torch.ones_like(inputs)
+    mask[1, 4:] = 0
+    measures = ["coupling", "trajectory", "vju", "tokenwise", "noise"]
+    batch = {"input_ids": inputs, "attention_mask": mask}
+    unit = tracker.measure(model, batch, k=[2, 4], measures=measures, pair_tokens=4)
+    ours, theirs = summary(unit), curves_beside(unit)
+    names = [name for name in theirs.data_vars if name in ours]
+    assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
+    for name in names:
+        xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
+    last = ours["similarity"].isel(end=-1, drop=True)
+    np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
+    # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
+    level = unit["miscoupling_null"].mean(("prompt", "token", "layer"))
+    np.testing.assert_allclose(ours["miscoupling_vju_null"].sel(pairs="mean"), level, rtol=1e-6)
+
+
+def test_what_prompts_were_drawn_from(ds):
+    """A user's labels, of any type; prompts without one stand for themselves."""
+    assert sources(ds) is None
+    for labels, kinds in (
+        (["a", "b", "a"], 2),
+        ([3.0, np.nan, np.nan], 3),
+        (["a", "", ""], 3),
+        (["a"] * 3, 1),
+        (np.array([None, "a", "a"], object), 2),
+    ):
+        found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
+        assert len(set(found)) == kinds
+        assert (found[0] == found[2]) == (labels[0] == labels[2])
+    assert "prompt_source" in summary(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+
+
+def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
+    store = Store(tmp_path)
+    store.settle({})
+    store.write(0, ds.assign_coords(step=0, commit="a"))
+    store.write(1, ds.assign_coords(step=1, commit="b", prompt_source=("prompt", ["a", "b", "a"])))
+    joined = open_results(tmp_path)
+    assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == ["a", "b", "a"]
+    assert joined["commit"].values.tolist() == ["a", "b"]

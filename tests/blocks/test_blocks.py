@@ -1,0 +1,532 @@
+"""Which blocks are found: the right tower and the right token against brute force, or a refusal whose lines work."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import tracker
+from tests import brute_force
+from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, images, neox, tokens
+from tracker.blocks.find import find_blocks
+from tracker.errors import UsageError
+
+K = 4
+COMMON: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 2 * WIDTH,
+}
+TEXT = COMMON | {
+    "vocab_size": VOCABULARY,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+VISION = COMMON | {"image_size": 16, "patch_size": 8}
+DEEPER = VISION | {"hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}
+IMAGE = VOCABULARY - 1  # the token that stands for a patch
+
+
+def of(name: str, **settings: Any) -> nn.Module:
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**settings))
+
+
+def of_timm(name: str, **settings: Any) -> nn.Module:
+    return timm.create_model(name, num_classes=5, **settings)
+
+
+def llava() -> nn.Module:
+    return of(
+        "LlavaForConditionalGeneration",
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=transformers.CLIPVisionConfig(**DEEPER),
+        image_token_index=IMAGE,
+    )
+
+
+def paligemma() -> nn.Module:
+    return of(
+        "PaliGemmaForConditionalGeneration",
+        text_config=transformers.GemmaConfig(**TEXT, head_dim=8),
+        vision_config=transformers.SiglipVisionConfig(**DEEPER),
+        image_token_index=IMAGE,
+        projection_dim=WIDTH,
+    )
+
+
+def qwen2_vl() -> nn.Module:
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    sizes = {"patch_size": 8, "spatial_merge_size": 1, "temporal_patch_size": 1, "mlp_ratio": 2}
+    return of(
+        "Qwen2VLForConditionalGeneration",
+        text_config=TEXT | {"rope_parameters": rope},
+        vision_config=sizes | {"depth": 5, "embed_dim": 16, "hidden_size": WIDTH, "num_heads": 2},
+        image_token_id=IMAGE,
+        vision_start_token_id=IMAGE - 1,
+        vision_end_token_id=IMAGE - 2,
+        video_token_id=IMAGE - 3,
+    )
+
+
+def idefics3() -> nn.Module:
+    return of(
+        "Idefics3ForConditionalGeneration",
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=DEEPER,
+        image_token_id=IMAGE,
+        scale_factor=1,
+    )
+
+
+IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
+WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)  # four patches of 8 x 8
+PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its input, and where its blocks are: container, final norm counted in (or None), position measured."""
+
+    make: Callable[[], nn.Module]
+    inputs: Any
+    container: str
+    norm: str | None
+    position: int
+    said: str = ""  # a part of what `find_blocks` prints
+
+
+FOUND = {
+    "llava, text alone": Case(
+        llava, IDS, "model.language_model.layers", "model.language_model.norm", 8, "not model.vision_tower (CLIPEncoder"
+    ),
+    "llava": Case(
+        llava,
+        {"input_ids": WITH_PATCHES, "pixel_values": images()},
+        "model.language_model.layers",
+        "model.language_model.norm",
+        8,
+        "the text tower model.language_model (LlamaModel), which gives the logits",
+    ),
+    "llava, no head": Case(
+        lambda: llava().model,
+        IDS,
+        "language_model.layers",
+        "language_model.norm",
+        8,
+        "which gives the last hidden state",
+    ),
+    "paligemma, text alone": Case(
+        paligemma, IDS, "model.language_model.layers", "model.language_model.norm", 8, "unembedding: lm_head"
+    ),
+    "paligemma": Case(
+        paligemma,
+        {"input_ids": WITH_PATCHES, "pixel_values": images(), "token_type_ids": torch.zeros_like(IDS)},
+        "model.language_model.layers",
+        "model.language_model.norm",
+        8,
+    ),
+    "qwen2-vl, text alone": Case(
+        qwen2_vl, IDS, "model.language_model.layers", "model.language_model.norm", 8, "not model.visual (Qwen2VLVision"
+    ),
+    "qwen2-vl": Case(
+        qwen2_vl,
+        {
+            "input_ids": WITH_PATCHES,
+            "pixel_values": images(8, 8).flatten(1),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+            "mm_token_type_ids": (WITH_PATCHES == IMAGE).int(),
+        },
+        "model.language_model.layers",
+        "model.language_model.norm",
+        8,
+    ),
+    "idefics3": Case(
+        idefics3,
+        {"input_ids": WITH_PATCHES, "pixel_values": images()[:, None]},
+        "model.text_model.layers",
+        "model.text_model.norm",
+        8,
+        "not model.vision_model (Idefics3EncoderLayer)",
+    ),
+    "clip, vision": Case(
+        lambda: of("CLIPVisionModel", **VISION), images(), "encoder.layers", None, 0, "class token: position 0"
+    ),
+    "clip, vision, projected": Case(
+        lambda: of("CLIPVisionModelWithProjection", **VISION, projection_dim=8),
+        images(),
+        "vision_model.encoder.layers",
+        None,
+        0,
+    ),
+    "siglip, vision": Case(
+        lambda: of("SiglipVisionModel", **VISION), images(), "encoder.layers", None, 3, "class token: none"
+    ),
+    "bert": Case(lambda: of("BertModel", **COMMON, vocab_size=VOCABULARY), IDS, "encoder.layer", None, 8),
+    "bart, its decoder alone": Case(
+        lambda: of(
+            "BartForCausalLM",
+            vocab_size=VOCABULARY,
+            d_model=WIDTH,
+            encoder_layers=3,
+            decoder_layers=2,
+            decoder_attention_heads=HEADS,
+            decoder_ffn_dim=2 * WIDTH,
+            max_position_embeddings=64,
+        ),
+        IDS,
+        "model.decoder.layers",
+        None,
+        8,
+        "the only list of blocks with attention, 2 x BartDecoderLayer",
+    ),
+    "vit": Case(lambda: of("ViTModel", **VISION), images(), "layers", None, 0),
+    "beit, mean of the patches": Case(lambda: of("BeitModel", **VISION), images(), "layers", None, 4),
+    "beit, class token": Case(
+        lambda: of("BeitForImageClassification", **VISION, use_mean_pooling=False), images(), "beit.layers", None, 0
+    ),
+    "dinov2, class token and mean": Case(
+        lambda: of("Dinov2ForImageClassification", **VISION), images(), "dinov2.encoder.layer", None, 0
+    ),
+    "timm vit, mean of the patches": Case(
+        lambda: of_timm(
+            "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4, global_pool="avg"
+        ),
+        images(),
+        "blocks",
+        None,
+        4,
+    ),
+    "xcit": Case(
+        lambda: of_timm("xcit_nano_12_p8_224", img_size=32, embed_dim=32, depth=3, num_heads=4),
+        images(2, 32),
+        "blocks",
+        None,
+        15,
+        "3 x XCABlock, before the class attention of cls_attn_blocks (2 x ClassAttentionBlock)",
+    ),
+    "cait": Case(
+        lambda: of_timm("cait_xxs24_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4),
+        images(),
+        "blocks",
+        None,
+        3,
+        "before the class attention of blocks_token_only (2 x LayerScaleBlockClassAttn)",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Several:
+    """A model whose blocks are not one chain: of each line that is offered, final norm and position."""
+
+    make: Callable[[], nn.Module]
+    inputs: Any
+    lines: dict[str, tuple[str | None, int]]
+    said: str
+
+
+T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_heads": HEADS, "num_layers": 3}
+REFUSED = {
+    "t5": Several(
+        lambda: of("T5ForConditionalGeneration", **T5),
+        PAIR,
+        {"encoder.block": ("encoder.final_layer_norm", 8), "decoder.block": ("decoder.final_layer_norm", 5)},
+        "2 lists of 3 blocks found ('encoder.block', 'decoder.block') in T5ForConditionalGeneration",
+    ),
+    "t5, the decoder shorter": Several(
+        lambda: of("T5Model", **T5, num_decoder_layers=2),
+        PAIR | {"attention_mask": torch.ones_like(IDS)},
+        {"encoder.block": ("encoder.final_layer_norm", 8), "decoder.block": ("decoder.final_layer_norm", 5)},
+        "blocks='decoder.block'  # 2 x T5Block in decoder (T5Stack)",
+    ),
+    "bart": Several(
+        lambda: of(
+            "BartModel",
+            vocab_size=VOCABULARY,
+            d_model=WIDTH,
+            encoder_layers=3,
+            decoder_layers=2,
+            encoder_attention_heads=HEADS,
+            decoder_attention_heads=HEADS,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=64,
+        ),
+        PAIR,
+        {"encoder.layers": (None, 8), "decoder.layers": (None, 5)},
+        "3 x BartEncoderLayer in encoder (BartEncoder)",
+    ),
+    "clip": Several(
+        lambda: of(
+            "CLIPModel",
+            text_config=COMMON | {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2},
+            vision_config=VISION,
+            projection_dim=8,
+        ),
+        {"input_ids": IDS, "pixel_values": images()},
+        {"text_model.encoder.layers": ("text_model.final_layer_norm", 8), "vision_model.encoder.layers": (None, 0)},
+        "3 x CLIPEncoderLayer in vision_model (CLIPVisionModel)",
+    ),
+    "swin": Several(
+        lambda: of(
+            "SwinModel", image_size=32, patch_size=4, embed_dim=16, depths=[2, 3], num_heads=[2, 2], window_size=4
+        ),
+        images(1, 32),
+        {"encoder.layers.0.blocks": (None, 63), "encoder.layers.1.blocks": (None, 15)},
+        "3 x SwinLayer in encoder.layers.1 (SwinStage)",
+    ),
+    "pit": Several(
+        lambda: of_timm(
+            "pit_ti_224", img_size=32, patch_size=8, stride=4, base_dims=[8, 8], depth=[1, 3], heads=[2, 4]
+        ),
+        images(1, 32),
+        {"transformers.0.blocks": (None, 49), "transformers.1.blocks": (None, 16)},
+        "3 x Block in transformers.1",
+    ),
+    "levit": Several(
+        lambda: of_timm("levit_128s", img_size=64, embed_dim=(32, 48), depth=(2, 3), num_heads=(2, 2), key_dim=8),
+        images(1, 64),
+        {"stages.0.blocks": (None, 15), "stages.1.blocks": (None, 3)},
+        "3 x LevitBlock in stages.1 (LevitStage)",
+    ),
+}
+
+
+def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    model = make().double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def assert_measured_as_by_brute_force(model, inputs, container, norm, position, **keywords):
+    """Mis-couplings at the position that is measured by default, between the blocks that are named here by hand."""
+    ds = tracker.measure(model, inputs, k=K, dtype=torch.float64, **keywords)
+    assert (ds.token_position == position).all()
+    assert ds.attrs["final_norm"] == ("exclude" if norm is None else "include")
+    assert norm is None or ds.attrs["final_norm_module"] == norm
+    blocks = list(model.get_submodule(container).children())
+    given = tree_map(lambda value: value.double() if value.is_floating_point() else value, inputs)
+    for part in model.modules():
+        if hasattr(getattr(part, "config", None), "use_cache"):
+            part.config.use_cache = False  # a block's replay would meet its own keys there
+    oracle = brute_force.run(model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True)
+    J = [oracle.jacobian(l, 0, position, position).detach() for l in range(len(blocks))]
+    for name, values in brute_force.couplings(J, K).items():
+        np.testing.assert_allclose(ds[name].sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_blocks_that_reach_the_output_are_found(name):
+    case = FOUND[name]
+    model = perturbed(case.make)
+    found = find_blocks(model)
+    assert [model.get_submodule(block) for block in found.names] == list(model.get_submodule(case.container).children())
+    assert case.said in str(found)
+    assert case.norm is None or found.final_norms[0] == case.norm
+    assert_measured_as_by_brute_force(model, case.inputs, case.container, case.norm, case.position)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(name):
+    case = REFUSED[name]
+    model = perturbed(case.make)
+    with pytest.raises(UsageError, match=re.escape(case.said)) as refusal:
+        tracker.measure(model, case.inputs)
+    lines = re.findall(r"^  blocks=(\S+)", str(refusal.value), re.MULTILINE)
+    assert [eval(line) for line in lines] == list(case.lines)
+    for line in lines:
+        norm, position = case.lines[eval(line)]
+        assert_measured_as_by_brute_force(model, case.inputs, eval(line), norm, position, blocks=eval(line))
+
+
+def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
+    model = perturbed(paligemma)
+    found = find_blocks(model, "model.vision_tower.encoder.layers")
+    assert found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
+    assert found.unembedding is None
+    clip = find_blocks(perturbed(llava), "model.vision_tower.encoder.layers")
+    assert clip.unembedding is None and not clip.include_final_norm
+    assert set(clip.final_norms) == {"model.vision_tower.post_layernorm", "model.vision_tower.pre_layrnorm"}
+
+
+def test_the_encoders_states_have_no_logits():
+    model = perturbed(lambda: of("T5ForConditionalGeneration", **T5))
+    assert find_blocks(model, "encoder.block").unembedding is None
+    assert find_blocks(model, "decoder.block").unembedding == "lm_head"
+
+
+def test_padding_beside_a_decoders_input_is_refused():
+    model = perturbed(lambda: of("T5Model", **T5))
+    mask = torch.ones_like(IDS)
+    mask[0, 6:] = 0
+    with pytest.raises(UsageError, match="padding among 9 tokens, but which of the blocks' 6 tokens"):
+        tracker.measure(model, PAIR | {"attention_mask": mask}, blocks="decoder.block", k=K)
+
+
+class Own(nn.Module):
+    """A vision tower and a text tower as people write them, side by side in one module, of different depth."""
+
+    def __init__(self, vision: int = 4, text: int = 3):
+        super().__init__()
+
+        def layers(depth):
+            options = {"batch_first": True, "norm_first": True}
+            return nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options) for _ in range(depth))
+
+        self.patches = nn.Linear(192, WIDTH)
+        self.vision_blocks = layers(vision)
+        self.vision_norm = nn.LayerNorm(WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.text_blocks = layers(text)
+        self.text_norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids, pixels):
+        x = self.patches(pixels)
+        for block in self.vision_blocks:
+            x = block(x)
+        x = torch.cat([self.vision_norm(x), self.embed(ids)], 1)
+        for block in self.text_blocks:
+            x = block(x)
+        return self.head(self.text_norm(x))
+
+
+def test_towers_of_ones_own_are_asked_about_and_keep_their_norms():
+    model = Own().double()
+    with pytest.raises(UsageError, match=r"blocks='vision_blocks'  # 4 x .*\n  blocks='text_blocks'  # 3 x"):
+        find_blocks(model)
+    assert find_blocks(model, "vision_blocks").final_norms == ("vision_norm",)
+    assert find_blocks(model, "text_blocks").final_norms == ("text_norm",)
+    inputs = {"ids": tokens(), "pixels": images(8, 8).flatten(1).unflatten(0, (2, 4))}
+    for line, norm in (("vision_blocks", "vision_norm"), ("text_blocks", "text_norm")):
+        ds = tracker.measure(model, inputs, blocks=line, final_norm="include", k=2)
+        assert ds.attrs["final_norm_module"] == norm
+
+
+def test_two_language_models_in_one_module_are_asked_about():
+    class Distilled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.student = neox(), neox(num_hidden_layers=2)
+
+    with pytest.raises(UsageError, match="blocks='teacher.gpt_neox.layers'  # 3 x .* in teacher ") as refusal:
+        find_blocks(Distilled())
+    assert "blocks='student.gpt_neox.layers'  # 2 x GPTNeoXLayer in student (GPTNeoXForCausalLM)" in str(refusal.value)
+    assert len(find_blocks(Distilled(), "student.gpt_neox.layers").names) == 2
+
+
+def test_heads_inside_a_block_are_not_blocks():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(Head() for _ in range(4))
+            self.mlp = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = x + sum(head(x) for head in self.heads)
+            return x + self.mlp(x)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 5))
+    assert find_blocks(model).names == ("1.0", "1.1")
+    assert tracker.measure(model, torch.randn(2, 4, WIDTH), k=2).sizes["layer"] == 2
+
+
+def test_blocks_among_other_modules_are_offered_by_their_names():
+    layer = [nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layer[:2], nn.Linear(WIDTH, WIDTH), *layer[2:])
+    with pytest.raises(UsageError, match="2 lists of 2 blocks found") as refusal:
+        find_blocks(model)
+    lines = re.findall(r"^  blocks=(.*?)  #", str(refusal.value), re.MULTILINE)
+    assert [eval(line) for line in lines] == [["1", "2"], ["4", "5"]]
+    assert tracker.measure(model, torch.randn(2, 4, WIDTH), blocks=eval(lines[1]), k=2).sizes["layer"] == 2
+
+
+class Unread(nn.Module):
+    """The only blocks in a list feed an output that is thrown away."""
+
+    def __init__(self, read: bool):
+        super().__init__()
+        self.encoder, self.read = Encoder(), read
+        self.head = nn.Linear(WIDTH, 3)
+        nn.init.zeros_(self.head.weight)  # an untrained head must not hide what reaches it
+
+    def forward(self, ids):
+        seen = self.encoder(ids)
+        return self.head((seen if self.read else self.encoder.embed(ids)).mean(1))
+
+
+def test_blocks_that_do_not_reach_the_output_are_refused():
+    with pytest.raises(UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"):
+        tracker.measure(Unread(read=False), tokens(), k=2)
+    assert tracker.measure(Unread(read=False), tokens(), k=2, blocks="encoder.encoder.layers").sizes["layer"] == 3
+    assert tracker.measure(Unread(read=True), tokens(), k=2).sizes["layer"] == 3
+
+
+class Pooled(nn.Module):
+    """An image model that says nothing of where its class token stands, nor of whether it is read."""
+
+    def __init__(self, at: int, reads: int | None):
+        super().__init__()
+        self.patch, self.cls_token = nn.Conv2d(3, WIDTH, 8, 8), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head, self.at, self.reads = nn.Linear(WIDTH, 5), at, reads
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).transpose(1, 2)
+        token = self.cls_token.expand(len(x), -1, -1)
+        x = self.encoder(torch.cat([token, x] if self.at == 0 else [x, token], 1))
+        return self.head(x[:, 1:].mean(1) if self.reads is None else x[:, self.reads])
+
+
+def test_a_class_token_is_confirmed_by_what_reaches_the_output():
+    assert tracker.measure(Pooled(0, 0), images(1), k=2).attrs["tokens"] == "cls"
+    with pytest.raises(UsageError, match=r"output does not depend on it \(position 0 after encoder.layers.1\)"):
+        tracker.measure(Pooled(0, None), images(1), k=2)
+    with pytest.raises(UsageError, match=r"cls_token enters the first block at position 4, not at 0 alone"):
+        tracker.measure(Pooled(4, 4), images(1), k=2)
+    said = find_blocks(Pooled(4, 4), class_token=4)
+    assert (tracker.measure(Pooled(4, 4), images(1), blocks=said, k=2).token_position == 4).all()
+    for choice in ("last", "cls", "all", [0, 1]):
+        assert tracker.measure(Pooled(0, None), images(1), tokens=choice, k=2).complete.all()
+
+
+def test_llama4s_class_token_stands_last():
+    settings = VISION | {"intermediate_size": 4 * WIDTH, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16}
+    model = of("Llama4VisionModel", **settings, projector_input_dim=16, projector_output_dim=16)
+    with pytest.raises(UsageError, match="class_embedding enters the first block at position 4") as refusal:
+        tracker.measure(model, images(), k=2)
+    line = re.findall(r"blocks=find_blocks\(.*\)", str(refusal.value))[0].removeprefix("blocks=")
+    blocks = eval(line, {"find_blocks": find_blocks, "model": model})
+    assert (tracker.measure(model, images(), blocks=blocks, k=2).token_position == 4).all()
+
+
+def test_detection_tokens_are_read_and_the_class_token_is_not():
+    settings = VISION | {"image_size": [16, 16], "num_detection_tokens": 3}
+    with pytest.raises(UsageError, match="YolosForObjectDetection has a class token, but its output does not depend"):
+        tracker.measure(of("YolosForObjectDetection", **settings), images(), k=2)

@@ -1,0 +1,224 @@
+"""Measuring never changes the model: forward passes that write to weights, buffers, attributes and inputs.
+
+Every planted model below writes to something it holds. Its tensors must keep their bytes, their version counters and their
+memory, whether measuring succeeds or raises.
+"""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tracker
+from tests.jacobians.test_rows import Attention, Stack, random
+from tests.models import tokens
+from tracker.errors import UsageError
+
+
+class Writer(nn.Module):
+    """x + x W^T, after its forward pass has written to what it holds; most of the writes change nothing a second time."""
+
+    def __init__(self, write, seed=0):
+        super().__init__()
+        self.attention = Attention()
+        self.weight = nn.Parameter(random(8, 8, seed=seed) / 3)
+        self.tied = self.weight
+        self.register_buffer("statistics", torch.ones(8).double())
+        self.table = torch.ones(8).double()
+        self.nested = {"a": [torch.ones(8).double(), deque([[0]])]}
+        self.cache = SimpleNamespace(keys=torch.ones(8).double(), log=[[]])
+        self.write = write
+
+    def forward(self, x):
+        self.write(self, x)
+        return x + x @ self.weight.T
+
+
+def clamp(block, x):
+    with torch.no_grad():
+        block.weight.clamp_(-0.1, 0.1)
+
+
+def clamp_a_view(block, x):
+    with torch.no_grad():
+        block.weight[2:5].view(-1).clamp_(-0.1, 0.1)
+
+
+def clamp_data(block, x):
+    block.weight.data.clamp_(-0.1, 0.1)
+
+
+def clamp_the_tied(block, x):
+    block.tied.data.clamp_(-0.1, 0.1)
+
+
+def set_items(block, x):
+    with torch.no_grad():
+        block.weight[1] = 0.25
+
+
+def write_out(block, x):
+    with torch.no_grad():
+        torch.clamp(block.weight, -0.1, 0.1, out=block.weight)
+
+
+def write_many(block, x):
+    with torch.no_grad():
+        torch._foreach_clamp_max_([block.weight, block.statistics], 0.1)
+
+
+def copy_into(block, x):
+    with torch.no_grad():
+        block.weight.copy_(torch.eye(8).double())
+
+
+def divide(block, x):  # measured as the first call computes it
+    with torch.no_grad():
+        block.weight.div_(2)
+
+
+def fill_a_buffer(block, x):
+    block.statistics.fill_(3.0)
+
+
+def fill_a_table(block, x):
+    block.table.fill_(3.0)
+
+
+def fill_nested(block, x):
+    block.nested["a"][0].fill_(3.0)
+    block.nested["a"][1][0].append(1)
+
+
+def fill_a_cache(block, x):
+    block.cache.keys.fill_(3.0)
+    block.cache.log[0].append(1)
+
+
+WRITES = [
+    clamp,
+    clamp_a_view,
+    clamp_data,
+    clamp_the_tied,
+    set_items,
+    write_out,
+    write_many,
+    copy_into,
+    divide,
+    fill_a_buffer,
+    fill_a_table,
+    fill_nested,
+    fill_a_cache,
+]
+
+
+def held(model):
+    """Every tensor that the model holds: value, memory, version; and the lengths of its lists."""
+    tensors = [*model.parameters(), *model.buffers()]
+    lists = []
+    for block in model.modules():
+        if isinstance(block, Writer):
+            tensors += [block.table, block.nested["a"][0], block.cache.keys]
+            lists += [list(block.nested["a"][1][0]), list(block.cache.log[0])]
+    return [(t, t.clone(), t.data_ptr(), t._version) for t in tensors], lists
+
+
+def assert_unchanged(model, before):
+    (tensors, lists), (_, now) = before, held(model)
+    for tensor, value, pointer, version in tensors:
+        assert torch.equal(tensor, value) and tensor.data_ptr() == pointer and tensor._version == version
+    assert now == lists
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["as stored", "converted"])
+def test_what_a_forward_pass_writes_stays_with_the_replica(write, dtype):
+    model = Stack([Writer(write, seed) for seed in range(3)])
+    before = held(model)
+    for _ in range(2):
+        ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=dtype, tokens=[0, -1])
+        expected = Stack([Writer(write, seed) for seed in range(3)])
+        expected(random(1, 4, 8))  # writes for good
+        for l, block in enumerate(expected.blocks):
+            s = torch.linalg.svdvals(block.weight.detach())[:3]
+            seen = torch.from_numpy(ds.singular_value.values[0, 0, l]).double()
+            torch.testing.assert_close(seen, s, atol=1e-5, rtol=1e-5)
+        assert_unchanged(model, before)
+
+
+def test_nothing_is_changed_where_measuring_raises():
+    def write_and_fail(block, x):
+        clamp(block, x)
+        block.statistics.fill_(3.0)
+        raise RuntimeError("planted")
+
+    model = Stack([Writer(clamp), Writer(write_and_fail)])
+    before = held(model)
+    with pytest.raises(RuntimeError, match="planted"):
+        tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    assert_unchanged(model, before)
+
+
+def test_inputs_are_not_written_to():
+    class Scaling(Stack):
+        def forward(self, batch):
+            batch["x"].mul_(2)
+            batch["seen"][0].append(1)
+            return super().forward(batch["x"])
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stack = Scaling([Writer(clamp), Writer(clamp)])
+
+        def forward(self, x, seen):
+            return self.stack({"x": x, "seen": seen})
+
+    x, seen = random(1, 4, 8), [[]]
+    value, version = x.clone(), x._version
+    tracker.measure(Own(), {"x": x, "seen": seen}, k=3, dtype=torch.float64)
+    assert torch.equal(x, value) and x._version == version and seen == [[]]
+
+
+def rwkv():
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=8, attention_hidden_size=32, intermediate_size=64
+    )
+    return transformers.RwkvForCausalLM(config)
+
+
+def test_rwkv_that_rescales_its_weights_in_place():
+    model = rwkv().eval()
+    before = held(model)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="between rwkv.blocks.5 and rwkv.blocks.6"):
+            tracker.measure(model, tokens(), k=3)
+        assert_unchanged(model, before)
+    logits = model(tokens(), use_cache=False).logits
+    torch.testing.assert_close(logits, rwkv().eval()(tokens(), use_cache=False).logits, rtol=0, atol=0)
+
+
+def test_a_module_outside_the_tree_is_not_run():
+    """A module that is held in a list is no submodule; the replica has its own of it, too."""
+    ran = []
+
+    class Borrowed(nn.Module):
+        def forward(self, x):
+            ran.append(self)
+            return x
+
+    class Holder(Writer):
+        def __init__(self):
+            super().__init__(clamp)
+            self.borrowed = [Borrowed()]
+
+        def forward(self, x):
+            return super().forward(self.borrowed[0](x))
+
+    model = Stack([Holder(), Holder()])
+    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    assert ran and not {id(block.borrowed[0]) for block in model.blocks} & set(map(id, ran))

@@ -1,0 +1,118 @@
+"""A replay sees what the recorded call saw: shared dictionaries, caches, tensors that are written to later."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tracker
+from tests.brute_force import couplings
+from tests.jacobians.test_rows import Attention, random
+from tests.models import tokens
+from tracker.blocks.find import find_blocks
+from tracker.errors import UsageError
+
+
+class Sharing(nn.Module):
+    """Attention whose keys and values go through something that all blocks are given."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.attention, self.qkv, self.how, self.mine = Attention(), nn.Linear(8, 24), how, {}
+
+    def forward(self, x, shared, bias):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        if self.how == "last writer":  # reads what the block before wrote, then writes
+            k, v = (k + shared["k"], v + shared["v"]) if "k" in shared else (k, v)
+            shared["k"], shared["v"] = k.detach(), v.detach()
+        elif self.how == "memo":  # computes its keys once in a forward pass
+            key = id(self)
+            shared.setdefault(key, (k, v))
+            k, v = shared[key]
+        elif self.how == "nested list":
+            shared.setdefault("all", [[]])[0].append(k.detach())
+            k = k + sum(shared["all"][0][:-1])
+        elif self.how == "memo of its own":
+            self.mine.setdefault("kv", (k, v))
+            k, v = self.mine["kv"]
+        out = x + F.scaled_dot_product_attention(q, k, v)[:, 0] + bias
+        bias.add_(0.1)  # in place: the next block is given the same tensor
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.how = nn.ModuleList([Sharing(how) for _ in range(3)]), how
+
+    def forward(self, x):
+        shared, bias, self.states = {}, torch.zeros(8).to(x), [x]
+        for block in self.blocks:
+            block.mine = block.mine if self.how == "memo of its own" else {}
+            self.states.append(block(self.states[-1], shared, bias))
+        return self.states[-1]
+
+
+def jacobians(states, t, sample=0):
+    """Of every block at a token, between the states of one graph."""
+    J = []
+    for before, after in zip(states, states[1:], strict=False):
+        d = after.shape[-1]
+        rows = [torch.autograd.grad(after[sample, t, i], before, retain_graph=True)[0][sample, t] for i in range(d)]
+        J.append(torch.stack(rows) - torch.eye(d, dtype=after.dtype))
+    return J
+
+
+@pytest.mark.parametrize("how", ["last writer", "memo", "nested list"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
+    model, x = Model(how).double(), random(samples, 5, 8)
+    with pytest.warns(UserWarning, match="full sequence"):
+        ds = tracker.measure(model, x, k=3, dtype=torch.float64)
+    model(x.requires_grad_())
+    for b in range(samples):
+        J = jacobians(model.states, -1, b)
+        for name, values in couplings(J, 3).items():
+            np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-8, err_msg=name)
+
+
+def test_a_block_that_remembers_its_keys_between_calls_is_refused():
+    """Its replay reproduces the recorded output, and would have a derivative without keys and values."""
+    with pytest.raises(UsageError, match="keeps state between calls"):
+        tracker.measure(Model("memo of its own").double(), random(1, 5, 8), k=3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("samples, length", [(1, 9), (1, 40), (2, 9)])
+def test_gemma4_unified_shares_keys_between_layers(samples, length):
+    """The last two of four layers read the keys and values that earlier ones left in a dictionary."""
+    config = transformers.Gemma4UnifiedTextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=8,
+        sliding_window=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4UnifiedForCausalLM(config).double().eval()
+    ids, states = tokens(samples, length), []
+    with pytest.warns(UserWarning, match="full sequence"):
+        ds = tracker.measure(model, ids, k=3, dtype=torch.float64, final_norm="exclude")
+    blocks = [model.get_submodule(name) for name in find_blocks(model).names]
+    blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    for block in blocks:
+        block.register_forward_hook(lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out))
+    model(ids, use_cache=False)
+    for b in range(samples):
+        J = jacobians(states, length - 1, b)
+        for name, values in couplings(J, 3).items():
+            np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-6, err_msg=name)

@@ -1,0 +1,506 @@
+"""Blocks run again outside of their model: samples that mix, arithmetic in two precisions, what their code may raise."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutput
+
+import tracker
+from tests.brute_force import run
+from tests.jacobians.test_rows import Attention, Stack, random
+from tests.models import tokens
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.errors import UsageError
+from tracker.jacobians.batch_mixing import halves
+from tracker.jacobians.rows import Jacobians, Rows
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """x + attention + tanh of a linear layer, and what a subclass adds."""
+
+    def __init__(self, d=8):
+        super().__init__()
+        self.qkv, self.linear = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.attention = Attention()
+
+    def attend(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+
+    def plain(self, x):
+        x = x + self.attend(x)
+        return x + self.linear(x).tanh()
+
+    def forward(self, x):
+        return self.plain(x)
+
+
+def stack(block, *arguments):
+    torch.manual_seed(0)
+    return Stack([block(*arguments) for _ in range(2)]).double()
+
+
+# Samples that mix
+
+
+class OverBatch(Block):
+    """Each sample less the mean of the batch."""
+
+    def forward(self, x):
+        return self.plain(x) - 0.1 * x.mean(0)
+
+
+class Tiny(Block):
+    def forward(self, x):
+        return self.plain(x) + 1e-14 * x.mean(0)
+
+
+class BatchNorm(Block):
+    def forward(self, x):
+        return x + F.batch_norm(self.plain(x).mT, None, None, training=True).mT
+
+
+class Across(Block):
+    """Attention across the batch."""
+
+    def forward(self, x):
+        return x + self.attend(x.transpose(0, 1)).transpose(0, 1)
+
+
+class FromBefore(Block):
+    """A sample depends on the one before it alone."""
+
+    def forward(self, x):
+        return self.plain(x) + torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+class Detached(Block):
+    def forward(self, x):
+        return self.plain(x) + x.mean(0).detach().tanh()
+
+
+class Capacity(Block):
+    """Two experts that take half of the batch's tokens each, first come, first served: no derivative shows it."""
+
+    def forward(self, x):
+        chosen = F.one_hot((self.linear(x)[..., 0] > 0).long().flatten(), 2)
+        place = (chosen.cumsum(0) * chosen).sum(-1)
+        taken = (place <= x.shape[0] * x.shape[1] // 2).view(*x.shape[:2], 1)
+        return self.plain(x) + taken * self.linear(x)
+
+
+MIXED = [OverBatch, Tiny, BatchNorm, Across, FromBefore, Detached, Capacity]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("B, n", [(2, 5), (5, 5), (2, 40), (3, 40)])
+@pytest.mark.parametrize("block", MIXED)
+def test_samples_that_mix_are_refused(block, B, n, dtype):
+    with pytest.raises(UsageError, match=r"block 1 \(blocks.0\) mixes the samples.* one at a time"):
+        tracker.measure(stack(block), random(B, n, 8).to(dtype), k=2, dtype=dtype)
+
+
+@pytest.mark.parametrize("block", [OverBatch, Tiny, Across, Detached])
+def test_one_sample_of_such_a_block_is_measured(block):
+    model, x = stack(block), random(1, 5, 8)
+    seen = jacobians(model, x)
+    for l, (J, _) in enumerate(seen):
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
+
+
+def test_the_sets_of_samples_tell_every_two_apart():
+    for B in range(2, 12):
+        sets = list(halves(B))
+        assert all(any(k[a] and not k[b] for k in sets) for a in range(B) for b in range(B) if a != b)
+        assert all(k.any() and not k.all() for k in sets)
+
+
+class Batched(Block):
+    """An argument with an axis of samples, of no known name: nothing can be cut, and the whole batch is tried."""
+
+    def forward(self, x, gains=None):
+        gains = torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None] if gains is None else gains
+        return x + gains * self.attend(x)
+
+
+class Passing(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None])
+        return x
+
+
+def test_arguments_with_an_axis_of_samples_are_no_mixing():
+    torch.manual_seed(0)
+    model = Passing([Batched(), Batched()]).double()
+    with pytest.warns(UserWarning, match="full sequence"):
+        ds = tracker.measure(model, random(3, 40, 8), k=2, dtype=torch.float64)
+    assert not ds.sliced.any()
+
+
+# Arithmetic in float32 inside a block that is measured in float64
+
+
+SIZES = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=50)
+SIZES |= dict(num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
+GROUPS = dict(n_group=1, topk_group=1, n_shared_experts=1)
+INDEXED = dict(index_n_heads=2, index_head_dim=8, index_topk=4)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+FAMILIES = {
+    "DeepseekV2ForCausalLM": LATENT | ROUTED | GROUPS | dict(head_dim=4),
+    "DeepseekV3ForCausalLM": LATENT | ROUTED | GROUPS,
+    "DeepseekV32ForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
+    "Glm4MoeForCausalLM": ROUTED | dict(head_dim=8),
+    "Glm4MoeLiteForCausalLM": LATENT | ROUTED | GROUPS,
+    "GlmMoeDsaForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
+    "SolarOpenForCausalLM": ROUTED | dict(head_dim=8),
+    "Ernie4_5_MoeForCausalLM": dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0),
+    "ExaoneMoeForCausalLM": EXPERTS,
+    "AfmoeForCausalLM": EXPERTS | dict(num_dense_layers=1),
+    "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
+    "HunYuanMoEV1ForCausalLM": dict(num_experts=4, moe_topk=2, head_dim=8),
+}
+
+
+def family(name, **more):
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**{**SIZES, **more, **FAMILIES.get(name, {})})).eval()
+    model.config._experts_implementation = "eager"  # the others know no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def jacobians(model, inputs, t=-1):
+    """Of every block, final norm left out, at row t of the first sample."""
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model), torch.float64, CPU)
+        (batch,) = batches(model, inputs, None, None)
+        calls = record(replica, batch.arguments, batch.keywords).calls
+        rows = Rows(torch.tensor([0]), torch.tensor([t % calls[0].x.shape[1]]))
+        return [(J[0], evidence) for ((J, evidence),) in (Jacobians(replica)([(call, rows)]) for call in calls)]
+
+
+def brute(model, blocks, inputs, l, t=-1):
+    oracle = run(model, inputs, blocks, None, True, functorch=False)
+    t %= oracle.inputs[l].shape[1]
+    return oracle.jacobian(l, 0, t, t)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
+    """Before: refused as random or stateful at 2e-8, or measured over the full sequence for the same reason."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this transformers has no {name}")
+    model, ids = family(name), tokens()
+    seen = jacobians(model, ids)
+    model.double()
+    for l, (J, evidence) in enumerate(seen):
+        expected = brute(model, list(model.model.layers), ids, l)
+        assert float((J - expected).abs().max()) < 2e-7 * max(1.0, float(expected.abs().max()))
+        assert evidence.value_error < 1e-6
+    if name != "GlmMoeDsaForCausalLM":  # its blocks are handed which tokens the one before looked up
+        assert all(evidence.sliced for _, evidence in seen)
+
+
+class Routed(Block):
+    """A gate computed in float32, as many routers are."""
+
+    def forward(self, x):
+        gate = F.linear(x.float(), self.linear.weight.float()).sigmoid()
+        return x + self.attend(x) + gate.to(x.dtype) * self.linear(x)
+
+
+class NoisyGate(Routed):
+    def forward(self, x):
+        return super().forward(x) * (1 + 1e-6 * torch.randn((), dtype=x.dtype))
+
+
+class CountingGate(Routed):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) + 1e-7 * self.calls * x.sin()
+
+
+class Noisy(Block):
+    def forward(self, x):
+        return self.plain(x) * (1 + 1e-6 * torch.randn((), dtype=x.dtype))
+
+
+class OverTokens(Routed):
+    """Rows that mix outside attention by 1e-4 of what they do: more than the gate rounds."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e-4 * x.mean(1, keepdim=True).sin()
+
+
+class ByGradient(Block):
+    def forward(self, x):
+        return self.plain(x) * (1.01 if torch.is_grad_enabled() else 1)
+
+
+def test_a_gate_in_float32_is_sliced_and_its_error_told():
+    model, x = stack(Routed), random(2, 40, 8)
+    seen = jacobians(model, x)
+    for l, (J, evidence) in enumerate(seen):
+        assert evidence.sliced and evidence.value_error < 1e-6
+        assert 1e-9 < evidence.derivative_error < 1e-5
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
+
+
+@pytest.mark.parametrize("block", [Noisy, NoisyGate, CountingGate])
+@pytest.mark.parametrize("B", [1, 2])
+def test_noise_as_small_as_rounding_is_refused_all_the_same(block, B):
+    with pytest.raises(UsageError, match="does not reproduce its own output"):
+        tracker.measure(stack(block), random(B, 5, 8), k=2, dtype=torch.float64)
+
+
+def test_a_gate_in_float32_hides_no_mixing_of_rows():
+    model, x = stack(OverTokens), random(1, 5, 8)
+    for l, (J, evidence) in enumerate(jacobians(model, x)):
+        assert not evidence.sliced and "value proof" in evidence.reason
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
+
+
+def test_a_block_that_asks_for_the_gradient_mode_is_refused():
+    with pytest.raises(UsageError, match="another output with gradients than without"):
+        tracker.measure(stack(ByGradient), random(1, 5, 8), k=2, dtype=torch.float64)
+
+
+class SmallNorm(Block):
+    """A small update behind a norm that rounds to float32, as RMSNorm does."""
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return x + 1e-4 * self.linear(self.attend(wide.to(x.dtype)))
+
+
+def test_small_jacobians_behind_a_norm_in_float32_are_sliced():
+    """They are found again in float64, where the norm's own rounding counts as such."""
+    model, x = stack(SmallNorm), random(1, 12, 8)
+    x[:, 0] *= 1000
+    exact = tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64)
+    seen = tracker.measure(model.float(), x.float(), k=4, tokens="all")
+    assert seen.sliced.all() and exact.sliced.all()
+    ratio = seen.singular_value.values[..., :3] / exact.singular_value.values[..., :3]
+    assert abs(ratio - 1).max() < 1e-4
+
+
+# What a block returns, and what its code may raise
+
+
+class Mapped(Block):
+    def forward(self, x):
+        return {"weights": x.mean((1, 2)), "hidden_states": self.plain(x)}
+
+
+class Output(Block):
+    def forward(self, x):
+        return BaseModelOutput(last_hidden_state=self.plain(x), hidden_states=(x,))
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    out: torch.Tensor
+    note: str = ""
+
+
+class OwnOutput(Block):
+    def forward(self, x):
+        return Own(self.plain(x))
+
+
+class Unpacking(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            y = block(x)
+            x = y.out if isinstance(y, Own) else y["hidden_states"] if type(y) is dict else y.last_hidden_state
+        return x
+
+
+@pytest.mark.parametrize("block", [Mapped, Output, OwnOutput])
+def test_blocks_that_return_mappings_and_dataclasses(block):
+    x = random(2, 5, 8)
+    torch.manual_seed(0)
+    model = Unpacking([block(), block()]).double()
+    plain = tracker.measure(stack(Block), x, k=4, dtype=torch.float64)
+    seen = tracker.measure(model, x, k=4, dtype=torch.float64)
+    assert seen.sliced.all()
+    assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-12
+
+
+class Ambiguous(Block):
+    def forward(self, x):
+        return {"first": x, "second": self.plain(x)}
+
+
+class Nothing(Block):
+    def forward(self, x):
+        return None
+
+
+class NoneFirst(Block):
+    def forward(self, x):
+        return None, x
+
+
+@pytest.mark.parametrize(
+    "block, said",
+    [(Ambiguous, r"dict\(first: \(1, 5, 8\), second"), (Nothing, "NoneType"), (NoneFirst, r"tuple\(0: NoneType, 1")],
+)
+def test_what_holds_no_hidden_state_is_named(block, said):
+    with pytest.raises(UsageError, match=f"block blocks.0 returns {said}.*it must return the hidden state"):
+        tracker.measure(stack(block), random(1, 5, 8), k=2)
+
+
+class Checkpointed(Block):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.plain, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("svd", ["full", "matrix-free"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks(reentrant, svd):
+    """`checkpoint` is imported by name here, as most modules do."""
+    x = random(2, 5, 8)
+    plain = tracker.measure(stack(Block), x, k=2, dtype=torch.float64, svd=svd)
+    seen = tracker.measure(stack(Checkpointed, reentrant), x, k=2, dtype=torch.float64, svd=svd)
+    assert seen.sliced.all()
+    assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-10
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_as_they_were_after_measuring(reentrant):
+    model = stack(Checkpointed, reentrant)
+    tracker.measure(model, random(1, 5, 8), k=2, dtype=torch.float64)
+    runs = []
+    model.blocks[0].linear.register_forward_hook(lambda *_: runs.append(1))
+    model(random(1, 5, 8).requires_grad_()).sum().backward()
+    assert len(runs) == 2  # forward, and again backward
+
+
+class Raising(Block):
+    """Its code fails as soon as gradients are on."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            raise self.error
+        return self.plain(x)
+
+
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("error", [KeyError("cache"), AttributeError("gone"), RuntimeError("no"), StopIteration()])
+def test_what_a_blocks_code_raises_names_the_block(error, B):
+    with pytest.raises(UsageError, match=rf"block 1 \(blocks.0\) .*{type(error).__name__}") as caught:
+        tracker.measure(stack(Raising, error), random(B, 5, 8), k=2)
+    assert isinstance(caught.value.__cause__, type(error))
+
+
+class Backward(torch.autograd.Function):
+    """A function whose derivative fails, or can't be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return 2 * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise NotImplementedError("no derivative here")
+        return 2 * gradient, None
+
+
+class Custom(Block):
+    def __init__(self, fails, d=8):
+        super().__init__(d)
+        self.fails = fails
+
+    def forward(self, x):
+        return x + Backward.apply(self.attend(x), self.fails)
+
+
+def test_a_derivative_that_fails_names_the_block():
+    with pytest.raises(UsageError, match=r"block 1 \(blocks.0\) .*no derivative here"):
+        tracker.measure(stack(Custom, True), random(1, 5, 8), k=2)
+
+
+def test_a_derivative_that_has_none_itself():
+    model, x = stack(Custom, False), random(1, 5, 8)
+    for l, (J, _) in enumerate(jacobians(model, x)):
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
+
+
+def test_products_with_such_a_block_are_refused():
+    torch.manual_seed(0)
+    model = Stack([Custom(False, 64) for _ in range(2)]).double()
+    tracker.measure(model, random(1, 5, 64), k=2, dtype=torch.float64, svd="full")
+    with pytest.raises(UsageError, match=r"derivative of block 1 \(blocks.0\) can't be differentiated.*svd='full'"):
+        tracker.measure(model, random(1, 5, 64), k=2, dtype=torch.float64, svd="matrix-free")
+
+
+@pytest.mark.parametrize("attention, n", [("original_full", 9), ("block_sparse", 9), ("block_sparse", 48)])
+@pytest.mark.parametrize("name", ["BigBirdModel", "BigBirdForCausalLM"])
+def test_big_bird(name, attention, n):
+    """On short sequences its sparse attention is replaced by a new module while the model runs."""
+    model = family(
+        name, attention_type=attention, is_decoder=name == "BigBirdForCausalLM", sep_token_id=2, block_size=4
+    )
+    modules = {key: type(module) for key, module in model.named_modules()}
+    ids = tokens(2, n)
+    seen = jacobians(model, ids)
+    assert {key: type(module) for key, module in model.named_modules()} == modules
+    model.double()
+    for l, (J, _) in enumerate(seen):
+        expected = brute(model, list(model.base_model.encoder.layer), ids, l)
+        torch.testing.assert_close(J, expected, atol=1e-9, rtol=0)
+
+
+class Narrow(Stack):
+    """Keeps its stream in float32, whatever its blocks compute in."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Widening(Routed):
+    """Its gate is computed in the precision of the state that it is given."""
+
+    def forward(self, x):
+        gate = F.linear(x, self.linear.weight.to(x.dtype)).sigmoid()
+        x = x.to(self.linear.weight.dtype)
+        return (x + self.attend(x) + gate * self.linear(x)).float()
+
+
+def test_a_stream_kept_in_float32_is_replayed_in_float32():
+    torch.manual_seed(0)
+    model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
+    for l, (J, evidence) in enumerate(jacobians(model, x)):
+        assert evidence.sliced and evidence.value_error < 1e-6
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=5e-7, rtol=0)

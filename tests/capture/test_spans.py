@@ -1,0 +1,535 @@
+"""Blocks that are no modules, measured between boundaries: against one graph, and against the same function in modules."""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tracker
+from tests.brute_force import couplings
+from tests.training import Classifier, fit, trainer
+from tests.training.test_callback import Watch, assert_same_units
+from tracker.blocks.find import Blocks, find_blocks
+from tracker.capture.recording import preserve_global_state
+from tracker.capture.replica import Replica
+from tracker.capture.span_recording import record_spans
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians, Rows
+from tracker.training.target import find_target
+
+pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* is measured over the full sequence")
+
+L, WIDTH, CPU = 3, 8, torch.device("cpu")
+
+
+class Attention(nn.Module):
+    def __init__(self, norm: bool = True):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class MLP(nn.Sequential):
+    def __init__(self, norm: bool = True):
+        norms = [nn.LayerNorm(WIDTH)] if norm else []
+        super().__init__(*norms, nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class Loop(nn.Module):
+    """Calls attention and MLP by itself, in one of several ways."""
+
+    def __init__(self, way: str = "pre-norm"):
+        super().__init__()
+        torch.manual_seed(0)
+        inside = way not in ("outer norm", "in place")
+        self.embed = nn.Embedding(20, WIDTH)
+        self.latents = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(inside), MLP(inside)]) for _ in range(L))
+        self.norms = nn.ModuleList(nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]) for _ in range(L))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
+        self.way, self.passes, self.kept = way, 0, None
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        if self.way == "expanded":  # memory of a parameter, many times over
+            x = self.latents.expand(*ids.shape, -1)
+        first, beside = x, x.clone()
+        for i, ((attention, mlp), (norm1, norm2)) in enumerate(zip(self.layers, self.norms, strict=True)):
+            if self.way == "outer norm":
+                x = x + attention(norm1(x))
+                x = x + mlp(norm2(x))
+            elif self.way == "in place":
+                x += attention(x)
+                x = norm1(x)
+                x += mlp(x)
+                x = norm2(x)
+            elif self.way == "kept in another tensor":
+                beside = beside + attention(x)
+                beside = beside + mlp(beside)
+                x = beside.clone()
+            elif self.way == "checkpointed":
+                x = checkpoint(attention, x, use_reentrant=False) + x
+                x = mlp(x) + x
+            else:
+                x = attention(x) + x
+                x = mlp(x) + x
+            if self.way == "first state again" and i:
+                x = x + 0.1 * first
+            if self.way == "random":
+                x = x + torch.randn_like(x)
+            if self.way == "counts":
+                self.passes += 1
+                x = x * self.passes
+            if self.way == "keeps its first keys" and i == 1:
+                self.kept = self.kept if self.kept is not None else x.mean(1, keepdim=True)
+                x = x + self.kept
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """The same in one module."""
+
+    def __init__(self, loop: Loop, i: int):
+        super().__init__()
+        (self.attention, self.mlp), (self.norm1, self.norm2) = loop.layers[i], loop.norms[i]
+        self.way = loop.way
+
+    def forward(self, x):
+        if self.way == "outer norm":
+            x = x + self.attention(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+        if self.way == "in place":
+            x = self.norm1(x + self.attention(x))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class InBlocks(nn.Module):
+    """`Loop` with blocks that are modules, over the same weights."""
+
+    def __init__(self, loop: Loop):
+        super().__init__()
+        self.loop = loop
+        self.blocks = nn.ModuleList(Block(loop, i) for i in range(L))
+        self.norm = loop.norm
+
+    def forward(self, ids):
+        x = self.loop.latents.expand(*ids.shape, -1) if self.loop.way == "expanded" else self.loop.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.loop.head(self.norm(x))
+
+
+STARTS = [f"input of layers.{i}.0" for i in range(L)] + ["input of norm"]
+OUTER = [f"input of norms.{i}.0" for i in range(L)] + ["input of norm"]
+POST = ["output of embed"] + [f"output of norms.{i}.1" for i in range(L)]
+WAYS = {"pre-norm": STARTS, "expanded": STARTS, "outer norm": OUTER, "in place": POST}
+
+
+def loop(way: str = "pre-norm", dtype: torch.dtype = torch.float64) -> Loop:
+    return Loop(way).to(dtype).eval()
+
+
+def ids(samples: int = 2, length: int = 6) -> Tensor:
+    return torch.randint(20, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def vit(pool: str = "cls") -> nn.Module:
+    from vit_pytorch import ViT
+
+    torch.manual_seed(0)
+    sizes = dict(image_size=16, patch_size=8, num_classes=5, dim=16, depth=L, heads=2, mlp_dim=32, dim_head=8)
+    return ViT(**sizes, pool=pool).double().eval()
+
+
+def x_transformer(cls: str, **options) -> nn.Module:
+    import x_transformers
+
+    torch.manual_seed(0)
+    layers = getattr(x_transformers, cls)(dim=16, depth=L, heads=2, attn_dim_head=8, **options)
+    return x_transformers.TransformerWrapper(num_tokens=20, max_seq_len=16, attn_layers=layers).double().eval()
+
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+OF_VIT = [f"input of transformer.layers.{i}.0" for i in range(L)] + ["input of transformer.norm"]
+OF_X = [f"input of attn_layers.layers.{i}.0.0" for i in range(0, 2 * L, 2)] + ["input of attn_layers.final_norm"]
+RETURNED = ["output of emb_dropout"] + [f"output of attn_layers.layers.{i}.2" for i in range(1, 2 * L, 2)]
+POST_NORMED = ["output of emb_dropout"] + [f"output of attn_layers.layers.{i}.0.2" for i in range(1, 2 * L, 2)]
+
+CASES = {
+    "vit-pytorch": (vit, IMAGES, OF_VIT),
+    "x-transformers, decoder": (lambda: x_transformer("Decoder", rotary_pos_emb=True), ids(), OF_X),
+    "x-transformers, bias by position": (lambda: x_transformer("Decoder", rel_pos_bias=True), ids(), OF_X),
+    "x-transformers, encoder": (lambda: x_transformer("Encoder"), ids(), OF_X),
+    "x-transformers, what residuals return": (lambda: x_transformer("Encoder"), ids(), RETURNED),
+    "x-transformers, post-norm": (lambda: x_transformer("Decoder", pre_norm=False), ids(), POST_NORMED),
+    "pre-norm": (loop, ids(), STARTS),
+    "outer norm": (lambda: loop("outer norm"), ids(), OUTER),
+    "checkpointed": (lambda: loop("checkpointed"), ids(), STARTS),
+    "forty tokens": (loop, ids(2, 40), STARTS),
+    "a parameter, expanded": (lambda: loop("expanded"), ids(), STARTS),
+}
+
+
+def states_in_one_graph(model: nn.Module, inputs: Tensor, boundaries: Sequence[str]) -> list[Tensor]:
+    """The very tensors that the caller's own model passes on, in one graph."""
+    met: dict[str, Tensor] = {}
+    handles = []
+    for text in boundaries:
+        side, _, name = text.partition(" of ")
+        module = model.get_submodule(name)
+        if side == "input":
+            handles.append(module.register_forward_pre_hook(lambda m, args, text=text: met.__setitem__(text, args[0])))
+        else:
+            handles.append(module.register_forward_hook(lambda m, args, out, text=text: met.__setitem__(text, out)))
+    model(inputs)
+    for handle in handles:
+        handle.remove()
+    return [met[text] for text in boundaries]
+
+
+def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tensor:
+    """d (y - x)_target / d x_source of a sample, by gradients between two tensors of one graph."""
+    rows = [torch.autograd.grad(y[b, target, i], x, retain_graph=True)[0][b, source] for i in range(y.shape[-1])]
+    return torch.stack(rows) - (source == target) * torch.eye(len(rows), dtype=x.dtype)
+
+
+def found_by_spans(model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=torch.float64) -> list[Tensor]:
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model, blocks), dtype, CPU)
+        calls = record_spans(replica, [inputs], {}).calls
+        jacobians = Jacobians(replica)
+        return [jacobians([(call, rows)])[0][0] for call in calls]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
+    make, inputs, boundaries = CASES[case]
+    model = make()
+    before = {name: (value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    states = states_in_one_graph(model, inputs, boundaries)
+    sample, token, source = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 3]), torch.tensor([1, 0, 2])
+    for rows in (Rows(sample, token), Rows(sample[::2], token[::2], source[::2])):
+        found = found_by_spans(model, inputs, boundaries, rows)
+        assert len(found) == len(boundaries) - 1
+        for J, (x, y) in zip(found, pairwise(states), strict=True):
+            for r, (b, t2, t1) in enumerate(zip(rows.sample, rows.token, rows.live, strict=True)):
+                expected = in_one_graph(x, y, int(b), int(t1), int(t2))
+                assert (J[r] - expected).abs().max() < 1e-10 * expected.abs().max().clamp(min=1e-3)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert torch.equal(value, before[name][0]) and value._version == before[name][1], name
+
+
+@pytest.mark.parametrize("case", ["vit-pytorch", "x-transformers, decoder"])
+def test_measured_couplings_are_those_of_brute_force(case):
+    make, inputs, boundaries = CASES[case]
+    model = make()
+    states = states_in_one_graph(model, inputs, boundaries)
+    ds = tracker.measure(model, inputs, blocks=boundaries, k=4, dtype=torch.float64)
+    token = 0 if case == "vit-pytorch" else -1  # its class token
+    for b in range(2):
+        at = token % states[0].shape[1]
+        Js = [in_one_graph(x, y, b, at, at) for x, y in pairwise(states)]
+        for name, expected in couplings(Js, 4).items():
+            torch.testing.assert_close(torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9)
+    # A bidirectional model has no other way to these.
+    assert not ds.sliced.any() and "no module that would run on single rows" in ds.attrs["fallbacks"]
+    assert ds.attrs["blocks"].startswith(f"{boundaries[0]} to {boundaries[1]}, {boundaries[1]} to ")
+
+
+@pytest.mark.parametrize(
+    "way, final_norm", [*((way, "include") for way in WAYS), ("pre-norm", "exclude"), ("outer norm", "drop")]
+)
+def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
+    model = loop(way)
+    options = dict(k=(2, 4), dtype=torch.float64, measures="all", final_norm=final_norm, tokens=[1, -1], pair_tokens=3)
+    of_spans = tracker.measure(model, ids(), blocks=find_blocks(model, WAYS[way], unembedding="head"), **options)
+    modules = InBlocks(model).eval()
+    of_modules = tracker.measure(
+        modules, ids(), blocks=find_blocks(modules, "blocks", unembedding="loop.head"), **options
+    )
+    assert {"miscoupling_vju", "self_offdiag", "entropy", "pca", "noise_similarity"} < set(of_spans.data_vars)
+    unlike = ("sliced", "derivative_error")
+    assert_same_units(of_spans.drop_vars(unlike), of_modules.drop_vars(unlike), 1e-8)
+    assert of_spans.attrs["final_norm"] == of_modules.attrs["final_norm"] == final_norm
+    assert of_spans.attrs["final_norm_module"] == of_modules.attrs["final_norm_module"]
+
+
+def test_pairs_of_boundaries_are_the_same_as_boundaries_in_order():
+    model = x_transformer("Encoder")
+    options = dict(k=4, dtype=torch.float64)
+    expected = tracker.measure(model, ids(), blocks=OF_X, **options)
+    mixed = [(OF_X[l], RETURNED[l + 1]) for l in range(L)]
+    for blocks in (list(pairwise(OF_X)), mixed, RETURNED):
+        assert_same_units(tracker.measure(model, ids(), blocks=blocks, **options), expected, 1e-10)
+
+
+def test_sequence_first():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loop = loop()
+
+        def forward(self, ids):
+            x = self.loop.embed(ids).transpose(0, 1)
+            for attention, mlp in self.loop.layers:
+                x = attention[0](x).transpose(0, 1) + x
+                x = mlp(x) + x
+            return self.loop.head(self.loop.norm(x))
+
+    class Across(nn.Sequential):  # attention over the first axis, turned about by whoever calls it
+        def forward(self, x):
+            return self[0](x.transpose(0, 1))
+
+    model = Turned()
+    for layer in model.loop.layers:
+        layer[0] = nn.ModuleList([Across(layer[0])])
+    blocks = [f"input of loop.layers.{i}.0.0" for i in range(L)] + ["input of loop.norm"]
+    found = find_blocks(model, blocks, batch_first=False)
+    options = dict(k=4, dtype=torch.float64, final_norm="include")
+    expected = tracker.measure(loop(), ids(), blocks=STARTS, **options)
+    assert_same_units(tracker.measure(model, ids(), blocks=found, **options), expected, 1e-9)
+    with pytest.raises(UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"):
+        tracker.measure(model, ids(), blocks=blocks, k=4)
+
+
+@pytest.mark.parametrize("cls", ["Decoder", "Encoder"])
+def test_in_float32_and_bf16(cls):
+    model = x_transformer(cls)
+    expected = tracker.measure(model, ids(), blocks=OF_X, k=4, dtype=torch.float64)
+    found = tracker.measure(model.float(), ids(), blocks=OF_X, k=4)
+    assert abs(found.miscoupling - expected.miscoupling).max() < 1e-4
+    rounded = model.bfloat16()
+    found = tracker.measure(rounded, ids(), blocks=OF_X, k=4)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in rounded.parameters())
+    exact = tracker.measure(model.double(), ids(), blocks=OF_X, k=4, dtype=torch.float64)
+    assert abs(found.miscoupling - exact.miscoupling).max() < 1e-4
+
+
+def test_small_jacobians_are_found_in_float64():
+    model = loop()
+    with torch.no_grad():
+        for attention, mlp in model.layers:
+            attention.out.weight.mul_(1e-6), attention.out.bias.mul_(1e-6)
+            mlp[-1].weight.mul_(1e-6), mlp[-1].bias.mul_(1e-6)
+    expected = tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=torch.float64)
+    found = tracker.measure(model.float(), ids(), blocks=STARTS, k=4)
+    assert abs(found.miscoupling - expected.miscoupling).max() < 1e-4
+    assert expected.singular_value.max() < 1e-4
+
+
+# Boundaries at the wrong place
+
+PRE = "name 'input of {}'"
+WRONG = {
+    "after the norm, everywhere": (
+        "outer norm",
+        [f"input of layers.{i}.0" for i in range(L)] + ["input of norm"],
+        r"start of span 1 \(the input of layers.0.0\) is not the whole hidden state.*what norms.0.0 returns.*"
+        + PRE.format("norms.0.0"),
+    ),
+    "after the norm, once": (
+        "outer norm",
+        [*OUTER[:2], "output of norms.2.0", OUTER[3]],
+        r"start of span 3 .*" + PRE.format("norms.2.0"),
+    ),
+    "after the norm, one span": ("outer norm", ["input of layers.0.0", "input of norm"], "start of span 1"),
+    "what the last MLP returns": (
+        "pre-norm",
+        [*STARTS[:-1], "output of layers.2.1"],
+        r"end of the last span \(the output of layers.2.1\) is not the whole hidden state.*what the model returns changes",
+    ),
+    "kept in another tensor": ("kept in another tensor", STARTS, "start of span 1 .* the tensor that residuals add to"),
+    "the first state again": ("first state again", STARTS, "start of span 2"),
+    "random": ("random", STARTS, "random or keeps state"),
+    "keeps state": ("counts", STARTS, "random or keeps state"),
+    "keeps what a replay would read": ("keeps its first keys", STARTS, "random or keeps state"),
+    "not one after another": ("pre-norm", [(STARTS[0], STARTS[1]), (STARTS[2], STARTS[3])], "not the hidden state that"),
+    "the other way": ("pre-norm", STARTS[::-1], "not in order of depth; .*meets them so: input of layers.0.0, input"),
+    "the same twice": ("pre-norm", [STARTS[0], STARTS[0]], "not in order of depth"),
+    "ids": ("pre-norm", ["input of embed", *STARTS[1:]], r"the input of embed is int64 \(2, 6\)"),
+    "another width": ("pre-norm", [STARTS[0], "output of head"], r"maps \(2, 6, 8\) to \(2, 6, 20\)"),
+    "never reached": ("pre-norm", ["input of norms.0.0", STARTS[3]], "never reached 1 of the boundaries: input of norms.0.0"),
+    "no such module": ("pre-norm", ["input of layer.0", STARTS[3]], "no module named 'layer.0'"),
+    "one boundary": ("pre-norm", STARTS[:1], "at least two"),
+    "modules among boundaries": ("pre-norm", [*STARTS[:2], "norm"], "'norm' is no boundary; write 'input of NAME'"),
+    "pairs among boundaries": ("pre-norm", [*STARTS[:2], tuple(STARTS[2:])], "give pairs of boundaries"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_boundaries_at_the_wrong_place_are_refused(case):
+    way, blocks, message = WRONG[case]
+    model = loop(way)
+    with pytest.raises(UsageError, match=message):
+        tracker.measure(model, ids(), blocks=blocks, k=4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weak_way_around_the_state_is_found(dtype):
+    class Around(Loop):
+        def forward(self, ids):
+            x = self.embed(ids)
+            again = 1e-2 * self.norms[0][0](x)
+            for i, (attention, mlp) in enumerate(self.layers):
+                x = attention(x) + x
+                x = mlp(x) + x + (again if i == 0 else 0)
+            return self.head(self.norm(x))
+
+    model = Around().to(dtype).eval()
+    with pytest.raises(UsageError, match="start of span 1 .*is not the whole hidden state"):
+        tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=dtype)
+
+
+def test_the_first_state_as_input_is_checked_too_and_not_written_to():
+    class OnStates(Loop):
+        def forward(self, x):
+            beside = x.clone() if self.way == "beside" else x
+            for attention, mlp in self.layers:
+                x = attention(x) + beside
+                x = beside = mlp(x) + x
+            return self.norm(x)
+
+    x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
+    kept, version = x.clone(), x._version
+    of_states = tracker.measure(OnStates().double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64)
+    assert torch.equal(x, kept) and x._version == version and of_states.sizes["layer"] == L
+    with pytest.raises(UsageError, match="start of span 1"):
+        tracker.measure(OnStates("beside").double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64)
+
+
+def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
+    class Halves(Loop):
+        def forward(self, ids):
+            with torch.no_grad():
+                self.layers[1][1][-1].weight.div_(2)
+            return super().forward(ids)
+
+    model, halved = Halves().double().eval(), loop()
+    with torch.no_grad():
+        halved.layers[1][1][-1].weight.div_(2)
+    weight = model.layers[1][1][-1].weight
+    kept, version = weight.clone(), weight._version
+    options = dict(blocks=STARTS, k=4, dtype=torch.float64)
+    assert_same_units(tracker.measure(model, ids(), **options), tracker.measure(halved, ids(), **options), 1e-10)
+    assert torch.equal(weight, kept) and weight._version == version
+
+
+def test_lists_that_are_never_called_lead_to_boundaries():
+    model = loop()
+    model.layers = nn.ModuleList(nn.Sequential(*layer) for layer in model.layers)
+    with pytest.raises(UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"):
+        tracker.measure(model, ids(), k=4, dtype=torch.float64)
+    assert tracker.measure(model, ids(), blocks=STARTS, k=4).sizes["layer"] == L
+
+
+def test_a_module_called_twice_is_no_boundary():
+    model = loop()
+    model.layers[1] = model.layers[0]
+    with pytest.raises(UsageError, match="input of layers.0.0 is met twice"):
+        tracker.measure(model, ids(), blocks=[STARTS[0], STARTS[2], STARTS[3]], k=4)
+
+
+def test_what_returns_no_tensor_can_not_be_checked():
+    class Silent(Loop):
+        def forward(self, ids):
+            super().forward(ids)
+
+    with pytest.raises(UsageError, match="returns a NoneType without a floating tensor"):
+        tracker.measure(Silent().eval(), ids(), blocks=STARTS, k=4)
+
+
+def test_values_that_are_not_finite_are_said_at_their_boundary():
+    model = loop()
+    with torch.no_grad():
+        model.layers[1][1][-1].bias[0] = torch.inf
+    with pytest.raises(FloatingPointError, match="input of layers.2.0 has values that are not finite"):
+        tracker.measure(model, ids(), blocks=STARTS, k=4)
+
+
+# Finding them
+
+
+@pytest.mark.parametrize("case", ["vit-pytorch", "x-transformers, decoder", "pre-norm"])
+def test_the_error_gives_the_line_that_measures(case):
+    make, inputs, boundaries = CASES[case]
+    model = make()
+    with pytest.raises(UsageError, match="name the boundaries between blocks") as error:
+        tracker.measure(model, inputs)
+    (line,) = re.findall(r'blocks=(\[f".*?\] \+ \[.*?\])', str(error.value))
+    blocks = eval(line)
+    assert blocks == boundaries
+    found = find_blocks(model, blocks)
+    assert str(found).startswith(f"{L} blocks, {boundaries[0]} to {boundaries[-1]} (boundaries named by the caller)")
+
+
+def test_no_line_is_given_where_it_would_be_a_guess():
+    # Post-norm: what the first module is given is no state of the model.
+    model = x_transformer("Decoder", pre_norm=False)
+    with pytest.raises(
+        UsageError, match=r"where no module is a block, blocks=\[\('input of A', 'output of B'\), ...\]"
+    ):
+        find_blocks(model)
+    without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
+    with pytest.raises(UsageError, match=r'\["output of 1"\]'):
+        find_blocks(without_norm)
+
+
+def test_the_class_token():
+    found = find_blocks(vit(), OF_VIT)
+    assert found.class_token == 0 and found.final_norms[0] == "transformer.norm"
+    ds = tracker.measure(vit(), IMAGES, blocks=OF_VIT, k=4)
+    assert ds.attrs["tokens"] == "cls" and ds.sizes["position"] == 5
+    pooled = vit("mean")
+    assert find_blocks(pooled, OF_VIT).class_token is None
+    assert tracker.measure(pooled, IMAGES, blocks=OF_VIT, k=4).attrs["tokens"] == "last"
+
+
+# In training
+
+
+class Vision(Classifier):
+    """vit-pytorch's transformer in somebody's training."""
+
+    def __init__(self):
+        from vit_pytorch.vit import Transformer
+
+        super().__init__()
+        self.stages = nn.ModuleList([Transformer(16, L, 2, 8, 32)])
+
+
+def test_the_callback_measures_spans():
+    blocks = [f"input of stages.0.layers.{i}.0" for i in range(L)] + ["input of stages.0.norm"]
+    watch = Watch(4, blocks=blocks)
+    module = fit(trainer([watch], max_steps=4), Vision)
+    assert list(watch.units) == [0, 4]
+    expected = tracker.measure(module, watch.probe, blocks=blocks, k=2).assign_coords(step=4)
+    assert_same_units(watch.units[4], expected)
+
+
+def test_boundaries_are_named_as_they_are_in_the_training_module():
+    class Holder(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = loop()
+
+    named = [boundary.replace(" of ", " of net.") for boundary in STARTS]
+    subject = find_target(Holder(), named, None)
+    assert subject.part == "net" and isinstance(subject.blocks, Blocks)
+    assert [str(boundary) for boundary in subject.blocks.spans[0]] == STARTS[:2]
+    subject = find_target(Holder(), named, lambda module, batch: module.net(batch))
+    assert str(subject.blocks.spans[0][0]) == "input of module.net.layers.0.0"
+    with pytest.raises(UsageError, match="outside 'net'"):
+        holder = Holder()
+        holder.other = nn.Linear(2, 2)
+        find_target(holder, [*named[:-1], "input of other"], None)

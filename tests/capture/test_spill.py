@@ -1,0 +1,120 @@
+"""Recordings beyond their budget are in files: the same numbers, in less memory, and no file is left."""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from benchmarks import shapes
+from benchmarks.machine import status
+from tests.models import build
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.capture.spill import Spill
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where temporary files are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_values_are_kept_in_memory_and_beyond_it(directory, dtype):
+    given = (100 * torch.randn(2, 3, 5)).to(dtype)
+    spill = Spill(given.nbytes)
+    assert spill.keep(given) is given
+    for tensor in (given, given.transpose(0, 2), given[:, 1:]):
+        kept = spill.keep(tensor)
+        assert torch.equal(kept, tensor) and kept.dtype == dtype and kept.untyped_storage().nbytes() == tensor.nbytes
+        assert kept.data_ptr() != tensor.data_ptr()
+    assert not any(directory.iterdir())
+
+
+def test_what_went_to_a_file_takes_no_memory():
+    spill = Spill(1000)
+    spill.keep(torch.randn(500))
+    small = torch.randn(100)
+    assert spill.keep(small) is small
+
+
+def test_a_part_of_something_larger_is_copied_out():
+    whole = torch.randn(3, 100)
+    assert Spill(10_000).keep(whole[1]).untyped_storage().nbytes() == 400
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_neox", "llama, grouped keys", "timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"]
+)
+@pytest.mark.parametrize("svd", ["full", "matrix-free"])
+def test_the_same_numbers(name, svd, directory):
+    model, inputs = build(name)
+    model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
+    options = dict(dtype=torch.float64, tokens="all", k=3, svd=svd)
+    usual, little = (tracker.measure(model, inputs, memory_budget=budget, **options) for budget in (1 << 32, 100_000))
+    for variable in ("miscoupling", "singular_value", "lss", "expodistance_raw", "norm", "alpha_mean", "lss_window"):
+        np.testing.assert_allclose(little[variable], usual[variable], rtol=1e-8, atol=1e-10)
+
+
+def in_use() -> int:
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back
+    return status("RssAnon")
+
+
+def test_memory_in_use_does_not_grow_with_the_recording():
+    model = shapes.model("70m", 12, "cpu", vocabulary=128)
+    inputs = torch.randint(128, (1, 2048))
+    replica = Replica(model, find_blocks(model), torch.float32, CPU)
+    (batch,) = batches(model, inputs, None, None)
+    grown = {}
+    with preserve_global_state(CPU):
+        for memory in (0, 0, 1 << 30):  # the first pass also sets libraries up
+            before = in_use()
+            recording = record(replica, batch.arguments, batch.keywords, memory)
+            grown[memory] = in_use() - before
+            size = 4 * recording.scalars()
+            del recording
+    assert size > 140e6
+    assert grown[0] < 0.2 * size < grown[1 << 30]
+
+
+FULL = """
+import sys
+import torch
+from tracker.errors import UsageError
+from tracker.capture.spill import Spill
+try:
+    Spill(0).keep(torch.randn(int(sys.argv[1])))
+except UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
+def test_a_full_disk(tmp_path, entries, room):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+    try:
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        full = subprocess.run(
+            [sys.executable, "-c", FULL, str(entries)], env=environment, capture_output=True, text=True
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (
+        f"{tmp_path} has no room for another {4e-9 * entries:.3g} GB; name a directory with more in TMPDIR"
+        in full.stdout
+    )
+    assert not any(tmp_path.iterdir())

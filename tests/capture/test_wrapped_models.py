@@ -1,0 +1,187 @@
+"""Models as people hold them: compiled, frozen, adapted, offloaded, quantised, hooked. The numbers do not change."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.models import build
+from tracker.errors import UsageError
+
+FAMILY = "llama, grouped keys"
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model, inputs = build(FAMILY)
+    return model, inputs, tracker.measure(model, inputs, k=4)
+
+
+def measured(model, inputs):
+    ds = tracker.measure(model, inputs, k=4)
+    assert ds.sliced.all(), ds.attrs["fallbacks"]
+    return ds
+
+
+def compiled_whole(model, inputs):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model, inputs):
+    model.compile(backend="eager")
+    return model
+
+
+def compiled_blocks(model, inputs):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+    return model
+
+
+def gradient_checkpointing(model, inputs):
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def frozen(model, inputs):
+    return model.requires_grad_(False)
+
+
+def hooked(model, inputs):
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: pytest.fail("a hook of the caller's model fired"))
+    return model
+
+
+def offloaded_to_memory(model, inputs):
+    from accelerate import cpu_offload
+
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    return model
+
+
+def data_parallel(model, inputs):
+    return nn.DataParallel(model)
+
+
+HELD = [
+    compiled_whole,
+    compiled_in_place,
+    compiled_blocks,
+    gradient_checkpointing,
+    frozen,
+    hooked,
+    offloaded_to_memory,
+    data_parallel,
+]
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_the_numbers_are_those_of_the_plain_model(plain, held):
+    model, inputs, expected = plain
+    model = held(copy.deepcopy(model), inputs)
+    if held not in (hooked, data_parallel):
+        model(inputs)  # as after some training: compiled code exists, offloaded weights have gone back
+    np.testing.assert_array_equal(measured(model, inputs).miscoupling, expected.miscoupling)
+
+
+def test_offloaded_to_disk(plain, tmp_path):
+    from accelerate import disk_offload
+
+    model, inputs, expected = plain
+    model = copy.deepcopy(model)
+    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    np.testing.assert_array_equal(measured(model, inputs).miscoupling, expected.miscoupling)
+
+
+def test_weights_that_were_never_loaded_are_refused():
+    with torch.device("meta"):
+        model, inputs = build("gpt2")
+    with pytest.raises(UsageError, match="on the meta device"):
+        tracker.measure(model, torch.ones(1, 4, dtype=torch.long))
+
+
+def test_adapters_count_as_part_of_the_model(plain):
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs, without = plain
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    seen = measured(adapted, inputs)
+    merged = measured(copy.deepcopy(adapted).merge_and_unload(), inputs)
+    np.testing.assert_allclose(seen.miscoupling, merged.miscoupling, atol=1e-5)
+    assert float(abs(seen.miscoupling - without.miscoupling).max()) > 1e-3
+
+
+def test_tied_weights_and_parameters_made_in_inference_mode():
+    with torch.inference_mode():
+        model, inputs = build("gpt2")
+    assert model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.is_inference()
+    expected, _ = build("gpt2")
+    inputs = inputs.clone()
+    np.testing.assert_array_equal(measured(model, inputs).miscoupling, measured(expected, inputs).miscoupling)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_blocks_are_measured_dequantised(plain, bits):
+    import bitsandbytes as bnb
+
+    model, inputs, _ = plain
+    quantised, dequantised = copy.deepcopy(model), copy.deepcopy(model)
+    for layer in range(3):
+        mlp = quantised.model.layers[layer].mlp
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(mlp, name)
+            shape = (linear.in_features, linear.out_features)
+            if bits == 4:
+                swapped = bnb.nn.Linear4bit(*shape, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+            else:
+                swapped = bnb.nn.Linear8bitLt(*shape, bias=False, has_fp16_weights=False)
+            swapped.load_state_dict(linear.state_dict())
+            swapped = swapped.to("cpu")
+            setattr(mlp, name, swapped)
+            plain_weight = getattr(dequantised.model.layers[layer].mlp, name).weight
+            with torch.no_grad():
+                if bits == 4:
+                    plain_weight.copy_(bnb.functional.dequantize_4bit(swapped.weight.data, swapped.weight.quant_state))
+                else:
+                    plain_weight.copy_(swapped.weight.data.float() * swapped.weight.SCB[:, None] / 127)
+    kinds = {type(m) for m in quantised.modules()}
+    np.testing.assert_allclose(
+        measured(quantised, inputs).miscoupling, measured(dequantised, inputs).miscoupling, atol=1e-5
+    )
+    assert {type(m) for m in quantised.modules()} == kinds and quantised.model.layers[
+        0
+    ].mlp.up_proj.weight.dtype != torch.float32
+
+
+@pytest.mark.parametrize("implementation", ["flex_attention"])
+def test_attention_kernels_without_float32_or_derivatives_give_way_to_sdpa(implementation):
+    model, inputs = build("gpt_neox")
+    expected = measured(model, inputs)
+    model.config._attn_implementation = implementation
+    np.testing.assert_allclose(measured(model, inputs).miscoupling, expected.miscoupling, atol=1e-6)
+    assert model.config._attn_implementation == implementation
+
+
+def test_what_was_assumed_can_be_corrected():
+    model, inputs = build("timm vit")
+    found = tracker.find_blocks(model)
+    for said in (
+        "blocks.0 to blocks.2",
+        "batch first",
+        "final norm: norm (excluded by default)",
+        "class token: position 0",
+    ):
+        assert said in str(found)
+    assert "unembedding: lm_head; class token: none" in str(tracker.find_blocks(build("gpt2")[0]))
+    other = tracker.find_blocks(model, final_norm="norm", unembedding="head", class_token=1)
+    assert other.unembedding == "head"
+    seen = tracker.measure(model, inputs, blocks=other, final_norm="include", k=4)
+    assert seen.attrs["final_norm_module"] == "norm" and (seen.token_position == 1).all()
+    with pytest.raises(UsageError, match="no module named 'norms'"):
+        tracker.find_blocks(model, final_norm="norms")

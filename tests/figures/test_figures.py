@@ -1,0 +1,497 @@
+"""The paper's figures: each is drawn, and what it plots is computed here once more, by other means."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from tests.conftest import ROOT
+from tests.models import VOCABULARY, Size, neox
+from tracker.analysis.across_models import subset_fits
+from tracker.figures.paper import ELSEWHERE, FIGURES, SAME
+from tracker.figures.write import draw, main
+from tracker.measures.coupling import MEASURES
+from tracker.results import Store, open_results
+
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
+
+
+def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
+    """Results of a random model, another at every step, with scores."""
+    made = Store(path)
+    made.settle({"model": path.name})
+    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    for step in steps:
+        torch.manual_seed(1000 * seed + step)
+        unit = tracker.measure(neox(size=size), inputs, k=[K, 8], measures=measures, pair_tokens=[0, 2, 6], **options)
+        unit["score"] = xr.DataArray([0.1 * seed + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task")
+        made.write(step, unit.assign_coords(step=step, tokens_seen=1e6 * (step + seed)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return store(tmp_path_factory.mktemp("one") / "toy")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """Models of different sizes."""
+    place = tmp_path_factory.mktemp("several")
+    sizes = [Size(32, 3), Size(40, 4), Size(48, 3), Size(56, 5), Size(64, 4)]
+    return [
+        store(place / f"model{i}", i, size, ["coupling", "trajectory"], steps=(0, 2000)) for i, size in enumerate(sizes)
+    ]
+
+
+def drawn(name, results, out):
+    assert main([name, *map(str, results if isinstance(results, list) else [results]), "--out", str(out)]) == 0
+    for suffix in ("pdf", "png", "csv"):
+        assert (out / f"{SAME.get(name, name)}.{suffix}").stat().st_size > 0
+    return pd.read_csv(out / f"{SAME.get(name, name)}.csv")
+
+
+def axes_of(name, path):
+    """The axes of a figure, and its table."""
+    figure, table = draw(name, {path.name: open_results(path)}, None)
+    return figure.axes, table
+
+
+def close(seen, expected, **options):
+    np.testing.assert_allclose(np.asarray(seen, float), np.asarray(expected, float), **{"rtol": 1e-6, **options})
+
+
+def off_diagonal(matrices):
+    """Mean over l != l' of (..., L, L)."""
+    L = matrices.shape[-1]
+    return np.stack([matrices[..., l, m] for l in range(L) for m in range(L) if l != m]).mean(0)
+
+
+def test_1b(one, tmp_path):
+    table, ds = drawn("1b", one, tmp_path), open_results(one)
+    m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
+    close(table.coupling, -off_diagonal(m).mean(1))
+    close(table.null, -np.sqrt((K - 1) / K))
+    assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
+
+
+def test_1c(one, tmp_path):
+    table, ds = drawn("1c", one, tmp_path), open_results(one)
+    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3
+    row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
+    last = ds.offdiag_normalized.sel(k=K, step=2000)
+    both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
+    close(row.coupling_above_null, np.sqrt((K - 1) / K) - both, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, variable",
+    [
+        ("3", "matrix"),
+        ("4", "self_matrix"),
+        ("17", "self_matrix"),
+        ("22", "fixed_input_matrix"),
+        ("19", "fixed_output_matrix"),
+    ],
+)
+def test_matrices(name, variable, one, tmp_path):
+    table, ds = drawn(name, one, tmp_path), open_results(one)
+    at = ds[variable].sel(step=2000).isel(prompt=0)
+    if name == "3":
+        part = table[(table.step == 2000) & (table.block == 1) & (table.block_other == 3)]
+        expected = at.isel(token=0).sel(layer=1, layer_other=3)
+    else:
+        part = table[(table.step == 2000) & (table.token == 0) & (table.token_other == 6)]
+        assert set(part.block) == {1} and set(part.block_other) == {2}
+        expected = at.sel(layer=1).isel(pair_token=0, pair_token_other=2)
+    assert len(part) == K * K and set(table.step) == {0, 2000}
+    for _, entry in part.iterrows():
+        close(entry.value, abs(expected.sel(row=entry.row, column=entry.column)))
+
+
+@pytest.mark.parametrize("name", ["3", "4", "18", "19"])
+def test_matrices_have_a_colour_bar_and_say_their_layers(name, one):
+    figure, table = draw(name, {"toy": open_results(one)}, None)
+    first, last, bar = figure.axes
+    assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
+    assert [panel.get_title().split("\n")[0] for panel in (first, last)] == ["toy, step 0", "toy, step 2,000"]
+    said = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
+    assert first.get_title().endswith(said) and (name == "3" or "block 2" in first.get_xlabel())
+    picture, ds = last.images[0].get_array(), open_results(one).sel(step=2000).isel(prompt=0)
+    if name == "3":
+        A, s = ds.matrix.isel(token=0), ds.singular_value.isel(token=0).sel(rank=1)
+        expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
+    else:
+        kind = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
+        A, s = ds[f"{kind}_matrix"].sel(layer=1), ds[f"{kind}_singular_value"].sel(layer=1, rank=1)
+        expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
+    close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
+
+
+def test_matrices_of_before_the_layers_could_be_chosen(tmp_path):
+    """They are of tokens within a block, and each Jacobian's own basis shows its singular values."""
+    inputs = torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
+    unit = tracker.measure(neox(), inputs, k=K, measures="all", pair_tokens=3, pair_layers=0)
+    s = unit.self_singular_value.sel(layer=2, rank=1).isel(prompt=0)
+    older = unit.drop_vars(["pair_layer_other", *(name for name in unit if "_singular_value" in str(name))])
+    figure, table = draw("4", {"older": older.expand_dims(step=[0])}, None)
+    assert figure.axes[0].get_title() == "older, step 0\nl = 2, l' = 2"
+    assert set(table.block) == set(table.block_other) == {2}
+    expected = abs(unit.self_matrix.sel(layer=2).isel(prompt=0, pair_token=1, pair_token_other=2)) / s[1]
+    close(figure.axes[0].images[0].get_array()[K + 1 : 2 * K + 1, 2 * K + 2 :], expected, rtol=1e-5)
+
+
+def test_5_and_25(one, tmp_path):
+    table, ds = drawn("5", one, tmp_path), open_results(one)
+    row = table[(table.variable == "lss") & (table.step == 2000)]
+    close(row[["q25", "median", "q75"]].values[0], np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]))
+    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance_raw.sel(step=0)))
+
+
+def test_9(one, tmp_path):
+    table, ds = drawn("9", one, tmp_path), open_results(one)
+    m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
+    close(table.coupling, -off_diagonal(m))
+    assert (table.tokens == 7).all() and "difficulty" not in table
+    rated = store(tmp_path / "rated", measures=["coupling", "trajectory"], steps=(0,))
+    unit = Store(rated).read(0).assign_coords(difficulty=("prompt", [3.0, 1, 4, 1, 5]))
+    Store(rated).write(0, unit)
+    table = drawn("9", rated, tmp_path)
+    assert table.difficulty.tolist() == [3, 1, 4, 1, 5]
+    close(table.coupling, -off_diagonal(unit.offdiag_normalized.sel(k=K).values[:, 0]))
+
+
+def test_12(one, tmp_path):
+    table, ds = drawn("13", one, tmp_path), open_results(one)
+    row = table[(table.step == 0) & (table.position == 3) & (table.depth == 2)]
+    close(row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0))
+
+
+def test_15(one, tmp_path):
+    other = store(tmp_path / "other", seed=3, measures=["coupling", "trajectory"], steps=(0, 2000))
+    table = drawn("15", [one, other], tmp_path)
+    m = open_results(other).offdiag_normalized.sel(k=K, step=2000).values[:, 0]
+    expected = [-(m[:, l].sum(-1) - m[:, l, l]).mean() / 2 for l in range(3)]
+    close(table[table.result == "other"].coupling, expected)
+
+
+def test_26_and_30(one, tmp_path):
+    table, ds = drawn("26", one, tmp_path), open_results(one)
+    row = table[(table.variable == "entropy") & (table.step == 8) & (table.depth == 1)]
+    close(row["median"], np.median(ds.entropy.sel(step=8, depth=1)))
+    row = table[(table.variable == "equidistance_raw_window") & (table.step == 8) & (table.depth == 2)]
+    close(row["median"], np.median(ds.equidistance_raw_window.sel(step=8, layer=2)))
+    row = drawn("30", one, tmp_path)
+    row = row[(row.variable == "norm_raw") & (row.step == 2000) & (row.depth == 3)]
+    close(row["q75"], np.quantile(ds.norm_raw.sel(step=2000, depth=3), 0.75))
+
+
+def test_27_to_29(one, tmp_path):
+    ds = open_results(one)
+    close(drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS])
+    for name, variable, sign in (("28", "lss_window", -1), ("29", "expodistance_raw_window", 1)):
+        table = drawn(name, one, tmp_path)
+        layer = table.layer.iloc[0]
+        expected = [np.median(sign * ds[variable].sel(layer=layer, step=step)) for step in STEPS]
+        close(table[table.layer == layer]["median"], expected)
+
+
+def test_32(one, tmp_path):
+    table, ds = drawn("32", one, tmp_path), open_results(one)
+    row = table[(table.depth == 3) & (table.noise == 0.1)]
+    close(row["mean"], ds.noise_similarity.sel(step=2000, depth=3, noise=0.1).mean())
+
+
+def test_33_and_34(one, tmp_path):
+    from scipy import stats
+
+    ds = open_results(one)
+    for name, step in (("33", 0), ("34", 2000)):
+        table = drawn(name, one, tmp_path)
+        s = np.median(ds.singular_value.sel(step=step, rank=1).values[:, 0], 0)
+        close(table[table["rank"] == 1].value, s)
+        assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
+        (_, inverse), _ = axes_of(name, one)
+        assert "no line" in inverse.get_title() and len(inverse.lines) == 1
+    deep = store(tmp_path / "deep", size=Size(32, 5), measures=["coupling", "trajectory"], steps=(0, 1))
+    table = drawn("34", deep, tmp_path)
+    s = table[table["rank"] == 1]
+    fit = stats.linregress(s.layer, 1 / s.value)
+    close(s.r2, fit.rvalue**2)
+    close(s.slope, fit.slope)
+    assert (s.n == 5).all()
+    (_, inverse), _ = axes_of("34", deep)
+    points, line = inverse.lines
+    close(points.get_ydata(), 1 / np.median(open_results(deep).singular_value.sel(step=1, rank=1).values[:, 0], 0))
+    close(line.get_xdata(), points.get_xdata())
+    close(line.get_ydata(), fit.intercept + fit.slope * np.arange(1, 6))
+    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
+
+
+def test_of_several_models(several, tmp_path):
+    couplings, scores = [], []
+    for path in several:
+        last = open_results(path).sel(step=2000)
+        couplings.append(-off_diagonal(last.offdiag_normalized.sel(k=K).values[:, 0]).mean())
+        scores.append(float(last.score.mean()))
+    for name in ("1a", "7"):
+        table = drawn(name, several, tmp_path)
+        close(table[f"coupling, K = {K}"], couplings)
+        close(table.score, scores)
+        assert (table[f"coupling, K = {K} low"] <= table[f"coupling, K = {K}"]).all()
+    table = drawn("35", several, tmp_path)
+    assert table.blocks.tolist() == [3, 4, 3, 5, 4] and table.width.tolist() == [32, 40, 48, 56, 64]
+    table = drawn("8", several, tmp_path)
+    assert table["training tokens"].tolist() == [1e6 * (2000 + i) for i in range(5)]
+    close(table.score, scores)
+    assert {f"coupling, K = {K}", "coupling, K = 8"} < set(drawn("36", several, tmp_path))
+
+
+def with_gsm8k(paths, place, task="gsm8k"):
+    """The last steps of these stores, with a score on GSM8K and on two others; the mean is not in proportion to it."""
+    copies = []
+    for i, path in enumerate(paths):
+        copy = Store(place / path.name)
+        copy.settle({})
+        unit = Store(path).read(2000).drop_dims("task")
+        unit["score"] = xr.DataArray([0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task")
+        copy.write(2000, unit)
+        copies.append(copy.path)
+    return copies
+
+
+def test_31(several, tmp_path, capsys):
+    from scipy import stats
+
+    paths = with_gsm8k(several, tmp_path)
+    table = drawn("31", paths, tmp_path)
+    one, mean = [0.05 * i**2 for i in range(5)], [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
+    close(table.gsm8k, one)
+    close(table["mean score"], mean)
+    figure, _ = draw("31", {path.name: open_results(path) for path in paths}, None)
+    fit = stats.linregress(mean, one)
+    close(figure.axes[0].lines[0].get_ydata(), fit.intercept + fit.slope * np.array([min(mean), max(mean)]), rtol=1e-4)
+    assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
+    assert main(["31", *map(str, several)]) == 2
+    said = capsys.readouterr().err
+    assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in said
+    assert main(["31", *map(str, paths[:3])]) == 2
+    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
+
+
+def test_table_1(several, tmp_path):
+    unscored = Store(tmp_path / "unscored")
+    unscored.settle({})
+    unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
+    unscored.write(0, unit.assign_attrs(final_norm="exclude"))
+    table = drawn("table1", [*several, unscored.path], tmp_path)
+    widths, blocks = [32, 40, 48, 56, 64, 32], [3, 4, 3, 5, 4, 3]
+    sizes = [neox(size=Size(width, layers)) for width, layers in zip(widths, blocks, strict=True)]
+    assert table.parameters.tolist() == [sum(p.numel() for p in model.parameters()) for model in sizes]
+    assert table.blocks.tolist() == blocks and table.width.tolist() == widths
+    assert set(table.architecture) == {"GPTNeoXForCausalLM"}
+    close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
+    close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
+    figure, _ = draw("table1", {path.name: open_results(path) for path in (*several, unscored.path)}, None)
+    (cells,) = figure.axes[0].tables
+    assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == ["unscored", "32", "—", "—"]
+    assert figure.get_supxlabel() == (
+        "score: mean of arc, wino; to add training tokens: names of checkpoints that say them, --revisions"
+    )
+
+
+def test_every_figure_says_how_it_differs():
+    """Which statistic, which layer pairs and which side of the final norm are named wherever there is a choice."""
+    for name, figure in FIGURES.items():
+        states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
+        if states or "singular_value" in figure.needs:
+            assert "median" in figure.differs, name
+        if any("_raw" in need for need in states):
+            assert "before" in figure.differs and "final norm" in figure.differs, name
+        if any(need in ("lss", "lss_window", "singular_value", "pca") for need in figure.needs):
+            assert re.search("with (the final norm|it) where the results include it", figure.differs), name
+        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c"):
+            assert "l ≠ l'" in figure.differs or "l' ≠ l" in figure.differs, name
+            assert "mean" in figure.differs, name
+
+
+def test_subsets_of_models(several, tmp_path):
+    from scipy import stats
+
+    last = [open_results(path).sel(step=2000) for path in several]
+    couplings = np.array([-off_diagonal(ds.offdiag_normalized.sel(k=K).values[:, 0]).mean() for ds in last])
+    scores = np.array([float(ds.score.mean()) for ds in last])
+    table = drawn("table4", several, tmp_path)
+    assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
+    fit = stats.linregress(couplings, scores)
+    close(table[["n", "r2", "slope", "p"]].values[0], [5, fit.rvalue**2, fit.slope, fit.pvalue], rtol=1e-3)
+
+    rng = np.random.default_rng(0)
+    made = pd.DataFrame(
+        {"c": rng.normal(size=12), "family": ["a"] * 6 + ["b"] * 5 + ["c"], "parameters": np.arange(12)}
+    )
+    made["score"] = made["c"] + rng.normal(size=12)
+    table = subset_fits(made, "c", "score", "family", "parameters")
+    names = ["all", "a only", "without a", "b only", "without b", "without c"]
+    assert table.subset.tolist()[:6] == names and table.n.tolist() == [12, 6, 6, 5, 7, 11, 6, 6]
+    assert (table.p_holm >= table.p).all()
+    fit = stats.linregress(made.c[made.family == "b"], made.score[made.family == "b"])
+    only = table[table.subset == "b only"].iloc[0]
+    close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
+
+
+def test_definitions(several, tmp_path):
+    from scipy import stats
+
+    table = drawn("definitions", several, tmp_path)
+    assert len(table) == 2 * len(MEASURES) * 2 * 3  # each before the final norm too
+    row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
+    last = [open_results(path).sel(step=2000) for path in several]
+    couplings = [
+        -float(ds.miscoupling_release.sel(k=8).mean(("prompt", "token", "layer", "layer_other"))) for ds in last
+    ]
+    fit = stats.linregress(couplings, [float(ds.score.mean()) for ds in last])
+    close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
+
+
+def test_too_few_results_with_scores(several, tmp_path, capsys):
+    unscored = []
+    for path in several[:2]:
+        copy = Store(tmp_path / path.name)
+        copy.settle({})
+        unit = Store(path).read(2000)
+        copy.write(2000, unit.assign(score=unit.score * np.nan))
+        unscored.append(copy.path)
+    for name in ("1a", "7", "table4"):
+        assert main([name, *map(str, [*unscored, *several[2:]])]) == 2
+        assert "have no benchmark in common" in capsys.readouterr().err
+    for path in unscored:
+        unit = Store(path).read(2000)
+        unit["offdiag_normalized"] = unit.offdiag_normalized * np.nan
+        Store(path).write(2000, unit.assign(score=unit.score.fillna(0.5)))
+    assert main(["table4", *map(str, [*unscored, *several[2:]])]) == 2
+    assert "3 of 5 results have all that is compared" in capsys.readouterr().err
+
+
+def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
+    alone = []
+    for path in several:
+        copy = Store(tmp_path / path.name)
+        copy.settle({})
+        copy.write(2000, Store(path).read(2000).isel(prompt=[0]))
+        alone.append(copy.path)
+    table = drawn("1a", alone, tmp_path)
+    assert len(table) == 5 and table[f"coupling, K = {K} low"].isna().all()
+
+
+def test_every_figure_has_a_test_here_or_elsewhere():
+    tested = {
+        "1b",
+        "1c",
+        "3",
+        "4",
+        "5",
+        "9",
+        "12",
+        "15",
+        "18",
+        "19",
+        "25",
+        "26",
+        "27",
+        "28",
+        "29",
+        "30",
+        "32",
+        "33",
+        "34",
+        "table1",
+    }
+    assert set(FIGURES) == tested | set(SCORED)
+
+
+def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
+    assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
+    said = capsys.readouterr().out
+    assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in said
+    made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
+    assert made == {"curves", "heatmap", *FIGURES} - {*SCORED, "15"}
+
+
+def test_list(one, capsys):
+    assert main(["list", str(one)]) == 0
+    lines = capsys.readouterr().out
+    assert "12, 13" in lines and "can be made" in lines and "python -m vit.analysis" in lines
+    assert main(["list"]) == 0
+    assert "needs pca" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_figures_of_the_grid_are_vit_s(name, one, capsys):
+    assert main([name, str(one)]) == 2
+    assert "python -m vit.analysis" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("99", "is no figure; choose from"),
+        ("3", "lacks matrix; walk again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices"),
+        ("1a", "compares at least 4 results; 1 given"),
+        ("32", "lacks noise_similarity"),
+    ],
+)
+def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
+    assert main([name, str(several[0]), "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_mixed_conventions_are_refused(one, tmp_path, capsys):
+    other = store(tmp_path / "other", measures=["coupling", "trajectory"], steps=(0, 2000), final_norm="exclude")
+    assert main(["1b", str(one), str(other), "--out", str(tmp_path)]) == 2
+    assert "the results differ in final_norm (toy: include, other: exclude)" in capsys.readouterr().err
+
+
+def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
+    other = store(tmp_path / "other", seed=9, measures=["coupling", "trajectory"], steps=(0, 2000))
+    made = Store(other)
+    for step in (0, 2000):
+        unit = made.read(step).drop_dims("task")
+        unit["score"] = xr.DataArray([0.7], {"task": ["wino"]}, "task")
+        made.write(step, unit)
+    table = drawn("1a", [*several, other], tmp_path)
+    close(table.score, [0.3] * 5 + [0.7])
+
+
+def test_untrained_is_step_0(tmp_path, capsys):
+    late = store(tmp_path / "late", measures=["coupling", "trajectory"], steps=(8, 2000))
+    assert main(["33", str(late), "--out", str(tmp_path)]) == 2
+    assert "late begins at step 8; the untrained model is wanted" in capsys.readouterr().err
+
+
+def test_results_that_share_no_k(one, tmp_path, capsys):
+    other = tmp_path / "other"
+    made = Store(other)
+    made.settle({"model": "other"})
+    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    for step in STEPS:
+        made.write(step, tracker.measure(neox(), inputs, k=2).assign_coords(step=step))
+    assert main(["1b", str(one), str(other)]) == 2
+    assert "was not measured in all results; they share none" in capsys.readouterr().err
+
+
+def test_no_results(capsys):
+    assert main(["1b"]) == 2
+    assert "give a directory of results" in capsys.readouterr().err
+    assert main(["1b", "nowhere"]) == 2
+
+
+def test_the_table_in_the_docs_is_that_of_the_registry():
+    listed = (ROOT / "docs" / "figures.md").read_text()
+    for name, figure in FIGURES.items():
+        assert f"| {figure.title} |" in listed and f"| {figure.differs} |" in listed, name

@@ -1,0 +1,124 @@
+"""Every architecture against brute force: which path serves it, and that Jacobians and mis-couplings are right."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests import brute_force
+from tests.conftest import ROOT
+from tests.models import FAMILIES, build
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.jacobians.rows import Jacobians, Rows
+
+K = 6
+J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
+PRECISIONS = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+
+
+@torch.no_grad()
+def conditioning(J, k):
+    """How much more than an error in J a mis-coupling may err: singular vectors turn by error / gap (Wedin)."""
+    S = torch.stack([torch.linalg.svdvals(matrix) for matrix in J])[:, : k + 1]
+    return max(1.0, float((S[:, :1] / -S.diff()).max()) / 10)
+
+
+def oracle(name, dtype):
+    model, inputs = build(name)
+    model = model.to(dtype).eval()
+    if hasattr(getattr(model, "config", None), "_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped kernels know no float64
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    found = find_blocks(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ds = tracker.measure(model, inputs, k=[2, K], tokens=[1, -1], dtype=dtype)
+    norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    blocks = [model.get_submodule(n) for n in found.names]
+    return model, inputs, ds, brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom")
+
+
+@PRECISIONS
+@pytest.mark.parametrize("name", FAMILIES)
+def test_jacobians_and_mis_couplings(name, dtype):
+    model, inputs, ds, expected = oracle(name, dtype)
+    assert bool(ds.sliced.all()) == (not FAMILIES[name].full) and bool(ds.sliced.any()) == bool(ds.sliced.all())
+    assert ds.complete.all()
+    truth = brute_force_jacobians(expected, inputs)
+    assert jacobian_difference(model, inputs, ds, truth, dtype) <= J_TOLERANCE[dtype]
+    raw = "miscoupling_raw" in ds
+    assert raw == (expected.norm is not None)
+    for (b, position), J in truth.items():
+        if raw:
+            last = dataclasses.replace(expected, norm=None).jacobian(len(J) - 1, b, position, position).detach()
+            found = ds.isel(prompt=b, token=0 if position == 1 else 1)
+            for measure, values in brute_force.couplings([*J[:-1], last], K).items():
+                factor = conditioning([*J[:-1], last], K) if dtype == torch.float32 else 1
+                scale = 1 if measure != "offdiag" else max(1, float(values.max()))
+                seen = found[f"{measure}_raw"].sel(k=K).values
+                np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
+        for k in (2, K):
+            # Only in float32 do near-degenerate pairs cost digits that the tolerance does not leave.
+            factor = conditioning(J, k) if dtype == torch.float32 else 1
+            for measure, values in brute_force.couplings(J, k).items():
+                seen = ds[measure].sel(k=k).isel(prompt=b, token=0 if position == 1 else 1).values
+                scale = 1 if measure != "offdiag" else max(1, float(values.max()))
+                np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
+
+
+def brute_force_jacobians(expected, inputs):
+    """By (sample, position), the Jacobian of every block."""
+    rows = [(b, t) for b in range(len(inputs)) for t in (1, expected.inputs[0].shape[1] - 1)]
+    return {(b, t): [expected.jacobian(l, b, t, t).detach() for l in range(len(expected.blocks))] for b, t in rows}
+
+
+def jacobian_difference(model, inputs, ds, truth, dtype):
+    """Largest difference of an entry, relative to the largest entry where that is above 1."""
+    differences = [
+        (J[r] - truth[at][l]).abs().max() / truth[at][l].abs().max().clamp(min=1)
+        for l, J in enumerate(measured_jacobians(model, inputs, ds, list(truth), dtype))
+        for r, at in enumerate(truth)
+    ]
+    return float(torch.stack(differences).max())
+
+
+def jacobian_error(name, dtype):
+    """For the table in the docs: whether the sliced path serves, and the difference from brute force."""
+    model, inputs, ds, expected = oracle(name, dtype)
+    return bool(ds.sliced.all()), jacobian_difference(model, inputs, ds, brute_force_jacobians(expected, inputs), dtype)
+
+
+def measured_jacobians(model, inputs, ds, rows, dtype):
+    """The Jacobians that went into the Dataset, by layer, for rows of (sample, position)."""
+    (batch,) = batches(model, inputs, None, None)
+    samples, tokens = (torch.tensor(index) for index in zip(*rows, strict=True))
+    with preserve_global_state(torch.device("cpu")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        replica = Replica(model, find_blocks(model), dtype, torch.device("cpu"))
+        recording = record(replica, batch.arguments, batch.keywords)
+        if ds.attrs["final_norm"] == "include":
+            recording = recording.fold_final_norm()
+        jacobians = Jacobians(replica)
+        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in recording.calls]
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])
+def test_trajectory_states(name):
+    _, _, ds, expected = oracle(name, torch.float64)
+    states = expected.states() if expected.norm is not None else torch.stack([*expected.inputs, expected.last])
+    np.testing.assert_allclose(ds.norm.values, states.norm(dim=-1).movedim(1, 0).detach(), rtol=1e-10)
+
+
+def test_the_table_in_the_docs_is_that_of_these_tests():
+    """`python -m tests.architectures` writes it."""
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "architectures.md").read_text().splitlines()]
+    listed = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 5 and row[1] in ("sliced", "full")}
+    assert listed == {name: "full" if family.full else "sliced" for name, family in FAMILIES.items()}
+    assert sum(path == "sliced" for path in listed.values()) >= 25

@@ -1,0 +1,90 @@
+"""The derivative proof in a window of the sequence: it speaks for the whole, and planted faults fail it."""
+
+import pytest
+import torch
+
+import tracker.jacobians.checks
+from tests.jacobians.test_rows import Inner, Stack, random
+from tests.models import FAMILIES, build
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.jacobians.checks import derivative_error
+from tracker.jacobians.row_attention import by_formula, by_own_code
+from tracker.jacobians.slicing import Rows, window_of
+from tracker.linalg.comparison import TOLERANCE
+
+CPU = torch.device("cpu")
+
+
+def recorded(model, inputs):
+    model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
+    replica = Replica(model, find_blocks(model), torch.float64, CPU)
+    (batch,) = batches(model, inputs, None, None)
+    return replica, record(replica, batch.arguments, batch.keywords).calls
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """The lengths of the sequences that proofs are made on, where a window is of two tokens."""
+    lengths, at = [], tracker.jacobians.checks._derivative_error_at
+    monkeypatch.setattr(tracker.jacobians.checks, "WINDOW", 2)
+    monkeypatch.setattr(
+        tracker.jacobians.checks,
+        "_derivative_error_at",
+        lambda call, rows, answered: (lengths.append(call.x.shape[1]), at(call, rows, answered))[1],
+    )
+    with preserve_global_state(CPU):
+        yield lengths
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.full])
+def test_every_family_is_proved_in_a_window(name, windows):
+    replica, calls = recorded(*build(name))
+    n = calls[0].x.shape[1]
+    rows = Rows(torch.tensor([0, 1]), torch.tensor([n - 1, n - 1]))
+    for call in calls:
+        with replica.materialize(call.block):
+            assert derivative_error(call, rows, by_own_code) <= TOLERANCE[torch.float64]
+    if n > 4:
+        assert set(windows) == {2}
+
+
+@pytest.mark.parametrize("answered", [by_formula, by_own_code])
+@pytest.mark.parametrize("planted", ["key", "value"])
+def test_a_detached_key_or_value_fails_it(windows, planted, answered):
+    replica, calls = recorded(*build("gpt_neox"))
+
+    def detached(attend, query, key, value, frozen):
+        key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
+        return answered(attend, query, key, value, frozen)
+
+    rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 6]))
+    with replica.materialize(calls[1].block):
+        assert derivative_error(calls[1], rows, answered) <= 1e-9
+        assert set(windows) == {2}
+        assert derivative_error(calls[1], rows, detached) > 1e-4
+
+
+def test_attentions_in_series_fail_it(windows):
+    torch.manual_seed(0)
+    replica, calls = recorded(Stack([Inner(False), Inner(True)]), random(1, 6, 8))
+    for call, holds in zip(calls, (True, False), strict=True):
+        with replica.materialize(call.block):
+            error = derivative_error(call, Rows(torch.tensor([0]), torch.tensor([5])), by_formula)
+            assert (error <= 1e-9) == holds
+    assert windows == [2, 2, 6]  # what fails in a window has another chance in the whole
+
+
+def test_a_window_of_a_block_is_the_block_on_those_tokens():
+    with preserve_global_state(CPU):
+        replica, calls = recorded(*build("llama, grouped keys"))
+        rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 0]))
+        call, at = window_of(calls[0], rows, 3)
+        assert at.token.tolist() == [2, 0] and at.sample.tolist() == [0, 1]
+        assert torch.equal(at.of(call.x), rows.of(calls[0].x))
+        with replica.materialize(call.block):
+            y = call(call.x)
+        torch.testing.assert_close(y[1, 0], calls[0].y[1, 0])  # at position 0 a causal row sees itself alone
+        assert not torch.allclose(y[0, 2], calls[0].y[0, 6])

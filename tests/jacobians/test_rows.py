@@ -1,0 +1,384 @@
+"""The sliced path's proofs: known Jacobians come back, planted faults are caught, what can't be sliced is not wrong."""
+
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tracker
+import tracker.jacobians.row_attention
+import tracker.jacobians.rows
+from tests.models import WIDTH, build, images, timm_vit, tokens
+from tracker.blocks.find import find_blocks
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
+from tracker.linalg.precision import switches
+
+
+class Attention(nn.Module):
+    """Holds the word that `find_blocks` looks for; rows do not mix."""
+
+
+class Affine(nn.Module):
+    def __init__(self, J):
+        super().__init__()
+        self.attention, self.J = Attention(), nn.Parameter(J)
+
+    def forward(self, x):
+        return x + x @ self.J.T + 0.3
+
+
+class Mixing(nn.Module):
+    """x_t + M mean_s(x_s): row t of the output depends on row s of the input through M / n exactly."""
+
+    def __init__(self, M):
+        super().__init__()
+        self.attention, self.M = Attention(), nn.Parameter(M)
+
+    def forward(self, x):
+        return x + (x.mean(1, keepdim=True) @ self.M.T).tanh()
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_blocks_with_a_known_jacobian_give_it_back():
+    J = [random(8, 8, seed=i) / 3 for i in range(3)]
+    ds = tracker.measure(Stack(map(Affine, J)), random(2, 5, 8), k=8, dtype=torch.float64)
+    assert ds.sliced.all()
+    for l in range(3):
+        expected = torch.linalg.svdvals(J[l])
+        torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), expected)
+
+
+def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
+    M = [random(8, 8, seed=i) for i in range(3)]
+    model, x = Stack(map(Mixing, M)), random(1, 5, 8)
+    with pytest.warns(UserWarning, match="full sequence.*value proof"):
+        ds = tracker.measure(model, x, k=8, dtype=torch.float64)
+    assert not ds.sliced.any() and "value proof" in ds.attrs["fallbacks"]
+    slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
+    expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)  # M / n: a row's own share of the mean
+    torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
+
+
+@pytest.mark.parametrize("path", tracker.jacobians.rows.PATHS)
+@pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
+@pytest.mark.parametrize("planted", ["key", "value"])
+def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, planted, positions, path):
+    """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
+    answered = tracker.jacobians.rows.PATHS[path]
+
+    def detached(attend, query, key, value, frozen):
+        key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
+        return answered(attend, query, key, value, frozen)
+
+    model, inputs = build("gpt_neox")
+    honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
+    assert honest.sliced.all()
+    monkeypatch.setattr(tracker.jacobians.rows, "PATHS", {path: detached})
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
+    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+    torch.testing.assert_close(  # and the full sequence gives the right answer all the same
+        torch.from_numpy(ds.miscoupling.values), torch.from_numpy(honest.miscoupling.values), atol=1e-8, rtol=0
+    )
+
+
+@pytest.mark.parametrize("fault", ["value", "derivative"])
+def test_where_the_formula_fails_its_proof_the_models_own_attention_serves(monkeypatch, fault):
+    def wrong(expansion, *live):
+        out = honest(expansion, *live)
+        return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
+
+    model, inputs = build("llama, grouped keys")
+    seen = jacobians_of(model, inputs)
+    honest = tracker.jacobians.row_attention.Expansion.__call__
+    monkeypatch.setattr(tracker.jacobians.row_attention.Expansion, "__call__", wrong)
+    redone = jacobians_of(model, inputs)
+    for (J, evidence), (other, other_evidence) in zip(seen, redone, strict=True):
+        assert (evidence.path, other_evidence.path) == ("formula", "own code")
+        torch.testing.assert_close(J, other, atol=1e-10, rtol=0)
+
+
+def jacobians_of(model, inputs):
+    """Of every block at the last row of every sample, with their evidence."""
+    with preserve_global_state(torch.device("cpu")):
+        replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
+        calls = record(replica, [inputs], {}).calls
+        rows = Rows(torch.arange(len(inputs)), torch.full((len(inputs),), calls[0].x.shape[1] - 1))
+        return [Jacobians(replica)([(call, rows)])[0] for call in calls]
+
+
+def test_two_blocks_named_as_one_are_caught_by_the_derivative_proof():
+    """Rows frozen at the second attention did depend on the row in question, through the first."""
+    model = timm_vit().double().eval()
+    pairs = nn.Sequential(*(nn.Sequential(a, b) for a, b in (list(model.blocks)[:2], [model.blocks[2], timm_block()])))
+    model.blocks = pairs.double()
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64)
+    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+
+
+def timm_block():
+    torch.manual_seed(5)
+    return timm.models.vision_transformer.Block(WIDTH, 4)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return x + F.dropout(x, 0.5, training=True)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.calls = Attention(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 1 / self.calls)
+
+
+@pytest.mark.parametrize("block", [Noisy, Counting])
+def test_random_and_stateful_blocks_are_refused(block):
+    with pytest.raises(UsageError, match="does not reproduce its own output"):
+        tracker.measure(Stack([block(), block()]), random(1, 4, 8), k=2, dtype=torch.float64)
+
+
+class InPlace(nn.Module):
+    def __init__(self, J):
+        super().__init__()
+        self.attention, self.J = Attention(), nn.Parameter(J)
+
+    def forward(self, x):
+        x += x @ self.J.T
+        return x
+
+
+def test_blocks_that_work_in_place():
+    J = [random(8, 8, seed=i) / 3 for i in range(2)]
+    ds = tracker.measure(Stack(map(InPlace, J)), random(1, 4, 8), k=3, dtype=torch.float64)
+    for l in range(2):
+        torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), torch.linalg.svdvals(J[l])[:3])
+
+
+class ConvolvedAttention(nn.Module):
+    """Attention, and a convolution over tokens beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        x = x + F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return x + self.convolution(x.mT).mT.tanh()
+
+
+def test_attention_beside_a_convolution_over_tokens_is_not_sliced():
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="full sequence"):
+        ds = tracker.measure(Stack([ConvolvedAttention(), ConvolvedAttention()]), random(1, 6, 8), k=3)
+    assert not ds.sliced.any()
+
+
+def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
+    """What the block's own code detaches has no derivative; sliced and full agree, and nothing is flagged."""
+
+    class DetachedKey(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.qkv = Attention(), nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+            return x + F.scaled_dot_product_attention(q, k.detach(), v)[:, 0]
+
+    torch.manual_seed(0)
+    assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).sliced.all()
+
+
+def test_chunks_do_not_change_the_numbers(monkeypatch):
+    model, inputs = build("llama, grouped keys")
+    whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)
+    monkeypatch.setattr(tracker.jacobians.rows, "_enough_rows", lambda *_: 40)
+    budget = 2 * 8 * 3 * WIDTH**2 * 2  # half of it: two rows' Jacobians of three blocks
+    parts = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64, memory_budget=budget)
+    torch.testing.assert_close(
+        torch.from_numpy(whole.miscoupling.values), torch.from_numpy(parts.miscoupling.values), atol=1e-9, rtol=0
+    )
+
+
+def test_permuted_prompts_are_permuted_results():
+    model, _ = build("gpt2")
+    ids = tokens(3)
+    straight, turned = (tracker.measure(model, x, k=4, dtype=torch.float64) for x in (ids, ids.flip(0)))
+    for name in ("miscoupling", "lss", "singular_value"):
+        a, b = torch.from_numpy(straight[name].values), torch.from_numpy(turned[name].values)
+        torch.testing.assert_close(a, b.flip(0), atol=1e-10, rtol=0)
+    assert math.isfinite(float(straight.lss.sum()))
+
+
+class Inner(nn.Module):
+    """Two attentions, in parallel or in series: the same class and settings, another function."""
+
+    def __init__(self, series):
+        super().__init__()
+        self.qkv, self.flags = nn.Linear(8, 24), [series]
+        self.attention = Attention()
+
+    def attend(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+
+    def forward(self, x):
+        first = self.attend(x)
+        return x + first + self.attend(x + first if self.flags[0] else x)
+
+
+def test_a_proof_of_one_block_is_no_proof_of_another():
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="derivative proof failed"):
+        ds = tracker.measure(Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64)
+    assert ds.sliced.values[0, 0].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("init", [1e-4, 1e-6, 1e-8])
+def test_small_residual_updates_keep_their_digits(init):
+    """LayerScale at its start: in float32, x + f leaves few digits of f; such a Jacobian is found in float64."""
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=4, init_values=init
+    )
+    seen, exact = (tracker.measure(model, images(), k=4, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert seen.sliced.all()
+    relative = abs(seen.singular_value / exact.singular_value - 1)
+    assert float(relative.max()) < 1e-4
+    assert float(abs(seen.miscoupling - exact.miscoupling).max()) < 1e-3
+
+
+class Linear(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.attention, self.layer = Attention(), layer
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["weight_norm", "prune", "parametrized"])
+def test_weights_computed_by_hooks_are_the_current_ones(how):
+    from torch.nn.utils import parametrizations, prune, weight_norm
+
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).double()
+    if how == "weight_norm":
+        weight_norm(layer)
+    elif how == "prune":
+        prune.random_unstructured(layer, "weight", 0.3)
+    else:
+        parametrizations.weight_norm(layer)
+    model = Stack([Linear(layer), Linear(nn.Linear(8, 8).double())])
+    model(random(1, 4, 8))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(3)
+    ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    model(random(1, 4, 8))  # now the model's own hooks have run as well
+    torch.testing.assert_close(
+        torch.from_numpy(ds.singular_value.values[0, 0, 0]), torch.linalg.svdvals(layer.weight)[:3]
+    )
+
+
+def test_methods_put_on_an_instance():
+    from types import MethodType
+
+    model = Stack([Linear(nn.Linear(8, 8).double()) for _ in range(2)])
+    plain = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    layer = model.blocks[0].layer
+    layer.forward = MethodType(lambda self, x: 3 * F.linear(x, self.weight, self.bias), layer)
+    patched = tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.from_numpy(patched.singular_value.values[0, 0, 0]),
+        3 * torch.from_numpy(plain.singular_value.values[0, 0, 0]),
+    )
+    layer.forward = lambda x: x
+    with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
+        tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+
+
+def test_what_a_forward_pass_counts_or_collects_stays_with_the_replica():
+    class Collecting(Linear):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 8).double())
+            self.register_buffer("seen", torch.zeros(()))
+            self.maps = []
+
+        def forward(self, x):
+            self.seen += 1
+            self.maps.append(x)
+            return super().forward(x)
+
+    model = Stack([Collecting(), Collecting()])
+    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    assert float(model.blocks[0].seen) == 0 and model.blocks[0].maps == []
+
+
+def test_a_row_of_zeros_is_no_fault():
+    model, inputs = build("llama, grouped keys")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[int(inputs[0, 0])] = 0
+    assert tracker.measure(model, inputs, k=4, tokens="all").sliced.all()
+
+
+def global_state() -> list:
+    """What a training that goes on after a measurement would notice."""
+    kernels = torch.backends.cuda
+    return [
+        F.scaled_dot_product_attention,
+        torch.backends.mha.get_fastpath_enabled(),
+        [kernels.math_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+        [switch.fp32_precision for switch in switches()],
+        torch.get_num_threads(),
+        torch.get_rng_state().tolist(),
+    ]
+
+
+def test_threads_measure_and_leave_the_process_as_it_was():
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, inputs = build("timm vit")
+    alone = tracker.measure(model, inputs, k=4)
+    before = global_state()
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: tracker.measure(model, inputs, k=4), range(8)))
+    assert global_state() == before
+    for result in results:
+        assert result.sliced.all()
+        torch.testing.assert_close(
+            torch.from_numpy(result.miscoupling.values), torch.from_numpy(alone.miscoupling.values)
+        )

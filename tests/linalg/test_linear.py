@@ -1,0 +1,283 @@
+"""Linear layers by oneDNN and rows of an identity against the same in float64, and what is left alone."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tracker.linalg import identity, linear
+from tracker.linalg.identity import identity_matrix, rows_of_identity
+from tracker.linalg.jacobian import dense_jacobian, linearize
+from tracker.linalg.linear import FrozenLinear
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many products oneDNN was given."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("PyTorch was built without oneDNN")
+    count = []
+    product = linear._linear
+    monkeypatch.setattr(linear, "_linear", lambda *a: count.append(1) or product(*a))
+    return count
+
+
+@pytest.fixture
+def picked(monkeypatch):
+    """Which rows of an identity each product was found to be of, or None."""
+    found = []
+    find = linear.rows_of_identity
+    monkeypatch.setattr(linear, "rows_of_identity", lambda x: found.append(find(x)) or found[-1])
+    return found
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(3)
+    made = nn.Sequential(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 12, bias=False)).to(dtype)
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12])
+def test_values_products_and_jacobians(chunk, products):
+    x = torch.randn(3, 12)
+    exact = linearize(network(torch.float64), x.double())
+    with FrozenLinear():
+        found = linearize(network(), x)
+    before = len(products)
+    assert before == 2, "both layers"
+    torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
+    J = dense_jacobian(exact.pullback, exact.y, 12)
+    torch.testing.assert_close(dense_jacobian(found.pullback, found.y, chunk).double(), J, atol=1e-6, rtol=0)
+    v = torch.randn(chunk, 3, 12)
+    expected = torch.einsum("rij,crj->cri", J, v.double())
+    torch.testing.assert_close(found.pushforward(v).double(), expected, atol=2e-6, rtol=0)
+    assert len(products) > before, "also backward"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30])
+def test_few_rows(rows, products, monkeypatch):
+    """Up to `FEW` rows, by the weights' rows, which backward are copied, to where earlier copies were."""
+    monkeypatch.setattr(linear, "LARGE", 1)
+    x, spare, addresses = torch.randn(rows, 12), [], []
+    exact = linearize(network(torch.float64), x.double())
+    J = dense_jacobian(exact.pullback, exact.y, 12)
+    for _ in range(2):
+        with FrozenLinear(spare):
+            found = linearize(network(), x)
+        torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
+        for _ in range(3):
+            u = torch.randn(2, rows, 12)
+            expected = torch.einsum("rij,cri->crj", J, u.double())
+            torch.testing.assert_close(found.pullback(u).double(), expected, atol=2e-6, rtol=0)
+            expected = torch.einsum("rij,crj->cri", J, u.double())
+            torch.testing.assert_close(found.pushforward(u).double(), expected, atol=2e-6, rtol=0)
+        assert not spare, "in use"
+        del found
+        addresses.append({memory.data_ptr() for memory in spare})
+    assert len(addresses[0]) == 2 and addresses[0] == addresses[1], "W^T of both layers, and again there"
+
+
+def test_strides_that_onednn_is_slow_with():
+    """Columns of a wider weight: handed on as they are, they take over a second."""
+    W, x = torch.randn(2048, 4096), torch.randn(16, 4096)
+    started = time.perf_counter()
+    with FrozenLinear():
+        product = F.linear(x[:, ::2], W[:, 1000:3048])
+    assert time.perf_counter() - started < 0.5
+    torch.testing.assert_close(product, x[:, ::2] @ W[:, 1000:3048].T, atol=1e-3, rtol=1e-4)
+
+
+def test_rows_and_weights_that_are_not_contiguous(products):
+    x = torch.randn(7, 5, 2).movedim(0, -1).movedim(0, -2)[..., ::2]
+    W = torch.randn(9, x.shape[-1] * 2)[:, ::2]
+    with FrozenLinear():
+        torch.testing.assert_close(F.linear(x, W), torch.einsum("...i,oi->...o", x, W))
+    assert products
+
+
+@pytest.mark.parametrize(
+    "x, weight",
+    [
+        (torch.ones(2, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)),
+        (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(4, 3, dtype=torch.bfloat16)),
+        (torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)),
+        (torch.ones(2, 3), torch.ones(3)),
+    ],
+    ids=["float64", "bfloat16", "a weight that learns", "a vector"],
+)
+def test_what_is_not_onednns(x, weight, products):
+    with FrozenLinear():
+        torch.testing.assert_close(F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight))
+    assert not products
+
+
+def test_weights_of_their_own_for_each():
+    """As of experts that a block runs side by side."""
+    W, x = torch.randn(5, 4, 3), torch.randn(5, 2, 3)
+    with FrozenLinear():
+        both = torch.vmap(F.linear)(x, W)
+        one = torch.vmap(F.linear, in_dims=(None, 0))(x[0], W)
+        last = torch.vmap(F.linear, in_dims=(1, 2))(x.movedim(0, 1), W.movedim(0, 2))
+    torch.testing.assert_close(both, torch.einsum("bni,boi->bno", x, W))
+    torch.testing.assert_close(one, torch.einsum("ni,boi->bno", x[0], W))
+    torch.testing.assert_close(last, both)
+
+
+def test_derivatives_of_other_kinds(products):
+    x, W = torch.randn(2, 3), torch.randn(4, 3)
+    with FrozenLinear():
+        for derivative in (torch.func.jacfwd, torch.func.jacrev):
+            J = derivative(lambda x: F.linear(x, W))(x)
+            torch.testing.assert_close(J, torch.einsum("ab,oi->aobi", torch.eye(2), W))
+    assert products
+
+
+@pytest.mark.parametrize("off", ["flags", "built without"])
+def test_without_onednn(off, products, monkeypatch):
+    x, W = torch.randn(2, 3), torch.randn(4, 3)
+    if off == "flags":  # the context manager of the same name leaves the precision's switches changed
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    else:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with FrozenLinear():
+        torch.testing.assert_close(F.linear(x, W), x @ W.T)
+    assert not products
+
+
+def test_autocast_keeps_its_precision(products):
+    with FrozenLinear(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(torch.ones(2, 3), torch.ones(4, 3)).dtype == torch.bfloat16
+    assert not products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_rows(dtype, products, monkeypatch):
+    monkeypatch.setattr(linear, "LARGE", 1)
+    M, x, y = torch.randn(9, 7, dtype=dtype), torch.randn(3, 7, dtype=dtype), torch.randn(3, 9, dtype=dtype)
+    forward, back = linear.row_products(M)
+    for _ in range(3):
+        torch.testing.assert_close(forward(x), x @ M.T)
+        torch.testing.assert_close(back(y), y @ M)
+    X, Y = torch.randn(2, 3, 8, dtype=dtype), torch.randn(2, 5, 8, dtype=dtype)
+    torch.testing.assert_close(linear.inner_products(X, Y), torch.einsum("bmd,bkd->bmk", X, Y))
+    assert bool(products) == (dtype == torch.float32)
+
+
+class Residual(nn.Module):
+    """Two branches and what they are added to, as in GPT-NeoX; or one after the other."""
+
+    def __init__(self, d: int, parallel: bool, conv1d: bool, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(5)
+        layer = (lambda i, o: Conv1D(o, i)) if conv1d else nn.Linear
+        self.branches = nn.ModuleList(nn.Sequential(layer(d, 20), nn.GELU(), layer(20, d)) for _ in range(2))
+        self.parallel = parallel
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x):
+        first, second = self.branches
+        return x + first(x) + second(x) if self.parallel else (y := x + first(x)) + second(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
+@pytest.mark.parametrize("parallel, saved", [(True, 2), (False, 1)], ids=["parallel", "in turn"])
+@pytest.mark.parametrize("rows, chunk", [(1, 12), (1, 5), (1, 1), (3, 12), (3, 5)])
+def test_an_identity_passes_the_last_layers_without_arithmetic(rows, chunk, parallel, saved, conv1d, dtype, picked):
+    x = torch.randn(rows, 12, dtype=dtype)
+    exact = linearize(Residual(12, parallel, conv1d, torch.float64), x.double())
+    expected = dense_jacobian(exact.pullback, exact.y, 12)
+    assert not any(picked)
+    with FrozenLinear():
+        found = linearize(Residual(12, parallel, conv1d, dtype), x)
+    J = dense_jacobian(found.pullback, found.y, chunk)
+    torch.testing.assert_close(J.double(), expected, atol=1e-12 if dtype == torch.float64 else 1e-6, rtol=0)
+    chunks = [slice(start, min(start + chunk, 12)) for start in range(0, 12, chunk)]
+    assert [rows for rows in picked if rows] == [rows for rows in chunks for _ in range(saved)]
+
+
+@pytest.mark.parametrize("after", [nn.LayerNorm(12), nn.Hardtanh(-9, 9), nn.Dropout(0.5).eval()], ids=repr)
+def test_a_norm_after_the_last_layer_needs_its_product(after, picked):
+    block = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), after).double().requires_grad_(False)
+    x = torch.randn(1, 12, dtype=torch.float64)
+    with FrozenLinear():
+        found = linearize(lambda x: x + block(x), x)
+    J = dense_jacobian(found.pullback, found.y, 12)
+    expected = torch.autograd.functional.jacobian(lambda x: x + block(x), x[0])
+    torch.testing.assert_close(J[0], expected, atol=1e-12, rtol=0)
+    assert any(picked) == isinstance(after, nn.Dropout)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes into the gradient that it is given."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_are_not_lent_out_as_gradients(rows):
+    W = torch.randn(6, 6)
+    before = W.clone()
+    with FrozenLinear():
+        found = linearize(lambda x: x + F.linear(Doubled.apply(x), W), torch.randn(rows, 6))
+    J = dense_jacobian(found.pullback, found.y, 6)
+    assert torch.equal(W, before)
+    torch.testing.assert_close(J, (torch.eye(6) + 2 * W).expand(rows, -1, -1))
+
+
+def test_addmm_is_as_strict_as_it_was():
+    x, W = torch.randn(2, 3), torch.randn(3, 4)
+    with FrozenLinear():
+        for bias in (torch.randn(4), torch.randn(2, 4)):
+            torch.testing.assert_close(torch.addmm(bias, x, W), x @ W + bias)
+        for bias, x_ in ((torch.randn(5, 4), x), (torch.randn(4), x[None]), (torch.randn(1, 2, 4), x)):
+            with pytest.raises(RuntimeError):
+                torch.addmm(bias, x_, W)
+
+
+def test_complex_and_meta_are_left_alone(monkeypatch):
+    monkeypatch.setattr(linear.FrozenProduct, "forward", None)
+    with FrozenLinear():
+        x, W = torch.randn(2, 3, dtype=torch.complex64), torch.randn(4, 3, dtype=torch.complex64)
+        torch.testing.assert_close(F.linear(x, W), x @ W.T)
+        assert F.linear(x.to("meta"), W.to("meta")).shape == (2, 4)
+
+
+def test_rows_of_an_identity_are_told_from_others():
+    I = identity_matrix(6, torch.ones(1, dtype=torch.float64))
+    assert rows_of_identity(I) == slice(0, 6) and rows_of_identity(I[2:5]) == slice(2, 5)
+    assert rows_of_identity(I[1:3, None].expand(-1, 4, -1)) == slice(1, 3)
+    assert rows_of_identity(I[4:5].expand(1, 6)) == slice(4, 5)
+    others = [
+        I[:, :5],
+        I[:, 1:],
+        I[::2],
+        I[:2].expand(3, 2, 6),
+        I.T,
+        I.view(-1)[1:31].view(5, 6),
+        I[0],
+        I.clone(),
+        I + 0,
+    ]
+    others += [I.view(torch.int64), torch.eye(6), I[:, None].expand(-1, 2, -1).transpose(0, 1), torch._neg_view(I)]
+    assert [rows_of_identity(x) for x in others] == [None] * len(others)
+    I[0, 1] = 1
+    assert rows_of_identity(I) is None, "no longer one"
+    address = I.untyped_storage().data_ptr()
+    del I, others
+    assert address not in identity._made, "forgotten with its memory"

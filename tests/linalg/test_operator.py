@@ -1,0 +1,170 @@
+"""Products with Jacobians that are never formed against the dense ones, and prompts measured together against each alone."""
+
+import warnings
+
+import pytest
+import torch
+
+import tracker.jacobians.rows
+from tests.models import build, tokens
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
+
+CPU = torch.device("cpu")
+
+
+def recorded(name, dtype=torch.float64, inputs=None):
+    """A replica, and the calls of one pass or several."""
+    model, given = build(name)
+    inputs = [given] if inputs is None else inputs
+    replica = Replica(model, find_blocks(model), dtype, CPU)
+    passes = []
+    for x in inputs:
+        (batch,) = batches(model, x.to(dtype) if x.is_floating_point() else x, None, None)
+        passes.append(record(replica, batch.arguments, batch.keywords).fold_final_norm().calls)
+    return replica, passes
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with preserve_global_state(CPU), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# RMSNorm and some attentions round to float32 on their way, differently for J V and for J^T U.
+TOLERANCE = {
+    "gpt_neox": 1e-11,
+    "timm vit": 1e-11,
+    "bloom": 1e-11,
+    "nn.TransformerEncoder, sequence first, post-norm": 1e-11,
+    "llama, grouped keys": 3e-6,
+    "gemma2, soft cap": 3e-6,
+    "gptj": 3e-6,
+    "mixtral": 3e-6,
+}
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+def test_products_with_the_jacobian(name, monkeypatch):
+    replica, (calls,) = recorded(name)
+    d, n = calls[0].x.shape[-1], calls[0].x.shape[1]
+    rows = Rows(torch.tensor([0, 1, 1]), torch.tensor([n - 1, 1, n - 1]))
+    jacobians = Jacobians(replica)
+    monkeypatch.setattr(tracker.jacobians.rows, "_enough_rows", lambda *_: 3 * 5)  # chunks of 5, the last one not full
+    X = torch.randn(3, d, 7, dtype=torch.float64)
+    for call in calls:
+        ((J, evidence),) = jacobians([(call, rows)])
+        sketch = jacobians.sketch([(call, rows)])
+        operator, (other,) = sketch.operator, sketch.evidence
+        assert other.path == evidence.path
+        size = float(J.norm())
+        torch.testing.assert_close(operator.apply(X) / size, J @ X / size, atol=TOLERANCE[name], rtol=0)
+        torch.testing.assert_close(operator.apply_transpose(X) / size, J.mT @ X / size, atol=TOLERANCE[name], rtol=0)
+        torch.testing.assert_close(operator.dense(), J, atol=1e-12, rtol=0)
+
+
+def test_a_small_jacobian_is_an_operator_in_float64():
+    torch.manual_seed(0)
+    M = torch.randn(8, 8)
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.Identity()
+
+        def forward(self, x):
+            return x + 1e-6 * x @ M.T.to(x.dtype)
+
+    model = torch.nn.Sequential(Block(), Block())
+    replica = Replica(model, find_blocks(model, list(model)), torch.float32, CPU)
+    calls = record(replica, [torch.randn(1, 4, 8)], {}).calls
+    operator = Jacobians(replica).sketch([(calls[0], Rows(torch.tensor([0]), torch.tensor([2])))]).operator
+    V = torch.randn(1, 8, 3)
+    assert operator.apply(V).dtype == torch.float32
+    torch.testing.assert_close(operator.apply(V), 1e-6 * M @ V, atol=0, rtol=1e-5)
+    torch.testing.assert_close(operator.apply_transpose(V), 1e-6 * M.T @ V, atol=0, rtol=1e-5)
+
+
+LENGTHS = (7, 3, 9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_neox", "llama, eager", "mistral, sliding window", "gpt2", "gptj", "gpt_oss, sinks", "opt", "bert", "mpt"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_prompts_of_different_length_together_and_alone(name, dtype):
+    replica, passes = recorded(name, dtype, [tokens(1, n) for n in LENGTHS])
+    rows = [Rows(torch.zeros(2, dtype=torch.long), torch.tensor([1, n - 1])) for n in LENGTHS]
+    for calls in zip(*passes, strict=True):
+        together = Jacobians(replica)(list(zip(calls, rows, strict=True)))
+        for (J, evidence), call, some in zip(together, calls, rows, strict=True):
+            ((alone, other),) = Jacobians(replica)([(call, some)])
+            assert evidence.path == other.path
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+            torch.testing.assert_close(J, alone, atol=tolerance, rtol=tolerance)
+
+
+def test_only_the_prompt_that_fails_its_proof_falls_back(monkeypatch):
+    replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
+    calls = [calls[1] for calls in passes]
+    calls[1].attention[0].value = 1.5 * calls[1].attention[0].value  # as if frozen at another moment
+    rows = [Rows(torch.tensor([0]), torch.tensor([n - 1])) for n in LENGTHS]
+    selections = list(zip(calls, rows, strict=True))
+    jacobians = Jacobians(replica)
+    found = jacobians(selections)
+    assert [evidence.path for _, evidence in found] == ["formula", "full sequence", "formula"]
+    assert list(jacobians.fallbacks) == [2]
+    sketch = jacobians.sketch(selections)
+    operator, evidence = sketch.operator, sketch.evidence
+    assert [e.path for e in evidence] == ["formula", "full sequence", "formula"]
+    V = torch.randn(3, calls[0].x.shape[-1], 4, dtype=torch.float64)
+    torch.testing.assert_close(operator.apply(V), torch.cat([J for J, _ in found]) @ V)
+
+
+def test_the_rows_of_all_prompts_pass_through_a_block_at_once(monkeypatch):
+    replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
+    seen = []
+    passes[0][0].block.register_forward_hook(lambda block, given, output: seen.append(tuple(given[0].shape)))
+    jacobians = Jacobians(replica)
+    selections = [(c[0], Rows(torch.tensor([0]), torch.tensor([c[0].x.shape[1] - 1]))) for c in passes]
+    jacobians(selections)
+    seen.clear()
+    jacobians(selections)  # the derivative is proved by now
+    assert seen == [(3, 1, calls_width(passes))]
+
+
+def calls_width(passes):
+    return passes[0][0].x.shape[-1]
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gptj", "timm vit"])
+def test_products_in_bfloat16_err_by_their_rounding_alone(name):
+    replica, (calls,) = recorded(name, torch.float32)
+    rows = Rows(torch.tensor([0, 1]), torch.tensor([calls[0].x.shape[1] - 1] * 2))
+    for call in calls:
+        ((J, evidence),) = Jacobians(replica)([(call, rows)])
+        ((rough, other),) = Jacobians(replica, "bfloat16")([(call, rows)])
+        assert rough.dtype == torch.float32 and other == evidence  # the proofs are those of float32
+        error = float((rough - J).norm() / J.norm())
+        assert 1e-5 < error < 2e-2
+
+
+def test_tf32_is_allowed_for_the_products_alone():
+    replica, (calls,) = recorded("gpt_neox", torch.float32)
+    seen = []
+    calls[0].block.mlp.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+    jacobians = Jacobians(replica, "tf32")
+    operator = jacobians.sketch([(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]).operator
+    assert set(seen) == {"highest"}  # the proofs
+    V = torch.randn(1, calls[0].x.shape[-1], 2)
+    operator.apply(V), operator.apply_transpose(V), operator.dense()
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(RuntimeError):
+        operator.apply(V[:, :3])
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,414 @@
+"""Singular triplets and their certificate, which must tell the truth about planted faults."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.measures.test_coupling import rotation
+from tracker.linalg import krylov, svd
+from tracker.linalg.svd import is_complete, krylov_is_cheaper, residual, top_singular_triplets, triplets_by_products
+
+FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
+
+
+def flat(d: int) -> torch.Tensor:
+    """A spectrum with the edge that random matrices have, as at initialisation."""
+    return 1 - 0.9 * torch.linspace(0, 1, d, dtype=torch.float64) ** (2 / 3)
+
+
+FLAT = flat(160)
+
+
+def planted(s: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A matrix of these singular values in random bases."""
+    d = len(s)
+    return (rotation(seed, d) * s @ rotation(seed + 1, d).T)[None]
+
+
+def products(J: torch.Tensor):
+    return (lambda V: J @ V), (lambda U: J.mT @ U)
+
+
+def assert_same_span(A: torch.Tensor, B: torch.Tensor, atol: float):
+    """The largest principal angle: |(1 - B B^T) A|."""
+    assert float(torch.linalg.matrix_norm(A - B @ (B.mT @ A), 2).max()) < atol
+
+
+def assert_same_vectors(t: svd.Triplets, J: torch.Tensor, atol: float):
+    """Each pair (u_k, v_k) against LAPACK's, joint sign aside."""
+    K = t.S.shape[-1]
+    U, S, Vh = torch.linalg.svd(J)
+    sign = (t.U * U[..., :K]).sum(-2, keepdim=True).sign()
+    torch.testing.assert_close(t.S, S[..., :K], atol=atol, rtol=0)
+    torch.testing.assert_close(t.U * sign, U[..., :K], atol=atol, rtol=0)
+    torch.testing.assert_close(t.V * sign, Vh[..., :K, :].mT, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("s", [FALLING, FLAT], ids=["falling", "flat"])
+@pytest.mark.parametrize("K", [1, 10, 40])
+def test_values_and_vectors_to_1e_10(method, s, K):
+    J = planted(s)
+    t = top_singular_triplets(J, K, method)
+    assert_same_vectors(t, J, 1e-10)
+    torch.testing.assert_close(t.S[0], s[:K], atol=1e-12, rtol=0)
+    torch.testing.assert_close(t.gap[0], (s[:K] - s[1 : K + 1]) / s[0], atol=1e-12, rtol=0)
+    assert bool(t.complete) and float(t.residual) < 1e-11
+    assert bool(t.full) == (method == "full")
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_in_float32(method):
+    J = planted(FLAT).float()
+    t = top_singular_triplets(J, 10, method)
+    assert float(t.residual) < svd.TOLERANCE[torch.float32] and bool(t.complete)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+    for basis in (t.U, t.V):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10)[None], atol=1e-5, rtol=0)
+    exact = residual(J.double(), t.U.double(), t.S.double(), t.V.double())
+    assert float(t.residual) == pytest.approx(float(exact), rel=0.2), "near rounding: no two evaluations agree wholly"
+
+
+SPECTRA = {
+    "all equal": [1.0] * 96,
+    "a cluster wider than a block": [1.0] * 24 + [0.5] * 72,
+    "a cluster across the cut": [2.0] * 5 + [1.0] * 20 + [0.3] * 71,
+    "rank below a block": [3.0, 2.0, 1.0] + [0.0] * 93,
+    "rank 40": [1.0] * 40 + [0.0] * 56,
+    "zero": [0.0] * 96,
+    "tiny": [1e-22 * (1 - k / 96) for k in range(96)],
+    "six decades": [10 ** (-k / 16) for k in range(96)],
+}
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_clustered_deficient_zero_and_tiny(method, dtype, name):
+    s = torch.tensor(SPECTRA[name], dtype=torch.float64)
+    t = top_singular_triplets(planted(s).to(dtype), 10, method)
+    accuracy = 100 * torch.finfo(dtype).eps
+    torch.testing.assert_close(t.S[0].double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
+    for basis in (t.U, t.V):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=accuracy, rtol=0)
+    assert bool(t.complete)
+    assert bool(t.residual.isnan()) == bool(t.gap.isnan().all()) == (float(s[0]) == 0)
+    assert not float(t.residual) > svd.TOLERANCE[dtype]
+
+
+def test_the_span_of_a_near_degenerate_pair_is_right_where_its_vectors_are_not_determined():
+    s = FALLING.clone()
+    s[4] = s[3] * (1 - 1e-13)
+    J = planted(s)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert float(t.gap[0, 3]) < 1e-12 < 1e-3 < float(t.gap[0, [0, 1, 2, 4, 5, 6]].min())
+    Vh = torch.linalg.svd(J).Vh
+    assert_same_span(t.V[0, :, 3:5], Vh[0, 3:5].T, 1e-10)
+
+
+def test_the_gap_below_the_last_singular_value_is_that_to_zero():
+    t = top_singular_triplets(planted(FALLING[:4]), 4)
+    torch.testing.assert_close(t.gap[0, -1], FALLING[3] / FALLING[0])
+
+
+@pytest.mark.parametrize("d, K", [(3, 3), (15, 4), (16, 16), (47, 9), (96, 60)])
+def test_without_room_for_krylov_bases_the_full_decomposition_serves(d, K):
+    J = planted(FALLING[:d])
+    t = top_singular_triplets(J, K, "krylov")
+    assert bool(t.full)
+    assert_same_vectors(t, J, 1e-10)
+
+
+# The certificate
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1000), d=st.integers(4, 40), K=st.integers(1, 12), single=st.booleans(), data=st.data())
+def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, single, data):
+    """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
+    dtype = torch.float32 if single else torch.float64
+    s = torch.linspace(1, 0.2, d, dtype=torch.float64)
+    kept = sorted(data.draw(st.sets(st.integers(0, d - 1), min_size=1, max_size=min(K, d))))
+    J = planted(s, seed)
+    U, S, Vh = torch.linalg.svd(J)
+    U, S, V = U[..., kept].to(dtype), S[..., kept].to(dtype), Vh[..., kept, :].mT.to(dtype)
+    J = J.to(dtype)
+    assert float(residual(J, U, S, V)) < 100 * torch.finfo(dtype).eps
+    assert bool(is_complete(J, U, S, V)) == (kept == list(range(len(kept))))
+
+
+@pytest.mark.parametrize("missed", [0, 9, None])
+def test_completeness_above_one_panel(missed):
+    """Wider than the panels in which the lower half of the product is computed."""
+    J = torch.randn(1, svd.PANEL + 60, svd.PANEL + 60)
+    U, S, Vh = torch.linalg.svd(J)
+    kept = [i for i in range(11) if i != missed]
+    assert bool(is_complete(J, U[..., kept], S[..., kept], Vh[..., kept, :].mT)) == (missed is None)
+
+
+def test_a_wrong_vector_has_a_residual():
+    J = planted(FALLING)
+    t = top_singular_triplets(J, 5)
+    turned = t.U.clone()
+    turned[..., 4] = (t.U[..., 4] + 1e-3 * t.U[..., 0]) / (1 + 1e-6) ** 0.5
+    assert float(residual(J, turned, t.S, t.V)) > 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
+    """In exact arithmetic the iteration could never see it."""
+    d = 200
+    start = krylov.start_block(d, torch.zeros((), dtype=torch.float64))
+    Q = torch.linalg.qr(torch.cat([start, torch.randn(d, d - start.shape[1], dtype=torch.float64)], 1)).Q
+    J = torch.zeros(d, d, dtype=torch.float64)
+    J[:-1, :-1] = planted(flat(d - 1))[0]
+    J[-1, -1] = 1.01
+    t = top_singular_triplets((Q @ J @ Q.T)[None].to(dtype), 10, "krylov")
+    assert float(t.S[0, 0]) == pytest.approx(1.01, abs=1e-6) and bool(t.complete)
+
+
+@pytest.fixture(params=[0, 4])
+def blind(request, monkeypatch):
+    """Iterations that converge to all triplets but one."""
+
+    def without(missed, S, *bases):
+        kept = [k for k in range(bases[0].shape[-1]) if k != missed]
+        seen = (S[:, 4] > 0.95 * S[:, 0])[:, None, None]  # of spectra flatter than FLAT nothing is overlooked
+        bases = [torch.where(seen, basis[..., :-1], basis[..., kept]) for basis in bases]
+        return torch.where(seen[..., 0], S[..., : len(kept)], S[..., kept]), *bases
+
+    def golub_kahan(apply, apply_transpose, start, K, tolerance, check_every_block):
+        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance, check_every_block)
+        S, U, V = without(request.param, S, U, V)
+        return U, S, V
+
+    def lanczos(apply, start, K, tolerance):
+        U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
+        S, U = without(request.param, S, U)
+        return U, S
+
+    monkeypatch.setattr(svd, "block_golub_kahan", golub_kahan)
+    monkeypatch.setattr(svd, "block_lanczos", lanczos)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
+    J = planted(FLAT).to(dtype)
+    missing = triplets_by_products(*products(J), J[..., 0], 10)
+    assert bool(missing.complete), "what products alone say of themselves is only probable"
+    assert float(missing.residual) < svd.TOLERANCE[dtype]
+    assert not bool(is_complete(J, missing.U, missing.S, missing.V))
+    t = top_singular_triplets(J, 10, "krylov")
+    assert bool(t.full) and bool(t.complete)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+
+
+def test_only_what_missed_is_done_again(blind):
+    flatter = FLAT**0.3
+    J = torch.cat([3 * planted(flatter), planted(FLAT, 7), 2 * planted(flatter, 9)])
+    t = top_singular_triplets(J, 10, "krylov")
+    assert t.full.tolist() == [False, True, False]
+    assert t.complete.all()
+    assert_same_vectors(t, J, 1e-9)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("fall, by_squares", [(0.5, True), (0.2, True), (0.05, False), (1e-4, False)])
+def test_squares_serve_where_singular_values_do_not_fall_far(fall, by_squares, single, monkeypatch):
+    asked = []
+    way = svd._by_golub_kahan
+    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: asked.append(len(J)) or way(J, K))
+    s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
+    dtype, atol = (torch.float32, 2e-6) if single else (torch.float64, 1e-12)
+    J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert asked == ([] if by_squares else [2]), "of the three matrices, those alone that need it"
+    assert bool(t.complete.all()) and not bool(t.full.any())
+    assert float(t.residual.max()) < svd.TOLERANCE[dtype]
+    expected = torch.linalg.svdvals(J.double())
+    largest = expected[:, :1]
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("fall, tried", [(0.5, True), (0.02, False)])
+def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(svd, "block_lanczos", lambda *a: asked.append(1) or krylov.block_lanczos(*a))
+    s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), fall * FLAT[10:]])
+    t = top_singular_triplets(planted(s), 10, "krylov")
+    assert bool(asked) == tried and bool(t.complete) and not bool(t.full)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_squares_of_several_wider_than_a_panel(dtype, atol):
+    J = torch.randn(2, 2 * svd.PANEL + 60, 2 * svd.PANEL + 60, dtype=dtype)
+    before = J.clone()
+    t = svd._by_squares(J, 10)
+    assert torch.equal(J, before), "the Jacobians are still needed"
+    assert bool(t.complete.all()) and float(t.residual.max()) < svd.TOLERANCE[dtype]
+    expected = torch.linalg.svdvals(J.double())
+    largest = expected[:, :1]
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("last", [0.105, 0.15])
+@pytest.mark.parametrize("missed", [0, 1, 9])
+def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, monkeypatch):
+    """One outlier above values that are just squarable; in float32."""
+    s = torch.cat([torch.ones(1, dtype=torch.float64), last * (1 + torch.linspace(0.2, 0, 10)), 0.9 * last * FLAT[11:]])
+    J = planted(s).float()
+    assert bool(svd._by_squares(J, 10).complete)
+
+    def without(apply, start, K, tolerance):
+        U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
+        kept = [k for k in range(K + 1) if k != missed]
+        return U[..., kept], S[..., kept]
+
+    monkeypatch.setattr(svd, "block_lanczos", without)
+    assert not bool(svd._by_squares(J, 10).complete)
+
+
+def test_entries_near_the_largest_number():
+    J = planted(FLAT).float()
+    huge, plain = (top_singular_triplets(scale * J, 10, "krylov") for scale in (2.0**126, 1.0))
+    assert bool(huge.complete) and torch.equal(huge.S, 2.0**126 * plain.S) and torch.equal(huge.U, plain.U)
+
+
+def test_a_residual_out_of_reach_falls_back(monkeypatch):
+    monkeypatch.setitem(svd.TOLERANCE, torch.float64, 1e-18)
+    J = planted(FLAT)
+    t = top_singular_triplets(J, 10, "krylov")
+    assert bool(t.full) and bool(t.complete)
+    assert_same_vectors(t, J, 1e-10)
+    assert not bool(triplets_by_products(*products(J), J[..., 0], 10).complete)
+
+
+# Many at once, and the choice
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+def test_a_batch_equals_one_by_one(method):
+    J = torch.cat([planted(FLAT), planted(FLAT**3, 3), planted(FLAT, 5)])
+    together = top_singular_triplets(J, 10, method)
+    for b in range(len(J)):
+        alone = top_singular_triplets(J[b : b + 1], 10, method)
+        for name in ("S", "gap"):
+            torch.testing.assert_close(getattr(together, name)[b], getattr(alone, name)[0], atol=1e-12, rtol=0)
+        assert_same_span(together.V[b], alone.V[0], 1e-10)
+
+
+def test_groups_and_cores_change_nothing(monkeypatch):
+    J = torch.randn(9, 24, 24, dtype=torch.float64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = [top_singular_triplets(one[None], 5) for one in J]
+        together = top_singular_triplets(J, 5)
+        monkeypatch.setattr(svd, "GROUP", 4 * 24 * 24)
+        grouped = top_singular_triplets(J, 5)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    for t in (together, grouped):
+        torch.testing.assert_close(t.U, torch.cat([one.U for one in expected]))
+        torch.testing.assert_close(t.S, torch.cat([one.S for one in expected]))
+
+
+@pytest.mark.parametrize("d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)])
+def test_the_cheaper_way_is_taken(d, K, krylov):
+    assert krylov_is_cheaper(d, K, torch.float32) == krylov_is_cheaper(d, K, torch.float64) == krylov
+
+
+def test_auto_takes_it(monkeypatch):
+    J = planted(FALLING)
+    assert bool(top_singular_triplets(J, 5).full)
+    monkeypatch.setattr(svd, "krylov_is_cheaper", lambda *_: True)
+    assert not bool(top_singular_triplets(J, 5).full)
+
+
+# By products alone
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 2e-3)])
+def test_products_alone(dtype, atol):
+    J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
+    columns = []
+
+    def apply(V):
+        columns.append(V.shape[-1])
+        return J @ V
+
+    t = triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+    assert_same_vectors(t, J, atol)
+    assert t.complete.all() and not t.full.any()
+    assert sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
+
+
+def test_products_that_are_not_each_other_s_transpose_have_no_certificate():
+    J = planted(FLAT)
+    assert not bool(triplets_by_products(lambda V: J @ V, lambda U: J @ U, J[..., 0], 10).complete)
+
+
+def test_products_need_room():
+    J = planted(FALLING)
+    with pytest.raises(ValueError, match="K=70.*d = 96"):
+        triplets_by_products(*products(J), J[..., 0], 70)
+
+
+# What it does to the rest
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_not_finite_is_refused(value):
+    J = torch.zeros(1, 64, 64)
+    J[0, 1, 2] = value
+    with pytest.raises(ValueError, match="not finite"):
+        top_singular_triplets(J, 2)
+    with pytest.raises(ValueError, match="not finite"):
+        triplets_by_products(*products(J), J[..., 0], 2)
+
+
+def test_the_same_every_time_and_the_random_state_is_left_alone():
+    J = planted(FLAT).float()
+    state = torch.get_rng_state()
+    first = top_singular_triplets(J, 10, "krylov")
+    torch.manual_seed(5)
+    again = top_singular_triplets(J, 10, "krylov")
+    assert torch.equal(first.U, again.U) and torch.equal(first.V, again.V) and torch.equal(first.S, again.S)
+    torch.set_rng_state(state)
+    top_singular_triplets(torch.zeros(1, 160, 160), 10, "krylov")  # draws directions
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_products_are_never_in_reduced_precision():
+    J = planted(FLAT).float()
+    seen = set()
+
+    def apply(V):
+        seen.add(torch.get_float32_matmul_precision())
+        return J @ V
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"highest"}
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), scale=st.floats(1e-10, 1e10), K=st.integers(1, 20))
+def test_invariances(seed, scale, K):
+    """Rotations of input and output turn the vectors; a factor scales the values."""
+    J = planted(FLAT[:96], seed)
+    Q, R = rotation(seed + 2, 96), rotation(seed + 3, 96)
+    t = top_singular_triplets(J, K, "krylov")
+    turned = top_singular_triplets(scale * Q @ J @ R.T, K, "krylov")
+    torch.testing.assert_close(turned.S / scale, t.S, atol=1e-12, rtol=0)
+    torch.testing.assert_close(turned.gap, t.gap, atol=1e-11, rtol=0)
+    assert_same_span(turned.U, Q @ t.U, 1e-9)
+    assert_same_span(turned.V, R @ t.V, 1e-9)
+    assert not turned.full.any() and turned.complete.all()

@@ -1,0 +1,286 @@
+"""What reaches Weights & Biases, read back from real offline files and by a server that stands in for its API's address."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+import tracker
+from tests.models import neox, tokens
+from tracker import dashboards, replay
+from tracker.analysis.statistics import HEADLINE, scalars
+from tracker.loggers.wandb import AXIS, SHOWN, WandbLog
+from tracker.results import Store
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = (0, 2, 8)
+UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    """Two steps of a random model with every measure, and between them one that repeats the first."""
+    store = Store(tmp_path_factory.mktemp("results") / "toy run")
+    store.settle({"prompts": "few", "k": [2, 4]})
+    units = {}
+    for step in (0, 8):
+        torch.manual_seed(step)
+        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all")
+    units[2] = units[0]
+    for step, unit in units.items():
+        store.write(step, unit.assign_coords(step=step, suspect="repeats step 0" if step == 2 else ""))
+    return store
+
+
+def records(file: Path) -> list[dict]:
+    """Everything in an offline run's file."""
+    inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
+    return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
+
+
+def of(kind: str, among: list[dict]) -> list[dict]:
+    return [record[kind] for record in among if record["type"] == kind]
+
+
+def offline_run(directory: Path) -> Path:
+    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    return file
+
+
+def command(module: str, *arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess:
+    settings = {**os.environ, "HOME": str(home), "NETRC": str(home / "netrc"), "OMP_NUM_THREADS": "1", **environment}
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        if name not in environment:
+            settings.pop(name, None)
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=settings, text=True, capture_output=True, timeout=300
+    )
+
+
+def copied(store: Store, to: Path) -> Store:
+    shutil.copytree(store.path, to)
+    return Store(to)
+
+
+@pytest.fixture(scope="module")
+def replayed(store, tmp_path_factory) -> list[dict]:
+    """The records of a replay."""
+    home = tmp_path_factory.mktemp("home")
+    results = copied(store, home / "toy run").path
+    done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", home=home)
+    assert done.returncode == 0, done.stderr
+    assert "W&B offline" in done.stdout and "wandb sync" in done.stdout
+    return records(offline_run(results))
+
+
+class TestReplay:
+    def test_every_step_once_with_the_numbers_of_the_store(self, replayed, store):
+        rows = [row["item"] for row in of("history", replayed)]
+        assert [row[AXIS] for row in rows] == list(STEPS)
+        for row in rows:
+            points = scalars(store.read(row[AXIS]))
+            assert len(points) > 100
+            for name, value in points.items():
+                assert row[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
+            assert row["coupling/heatmap/k2._type"] == "image-file"
+        assert [row["checkpoint/suspect"] for row in rows] == [0, 1, 0]
+
+    def test_the_run_says_what_it_is(self, replayed):
+        (run,) = of("run", replayed)
+        assert (run["project"], run["display_name"]) == ("p", "toy run")
+        config = run["config"]["update"]
+        assert config["prompts"] == "few" and config["k"] == [2, 4] and config["device"] == "cpu"
+        assert config["model"].endswith("GPTNeoXForCausalLM")
+
+    def test_the_store_is_an_artifact(self, replayed, store):
+        (artifact,) = [artifact for artifact in of("artifact", replayed) if artifact["type"] == "results"]
+        assert artifact["name"] == "results-toy-run"
+        files = {file["path"]: int(file["size"]) for file in artifact["manifest"]["contents"]}
+        expected = [store.settings, *map(store.file, STEPS)]
+        assert files == {str(file.relative_to(store.path)): file.stat().st_size for file in expected}
+
+    def test_the_automatic_workspace_shows_curves_and_hides_the_rest(self, replayed):
+        metrics = {metric["name"]: metric for metric in of("metric", replayed) if "name" in metric}
+        logged = set(scalars_logged(replayed))
+        assert logged <= metrics.keys()
+        assert all(metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged)
+        shown = {name for name in logged if not metrics[name]["options"].get("hidden")}
+        assert shown == {name for name in logged if SHOWN.fullmatch(name)}
+        assert {HEADLINE, f"{HEADLINE}_null", "trajectory/lss/median", "tokens/self/offdiag_normalized/k2"} <= shown
+        assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 30
+
+    def test_the_summary_has_the_last_step_and_the_strongest_coupling(self, replayed, store):
+        values = [scalars(store.read(step))[HEADLINE] for step in STEPS]
+        summary = of("summary", replayed)[-2]["update"]
+        assert summary[HEADLINE] == {"min": pytest.approx(min(values)), "last": pytest.approx(values[-1])}
+        assert not any("_q25" in name for name in summary)
+
+    def test_nothing_to_send(self, tmp_path, capsys):
+        assert replay.main([str(tmp_path), "--wandb", "offline"]) == 2
+        assert "give a walk's --out directory" in capsys.readouterr().err
+
+    def test_online_needs_a_key(self, store, tmp_path, capsys, monkeypatch):
+        without_a_key(monkeypatch, tmp_path)
+        assert replay.main([str(store.path), "--wandb", "online"]) == 2
+        assert "needs a key" in capsys.readouterr().err
+
+    def test_where_no_server_answers_it_is_logged_offline(self, store, tmp_path):
+        results = copied(store, tmp_path / "results").path
+        done = command("tracker.replay", str(results), "--wandb", "auto", home=tmp_path, **UNREACHABLE)
+        assert done.returncode == 0, done.stderr
+        assert "logging offline" in done.stderr and "Traceback" not in done.stderr
+        rows = of("history", records(offline_run(results)))
+        assert [row["item"][AXIS] for row in rows] == list(STEPS)
+
+
+def without_a_key(monkeypatch, home: Path) -> None:
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def scalars_logged(among: list[dict]) -> list[str]:
+    """The names of the curve points in the first row."""
+    row = of("history", among)[0]["item"]
+    return [name for name in row if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name]
+
+
+def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
+    """As when a walk goes on and measures between what it has."""
+    copy = copied(store, tmp_path / "late")
+    log = WandbLog("offline", copy, "p", "late", {})
+    for step in (0, 8, 2, 8):
+        log.log(copy.read(step))
+    log.finish()
+    found = records(offline_run(copy.path))
+    assert [row["item"][AXIS] for row in of("history", found)] == [0, 8, 2]
+    summary = of("summary", found)[-2]["update"]
+    at_end = scalars(store.read(8))
+    assert summary["trajectory/lss/median"] == pytest.approx(at_end["trajectory/lss/median"])
+    assert summary[HEADLINE]["last"] == pytest.approx(at_end[HEADLINE])
+
+
+class TestWorkspace:
+    def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, capsys):
+        """Of a run with every measure; the scores are matched, the ViT's accuracy is its own."""
+        assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
+        view = json.loads(capsys.readouterr().out)
+        assert (view["entity"], view["project"], view["displayName"]) == ("e", "p", "Block coupling")
+        sections = {s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]}
+        assert list(sections) == [
+            "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise", "The ViT grid"
+        ]  # fmt: skip
+        logged = {name for row in of("history", replayed) for name in row["item"]}
+        media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}
+        for panel in (panel for name, panels in sections.items() if name != "The ViT grid" for panel in panels):
+            config = panel["config"]
+            assert set(config.get("metrics", [])) <= logged, panel
+            assert set(config.get("mediaKeys", [])) <= media, panel
+            if panel["viewType"] == "Run History Line Plot":
+                assert config["xAxis"] == AXIS and config["xLogScale"]
+        coupling = [panel["config"]["metrics"] for panel in sections["Coupling"]]
+        assert ["coupling/miscoupling/k2/mean_offdiag", "coupling/miscoupling_null/k2/mean_offdiag"] in coupling
+        assert len(coupling) == 4
+        across, against, training = sections["The ViT grid"]
+        assert [column["accessor"] for column in across["config"]["columns"]] == [
+            "config:weight_decay.value", "config:drop_path.value", f"summary:{HEADLINE}.last", "summary:test/accuracy"
+        ]  # fmt: skip
+        assert training["config"]["xAxis"] == "trainer/global_step"
+
+    def test_what_is_saved_is_what_the_dry_run_prints(self, tmp_path):
+        """Real client, real requests; the server answers as W&B's GraphQL address does."""
+        arguments = ["--entity", "e", "--project", "p"]
+        printed = command("tracker.dashboards", *arguments, "--dry-run", home=tmp_path)
+        with answering() as (address, asked):
+            saved = command(
+                "tracker.dashboards", *arguments, home=tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL=address
+            )
+        assert saved.returncode == 0, saved.stderr
+        assert f"workspace: {address}/e/p?nw=view" in saved.stdout
+        (variables,) = [body["variables"] for body in asked if "upsertView" in body["query"]]
+        assert (variables["entityName"], variables["projectName"], variables["displayName"]) == (
+            "e", "p", "Block coupling"
+        )  # fmt: skip
+        expected = json.loads(printed.stdout)["spec"]
+        assert without_ids(json.loads(variables["spec"])) == without_ids(expected)
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["--entity", "e"], "saving needs a key"),
+            ([], "entity"),
+            (["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
+            (["--entity", "e", "--k", "10,0"], "--k 10,0; give numbers of singular vectors, at least 1"),
+            (["--entity", "", "--dry-run"], "one is empty"),
+        ],
+        ids=["no key", "no entity", "k in words", "no vectors", "empty"],
+    )
+    def test_bad_usage(self, arguments, message, tmp_path, capsys, monkeypatch):
+        without_a_key(monkeypatch, tmp_path)
+        try:
+            status = dashboards.main(arguments)
+        except SystemExit as stopped:  # what the command line itself refuses
+            status = stopped.code
+        assert status == 2 and message in capsys.readouterr().err
+
+    def test_a_server_that_is_not_there(self, tmp_path):
+        done = command("tracker.dashboards", "--entity", "e", home=tmp_path, **UNREACHABLE)
+        assert done.returncode == 1 and "nothing was saved to e/block-coupling" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def without_ids(spec: object) -> object:
+    """The library draws panel ids anew in every process."""
+    if isinstance(spec, dict):
+        return {key: without_ids(value) for key, value in spec.items() if key != "__id__"}
+    return [without_ids(value) for value in spec] if isinstance(spec, list) else spec
+
+
+@contextmanager
+def answering() -> Iterator[tuple[str, list[dict]]]:
+    """The address of a GraphQL server on this machine, and the requests that it was sent."""
+    asked: list[dict] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked.extend([json.loads(body)] if body else [])
+            viewer = {"id": "1", "entity": "e", "username": "e", "flags": "{}", "teams": {"edges": []}}
+            saved = {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True}
+            answer = json.dumps({"data": {"viewer": viewer, "upsertView": saved}}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("module", ["tracker.dashboards", "tracker.replay"])
+def test_help_is_quick(module, tmp_path):
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = command(module, "--help", home=tmp_path)
+        durations.append(time.perf_counter() - started)
+        assert done.returncode == 0 and "usage" in done.stdout
+    assert min(durations) < 1

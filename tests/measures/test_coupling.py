@@ -1,0 +1,131 @@
+"""Coupling measures: known cases, invariances, and null levels against simulation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.brute_force import couplings
+from tracker.linalg.svd import top_singular_triplets
+from tracker.measures.coupling import MEASURES, depth_means, in_bases, miscouplings, null_levels, side_by_side
+
+
+def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
+    return torch.randn(L, d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def coupling_matrices(J, U, V):
+    """A[l, m] = U[m]^T J[l] V[m]: every Jacobian in every basis."""
+    return torch.stack([in_bases(U, J_l @ side_by_side(V)) for J_l in J])
+
+
+def measured(J, K):
+    triplets = top_singular_triplets(J, K)
+    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1])
+
+
+def rotation(seed: int, d: int):
+    return torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).Q
+
+
+@pytest.mark.parametrize("K", [1, 4, 12])
+def test_against_loops(K):
+    J = jacobians(0)
+    for name, expected in couplings(list(J), K).items():
+        torch.testing.assert_close(measured(J, K)[name], expected, atol=1e-12, rtol=0)
+
+
+def test_the_smaller_k_is_the_leading_part():
+    J = jacobians(1)
+    triplets = top_singular_triplets(J, 8)
+    A = coupling_matrices(J, triplets.U, triplets.V)
+    for name, expected in couplings(list(J), 3).items():
+        torch.testing.assert_close(miscouplings(A[..., :3, :3], triplets.S[:, :3], 12)[name], expected)
+
+
+def test_shared_bases_couple_perfectly_and_rows_are_the_block_described():
+    """Same singular vectors, other singular values: all measures are 0 for every pair."""
+    U, V = rotation(0, 12), rotation(1, 12)
+    s = torch.linspace(3, 1, 12, dtype=torch.float64)
+    J = torch.stack([U * s @ V.T, U * (2 * s + 1) @ V.T])
+    for name, m in measured(J, 5).items():
+        assert m.abs().max() < 1e-12, name
+    # Now block 2 has other right vectors: described in the basis of block 1, A[0, 0] = U1^T J1 V1 stays diagonal.
+    J = torch.stack([U * s @ V.T, U * s @ rotation(2, 12).T])
+    A = coupling_matrices(J, *(getattr(top_singular_triplets(J, 5), part) for part in ("U", "V")))
+    triplets = top_singular_triplets(J, 5)
+    torch.testing.assert_close(A[0, 1], triplets.U[1].T @ J[0] @ triplets.V[1])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), K=st.integers(1, 12), scale=st.floats(0.01, 100))
+def test_invariances(seed, K, scale):
+    J = jacobians(seed)
+    before = measured(J, K)
+    Q, R = rotation(seed + 1, 12), rotation(seed + 2, 12)
+    rotated = measured(Q @ J @ R.T, K)  # a common change of basis
+    for name in MEASURES:
+        torch.testing.assert_close(before[name], rotated[name], atol=1e-7, rtol=1e-7)
+    scaled = measured(scale * J, K)
+    for name in set(MEASURES) - {"offdiag"}:
+        torch.testing.assert_close(before[name], scaled[name], atol=1e-7, rtol=1e-7)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=18, max_size=18))
+def test_joint_sign_flips_change_nothing(seed, signs):
+    J = jacobians(seed)
+    t = top_singular_triplets(J, 6)
+    flip = torch.tensor(signs, dtype=torch.float64).view(3, 1, 6)
+    before = miscouplings(coupling_matrices(J, t.U, t.V), t.S, 12)
+    after = miscouplings(coupling_matrices(J, t.U * flip, t.V * flip), t.S, 12)
+    for name in MEASURES:
+        torch.testing.assert_close(before[name], after[name])
+
+
+def test_null_levels_agree_with_simulation():
+    """Independent Haar bases for one Jacobian with a trained-looking, falling spectrum."""
+    d, draws = 64, 400
+    s = torch.exp(-torch.arange(d, dtype=torch.float64) / 40)
+    J = rotation(0, d) * s @ rotation(1, d).T
+    for K in (1, 10, 30):
+        squares = {name: [] for name in MEASURES}
+        for seed in range(draws):
+            U, V = rotation(10 + 2 * seed, d)[:, :K], rotation(11 + 2 * seed, d)[:, :K]
+            for name, m in miscouplings(coupling_matrices(J[None], U[None], V[None]), s[None, :K], d).items():
+                squares[name].append(float(m) ** 2)
+        levels = null_levels(s[:K], torch.linalg.matrix_norm(J), d)
+        for name, level in levels.items():
+            standard_error = np.std(squares[name]) / np.sqrt(draws)
+            # offdiag_normalized is a ratio of expectations, good to the order 1/K^2 that the definition states.
+            slack = 4 * standard_error + (2e-3 if name == "offdiag_normalized" else 1e-12)
+            assert abs(np.mean(squares[name]) - float(level) ** 2) < slack, (name, K)
+
+
+def test_zero_jacobian_is_undefined_not_perfect():
+    """Neither as the block described nor as the one that lends a basis: its singular vectors are arbitrary."""
+    J = jacobians(0)
+    J[1] = 0
+    for name, m in measured(J, 4).items():
+        assert m[1].isnan().all() and m[:, 1].isnan().all(), name
+        assert m[[0, 0, 2, 2], [0, 2, 0, 2]].isfinite().all(), name
+    levels = null_levels(torch.zeros(4), torch.tensor(0.0), 12)
+    assert all(level.isnan() for level in levels.values())
+
+
+def test_a_jacobian_of_rank_below_k_lends_no_basis():
+    J = jacobians(0)
+    J[1] = J[1][:, :3] @ J[1][:3]  # rank 3
+    m = measured(J, 4)["miscoupling"]
+    assert m[:, 1].isnan().all() and m[1, [0, 2]].isfinite().all()
+    assert measured(J, 3)["miscoupling"].isfinite().all()
+
+
+def test_depth_means():
+    m = torch.arange(9.0).view(3, 3)
+    means = depth_means(m)
+    assert float(means["mean"]) == 4
+    assert float(means["mean_offdiag"]) == (1 + 2 + 3 + 5 + 6 + 7) / 6
+    assert float(means["mean_adjacent"]) == (1 + 3 + 5 + 7) / 4
+    assert depth_means(torch.ones(1, 1))["mean_offdiag"].isnan()

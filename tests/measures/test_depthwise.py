@@ -1,0 +1,140 @@
+"""Jacobians that are never formed against dense ones, through the whole measurement."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests.models import Size, build, tokens
+from tracker.linalg import svd
+from tracker.measures import depthwise
+from tracker.measures.coupling import MEASURES
+
+EXACT = (*MEASURES, "singular_value", "lss")
+
+
+def both(name, dtype, prompts=None, **options):
+    """The same measured with dense Jacobians and without."""
+    model, given = build(name, Size(width=192))
+    inputs = {"inputs": given if prompts is None else prompts, "k": (3, 6), "dtype": dtype, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tracker.measure(model, **inputs, svd="full"), tracker.measure(model, **inputs, svd="matrix-free")
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "timm vit", "bloom"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-3)])
+def test_matrix_free_equals_dense(name, dtype, tolerance):
+    dense, free = both(name, dtype)
+    assert dense.attrs["completeness"] == "exact" and free.attrs["completeness"] == "probabilistic"
+    assert dense.formed.all() and not free.formed.any()
+    assert dense.full_svd.all() and not free.full_svd.any() and free.complete.all()
+    assert float(free.residual.max()) <= svd.TOLERANCE[dtype]
+    for variable in EXACT:
+        np.testing.assert_allclose(free[variable], dense[variable], atol=tolerance, err_msg=variable)
+    for variable in (f"{measure}_null" for measure in MEASURES):
+        np.testing.assert_allclose(free[variable], dense[variable], rtol=2e-2, err_msg=variable)
+
+
+@pytest.mark.parametrize("svd_by", ["full", "krylov", "matrix-free"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2, soft cap", "bloom"])
+def test_both_conventions_of_the_final_norm(name, svd_by):
+    """What is measured with the final norm holds, under `_raw`, what is measured without it."""
+    model, given = build(name, Size(width=64))
+    options = {"k": (3, 6), "dtype": torch.float64, "svd": svd_by, "tokens": [1, -1]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        beside = ["coupling", "vju", "matrices"]
+        included = tracker.measure(model, given, **options, measures=beside, final_norm="include")
+        excluded = tracker.measure(model, given, **options, measures=beside, final_norm="exclude")
+    certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
+    for variable in (*MEASURES, "singular_value", *certificate):
+        raw = included[f"{variable}_raw"]
+        assert raw.dims == included[variable].dims
+        np.testing.assert_allclose(raw, excluded[variable], rtol=0, atol=1e-10, err_msg=variable)
+        if variable in MEASURES:
+            np.testing.assert_allclose(
+                included[f"{variable}_raw_null"], excluded[f"{variable}_null"], rtol=1e-10, err_msg=variable
+            )
+            np.testing.assert_array_equal(raw[..., :-1, :-1], included[variable][..., :-1, :-1])
+            assert float(abs(raw - included[variable])[..., -1, :-1].min()) > 1e-4
+            assert float(abs(raw - included[variable])[..., :-1, -1].max()) > 1e-4
+            assert f"{variable}_raw" not in excluded and int(included.undefined.sel(quantity=f"{variable}_raw")) == 0
+    for shared in ("miscoupling_vju", "matrix"):
+        assert included[shared].sizes["layer"] == included[shared].sizes["layer_other"] == included.sizes["layer"] == 3
+
+
+def test_both_conventions_where_jacobians_do_not_fit_together():
+    model, given = build("gpt_neox", Size(width=64))
+    options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}
+    excluded = tracker.measure(model, given, **options, final_norm="exclude")
+    for at_once in (1, 3):  # of the three blocks' Jacobians and the one more
+        budget = 2 * at_once * 64**2 * 8
+        included = tracker.measure(model, given, **options, final_norm="include", memory_budget=budget)
+        np.testing.assert_allclose(included.offdiag_normalized_raw, excluded.offdiag_normalized, atol=1e-10)
+
+
+def test_one_jacobian_more_for_both_conventions(monkeypatch):
+    """And of pairs a row and a column more: (L + 1) / L of one convention's."""
+    model, given = build("gpt_neox")
+    asked = []
+    jacobians = depthwise.Jacobians.__call__
+
+    def counted(self, selections):
+        asked.append((selections[0][0].layer, selections[0][0].final_norm is not None))
+        return jacobians(self, selections)
+
+    monkeypatch.setattr(depthwise.Jacobians, "__call__", counted)
+    tracker.measure(model, given, k=3)
+    assert asked == [(1, False), (2, False), (3, True), (3, False)]
+    for other in ("exclude", "drop"):
+        asked.clear()
+        tracker.measure(model, given, k=3, final_norm=other)
+        assert asked == [(l, False) for l in range(1, 4 - (other == "drop"))]
+
+
+def test_what_does_not_converge_is_decomposed_in_full(monkeypatch):
+    monkeypatch.setitem(svd.TOLERANCE, torch.float64, 0.0)
+    dense, free = both("gpt_neox", torch.float64)
+    assert free.full_svd.all()
+    np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-9)
+
+
+def test_rows_of_several_samples_a_few_at_a_time():
+    dense, free = both("gpt_neox", torch.float64, tokens(5), tokens=[0, -1], memory_budget=1 << 22)
+    np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-7)
+
+
+def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
+    model, given = build("gpt_neox", Size(width=192))
+    options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}
+    held = tracker.measure(model, given, **options)
+    sketches = []
+    sketch = depthwise.Jacobians.sketch
+    monkeypatch.setattr(
+        depthwise.Jacobians, "sketch", lambda *arguments: sketches.append(arguments) or sketch(*arguments)
+    )
+    blocks, one = held.sizes["layer"], 192**2 * 8  # bytes of one block's Jacobian at one row
+    for rows_at_once in (1, blocks - 1):
+        sketches.clear()
+        again = tracker.measure(model, given, **options, memory_budget=2 * rows_at_once * one)
+        assert len(sketches) >= blocks and again.formed.all()
+        np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-10)
+    sketches.clear()
+    tracker.measure(
+        model, given, **options, memory_budget=2 * (blocks + 1) * one
+    )  # the last block without the final norm, too
+    assert not sketches
+
+
+def test_chosen_by_counted_columns(monkeypatch):
+    assert 0.2 < depthwise.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
+    assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024
+    model, given = build("gpt_neox", Size(width=192))
+    assert tracker.measure(model, given, k=3).attrs["completeness"] == "exact"
+    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
+    assert tracker.measure(model, given, k=3).attrs["completeness"] == "probabilistic"
+    assert tracker.measure(model, given, k=3, svd="krylov").attrs["completeness"] == "exact"
+    assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # no room

@@ -1,0 +1,328 @@
+"""Jacobians between tokens and their couplings against brute force; the other measures of `measures=` against definitions."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests import brute_force
+from tests.jacobians.test_brute_force import oracle
+from tests.models import FAMILIES, Size, build, neox, tokens
+from tracker.analysis.statistics import curves_beside
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.capture.recording import preserve_global_state, record
+from tracker.capture.replica import Replica
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
+
+CPU = torch.device("cpu")
+CAUSAL = ("gpt_neox", "llama, grouped keys", "gemma2, soft cap", "gptj", "bloom")
+BIDIRECTIONAL = ("timm vit", "bert", "nn.TransformerEncoder, post-norm, bidirectional")
+MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def between(name, pairs, dtype=torch.float64):
+    """J_{t1 t2} of every block at (sample, t1, t2), and what brute force gives."""
+    model, inputs, ds, expected = oracle(name, dtype)
+    (batch,) = batches(model, inputs, None, None)
+    sample, source, token = (torch.tensor(index) for index in zip(*pairs, strict=True))
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model), dtype, CPU)
+        recording = record(replica, batch.arguments, batch.keywords)
+        recording = recording.fold_final_norm() if ds.attrs["final_norm"] == "include" else recording
+        jacobians = Jacobians(replica)
+        found = [jacobians([(call, Rows(sample, token, source))])[0] for call in recording.calls]
+    truth = [torch.stack([expected.jacobian(l, *pair).detach() for pair in pairs]) for l in range(len(found))]
+    return found, truth
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *BIDIRECTIONAL])
+def test_jacobians_between_tokens(name):
+    found, truth = between(name, [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)])
+    for (J, evidence), expected in zip(found, truth, strict=True):
+        assert evidence.sliced is not FAMILIES[name].full
+        torch.testing.assert_close(J, expected, rtol=0, atol=1e-10 * max(1, float(expected.abs().max())))
+        if name in CAUSAL:
+            assert not J[3:].any() and J[:3].any()
+        else:
+            assert J[3:].any()
+
+
+def test_jacobians_between_tokens_in_float32():
+    found, truth = between("gpt_neox", [(0, 0, 3), (1, 2, 3)], torch.float32)
+    for (J, _), expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(J, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+PAIRS_OF_LAYERS = {  # as given, and (l, l') as measured, of three blocks
+    "default": (None, {1: 2, 2: 3}),
+    "within a block": (0, {1: 1, 2: 2, 3: 3}),
+    "backwards": (-2, {3: 1}),
+    "lending to each other": ([(1, 3), (3, 1), (2, 2)], {1: 3, 2: 2, 3: 1}),
+    "one pair": ([(np.int64(3), 2)], {3: 2}),
+}
+
+
+def links(kind, tokens):
+    return {
+        "self": [(t, t) for t in tokens],
+        "fixed_input": [(tokens[0], t) for t in tokens],
+        "fixed_output": [(t, tokens[-1]) for t in tokens],
+    }[kind]
+
+
+@pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
+@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "timm vit", "bert"])
+def test_token_wise_couplings_against_brute_force(name, choice):
+    given, of_layers = PAIRS_OF_LAYERS[choice]
+    model, inputs, _, expected = oracle(name, torch.float64)
+    assert len(expected.blocks) == 3
+    K, tokens = 4, [0, 1, 3]
+    measures = ["tokenwise", "matrices", "coupling"]
+    options = {} if given is None else {"pair_layers": given}
+    found = tracker.measure(
+        model, inputs, k=[2, K], dtype=torch.float64, measures=measures, pair_tokens=tokens, **options
+    )
+    assert found.pair_position.values.tolist() == [tokens, tokens]
+    lenders = {int(l): int(m) for l, m in zip(found.layer, found.pair_layer_other, strict=True) if np.isfinite(m)}
+    assert lenders == of_layers
+    for l in {1, 2, 3} - set(of_layers):
+        assert found.self_miscoupling.sel(layer=l).isnull().all() and found.self_matrix.sel(layer=l).isnull().all()
+        assert found.fixed_input_offdiag_null.sel(layer=l).isnull().all()
+    for kind in ("self", "fixed_input", "fixed_output"):
+        for b, (l, m) in itertools.product(range(2), of_layers.items()):
+            Js, lending = (
+                [expected.jacobian(block - 1, b, *link).detach() for link in links(kind, tokens)] for block in (l, m)
+            )
+            at = found.isel(prompt=b).sel(layer=l)
+            for k in (2, K):
+                for measure, values in brute_force.couplings(Js, k, lending).items():
+                    scale = 1 if measure != "offdiag" else max(1, float(values.max()))
+                    seen = at[f"{kind}_{measure}"].sel(k=k)
+                    np.testing.assert_allclose(seen, values, rtol=0, atol=1e-8 * scale)
+                s = torch.stack([torch.linalg.svdvals(J) for J in Js])
+                norm = torch.stack([J.norm() for J in Js])
+                page = (1 + (k * norm / (len(Js[0]) * s[:, :k].norm(dim=1))) ** 2).sqrt()
+                np.testing.assert_allclose(at[f"{kind}_miscoupling_null"].sel(k=k), page, rtol=1e-6)
+                level = (k * (k - 1)) ** 0.5 * norm / len(Js[0])
+                np.testing.assert_allclose(at[f"{kind}_offdiag_null"].sel(k=k), level, rtol=1e-6)
+            np.testing.assert_allclose(at[f"{kind}_singular_value"], s[:, :K], rtol=1e-6)
+            U, _, Vh = torch.linalg.svd(lending[1])
+            A = (U[:, :2].T @ Js[0] @ Vh[:2].T).abs()
+            np.testing.assert_allclose(abs(at[f"{kind}_matrix"][0, 1]), A, atol=1e-8 * max(1, float(A.max())))
+
+
+@pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
+def test_no_jacobian_is_found_twice(choice, monkeypatch):
+    given, of_layers = PAIRS_OF_LAYERS[choice]
+    model, inputs = build("gpt_neox")
+    asked, at_once = [], []
+    find = Jacobians.__call__
+
+    def counting(self, selections):
+        for call, rows in selections:
+            source = rows.token if rows.source is None else rows.source
+            asked.extend((call.layer, *link) for link in zip(source.tolist(), rows.token.tolist(), strict=True))
+            at_once.append(len(rows.token))
+        return find(self, selections)
+
+    monkeypatch.setattr(Jacobians, "__call__", counting)
+    options = {} if given is None else {"pair_layers": given}
+    options |= {"k": 4, "measures": "tokenwise", "pair_tokens": [0, 2, 3, 5]}
+    whole = tracker.measure(model, inputs[:1], **options)
+    concerned = {*of_layers, *of_layers.values()}
+    assert len(asked) == len(set(asked)) == len(concerned) * (3 * 4 - 3) and {l for l, *_ in asked} == concerned
+    at_once.clear()
+    scarce = tracker.measure(model, inputs[:1], **options, memory_budget=1 << 10)
+    assert set(at_once) == {1} and len(asked) == 2 * len(set(asked))
+    for name in ("self_miscoupling", "fixed_input_offdiag", "fixed_output_miscoupling", "self_miscoupling_null"):
+        np.testing.assert_allclose(scarce[name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_null_level_is_that_of_an_unrelated_basis():
+    """Of the Jacobian described: its own singular values and norm, in bases that are drawn at random."""
+    model, inputs, _, expected = oracle("gpt_neox", torch.float64)
+    K, draws = 4, 400
+    found = tracker.measure(model, inputs, k=K, dtype=torch.float64, measures="tokenwise", pair_tokens=[0, 2, 3])
+    J = expected.jacobian(0, 1, 0, 2).detach()  # of block 1, from the first token to the second of those compared
+    d, generator = len(J), torch.Generator().manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(draws, d, K, generator=generator, dtype=J.dtype)).Q for _ in range(2))
+    A, s = U.mT @ J @ V, torch.linalg.svdvals(J)[:K]
+    off = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    simulated = {
+        "miscoupling": (A - torch.diag(s)).square().sum((-2, -1)) / s.square().sum(),
+        "miscoupling_release": (A.abs() - torch.diag(s)).square().sum((-2, -1)) / s.square().sum(),
+        "offdiag": off.square().sum((-2, -1)),
+    }
+    for name, squares in simulated.items():
+        level = float(found[f"fixed_input_{name}_null"].isel(prompt=1, k=0, pair_token=1).sel(layer=1))
+        assert level == pytest.approx(float(squares.mean().sqrt()), rel=5 * float(squares.std() / squares.mean()) / 20)
+
+
+def test_untrained_blocks_are_unrelated_and_a_block_is_related_to_itself():
+    """The paper's claim about untrained models is of two blocks; two tokens in one block share its weights."""
+    torch.manual_seed(0)
+    model, inputs = neox(size=Size(96, 5)), tokens(4)
+
+    def reading(pair_layers):
+        unit = tracker.measure(model, inputs, k=10, measures="tokenwise", pair_tokens=4, pair_layers=pair_layers)
+        points = curves_beside(unit).isel(k=0)
+        return float(points.self_miscoupling), float(points.self_miscoupling_null)
+
+    between, level = reading(1)
+    assert between == pytest.approx(level, abs=0.02)
+    within, level = reading(0)
+    assert within < 0.5 * level
+
+
+def test_one_block_has_no_other():
+    model = neox(size=Size(32, 1))
+    assert "self_offdiag" not in tracker.measure(model, tokens(1), k=4, measures="all")
+    with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured; .* pair_layers=0"):
+        tracker.measure(model, tokens(1), k=4, measures="tokenwise")
+    found = tracker.measure(model, tokens(1), k=4, measures="all", pair_layers=0)
+    assert found.self_offdiag.notnull().all() and found.pair_layer_other.values.tolist() == [1]
+
+
+def test_certificates_and_counts_of_token_wise_couplings():
+    model, inputs = build("gpt_neox")
+    found = tracker.measure(model, inputs, k=4, measures=["tokenwise", "trajectory"], pair_tokens=np.int64(3))
+    assert found.pair_position.values.tolist() == [[0, 3, 6]] * 2
+    assert found.fixed_output_complete.all() and float(found.self_residual.max()) < 1e-5
+    assert int(found.undefined.sel(quantity="self_miscoupling")) == 0
+    # one token, one block: compared with itself
+    alone = tracker.measure(model, inputs[:, :1], k=4, measures="tokenwise", pair_layers=0)
+    assert float(abs(alone.self_offdiag).max()) < 1e-5
+
+
+def test_shorter_prompts_lack_pairs():
+    model, inputs = build("gpt_neox")
+    mask = torch.ones_like(inputs)
+    mask[1, 3:] = 0
+    found = tracker.measure(model, {"input_ids": inputs, "attention_mask": mask}, k=4, measures="all", pair_tokens=5)
+    assert found.pair_position[1].values[:3].tolist() == [0, 1, 2] and found.pair_position[1, 3:].isnull().all()
+    compared = found.self_offdiag[1].sel(layer=[1, 2])
+    assert compared[..., 3:, :].isnull().all() and compared[..., :3, :3].notnull().all()
+    assert int(found.undefined.sum()) == 0 or set(found.undefined.quantity[found.undefined > 0].values) <= {
+        "expodistance",
+        "pca",
+    }
+
+
+def test_null_levels_stand_beside_token_wise_couplings():
+    model, inputs = build("gpt_neox")
+    found = tracker.measure(model, inputs, k=4, measures="tokenwise", pair_tokens=3)
+    assert found.self_offdiag_normalized_null.dims == ("prompt", "k", "layer", "pair_token")
+    np.testing.assert_allclose(found.self_offdiag_normalized_null.sel(layer=[1, 2]), np.sqrt(3 / 4), rtol=1e-6)
+
+
+def test_sides_swapped():
+    model, inputs, _, expected = oracle("gpt_neox", torch.float64)
+    K, t = 4, expected.inputs[0].shape[1] - 1
+    found = tracker.measure(model, inputs, k=K, dtype=torch.float64, measures=["coupling", "vju", "matrices"])
+    Js = [expected.jacobian(l, 0, t, t).detach() for l in range(len(expected.blocks))]
+    for l, J in enumerate(Js):
+        s = torch.linalg.svdvals(J)[:K]
+        for m, other in enumerate(Js):
+            U, _, Vh = torch.linalg.svd(other)
+            A = Vh[:K] @ J @ U[:, :K]
+            value = (A - torch.diag(s)).norm() / s.norm()
+            np.testing.assert_allclose(found.miscoupling_vju[0, 0, 0, l, m], value, atol=1e-8)
+            straight = (U[:, :K].T @ J @ Vh[:K].T).abs()
+            np.testing.assert_allclose(abs(found.matrix[0, 0, l, m]), straight, atol=1e-8)
+
+
+def test_logit_entropy():
+    model, inputs, _, expected = oracle("gpt_neox", torch.float64)
+    found = tracker.measure(model, inputs, dtype=torch.float64, measures="entropy")
+    with torch.no_grad():
+        p = model(inputs).logits.softmax(-1)
+        np.testing.assert_allclose(found.entropy[:, -1], -(p * p.log()).sum(-1), rtol=1e-9)
+        p = model.lm_head(model.gpt_neox.final_layer_norm(expected.inputs[1])).softmax(-1)
+        np.testing.assert_allclose(found.entropy[:, 1], -(p * p.log()).sum(-1), rtol=1e-9)
+
+
+def test_entropy_needs_an_unembedding():
+    model, inputs = build("timm vit")
+    with pytest.raises(UsageError, match="no unembedding"):
+        tracker.measure(model, inputs, measures="entropy")
+    assert "entropy" not in tracker.measure(model, inputs, measures="all", k=4)
+
+
+def test_principal_plane():
+    model, inputs, _, expected = oracle("gpt_neox", torch.float64)
+    found = tracker.measure(model, inputs, dtype=torch.float64, measures="pca")
+    X = expected.states().detach()
+    from sklearn.decomposition import PCA
+
+    for b in range(len(inputs)):
+        pca = PCA(2).fit(X[-1, b])
+        for depth in range(len(X)):
+            seen = found.pca[b, depth].values
+            np.testing.assert_allclose(abs(seen), abs(pca.transform(X[depth, b].numpy())), atol=1e-9)
+
+
+def test_noise_turns_states_and_none_does_not():
+    model, inputs, _, expected = oracle("gpt_neox", torch.float64)
+    found = tracker.measure(model, inputs, dtype=torch.float64, measures="noise").noise_similarity
+    assert found.dims == ("prompt", "noise", "depth", "position") and found.noise.values.tolist() == sorted(found.noise)
+    at_input = found.sel(depth=0).mean(("prompt", "position"))
+    np.testing.assert_allclose(at_input, 1 / np.sqrt(1 + found.noise**2), atol=0.05)
+    assert (found.diff("noise").mean(("prompt", "position")) < 0).all()
+    same = tracker.measure(model, inputs, dtype=torch.float64, measures="noise").noise_similarity
+    np.testing.assert_array_equal(same, found)
+    assert not np.allclose(found[0, :, 0], found[1, :, 0])  # another draw for each prompt
+    from tracker.measures.states import noise_similarity
+
+    (batch,) = batches(model, inputs, None, None)
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model), torch.float64, CPU)
+        similarity = noise_similarity(replica, record(replica, batch.arguments, batch.keywords), (0.0,))
+    np.testing.assert_allclose(similarity, 1, atol=1e-12)
+
+
+def test_long_prompts_are_read_in_parts():
+    model, inputs = build("gpt_neox")
+    whole, parts = (
+        tracker.measure(model, inputs, measures=["trajectory", "entropy", "pca", "noise"], memory_budget=budget)
+        for budget in (1 << 30, 1 << 10)
+    )
+    for name in ("lss", "entropy", "pca", "noise_similarity", "lss_window"):
+        np.testing.assert_allclose(parts[name], whole[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"measures": "couplings"}, "choose from all, coupling"),
+        ({"measures": ["vju"]}, "add 'coupling'"),
+        ({"measures": "tokenwise", "pair_tokens": 1}, "at least 2"),
+        ({"measures": "tokenwise", "pair_tokens": [0, 99]}, "out of range"),
+        ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),
+        ({"measures": "tokenwise", "pair_layers": 3}, "pair_layers=3, but 3 blocks are measured"),
+        ({"measures": "all", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
+        ({"measures": "tokenwise", "pair_layers": [(1, 4)]}, r"pair_layers=\[\(1, 4\)\], but 3 blocks"),
+        ({"measures": "tokenwise", "pair_layers": [(0, 1)]}, "choose blocks from 1 to 3"),
+        ({"measures": "tokenwise", "pair_layers": [(1, 2), (1, 3)]}, "each l once"),
+        ({"pair_layers": [1, 2]}, "list of pairs"),
+        ({"pair_layers": "next"}, "pair_layers='next'; give how far"),
+        ({"pair_layers": True}, "pair_layers=True"),
+        ({"pair_layers": []}, "list of pairs"),
+    ],
+)
+def test_bad_choices(options, message):
+    model, inputs = build("gpt_neox")
+    with pytest.raises(UsageError, match=message):
+        tracker.measure(model, inputs, **options)

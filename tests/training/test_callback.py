@@ -1,0 +1,662 @@
+"""The callback in real Lightning runs: what it measures, and that the training does not notice."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from torch import nn
+
+import tracker
+from checkpoints import nano
+from checkpoints.fetch import cached
+from checkpoints.load import load
+from tests.conftest import ROOT, TINY
+from tests.training import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tracker.analysis.statistics import scalars
+from tracker.errors import UsageError
+from tracker.report import write_report
+from tracker.results import VOLATILE, Store
+from tracker.training import callback, schedule
+from tracker.training.callback import CouplingCallback
+
+PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Watch(CouplingCallback):
+    """Keeps the units it measured."""
+
+    def __init__(self, every_n_steps=None, **options):
+        options = {"k": 2, "probe": PROBE, **options}
+        super().__init__(every_n_steps, on_measure=self.keep, **options)
+        self.units: dict[int, xr.Dataset] = {}
+
+    def keep(self, unit):
+        assert int(unit.step) not in self.units, "measured twice"
+        self.units[int(unit.step)] = unit
+
+
+def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
+    assert set(a.data_vars) == set(b.data_vars)
+    for name in a.data_vars:
+        if name in ("residual", "value_error", "derivative_error"):  # of the size of rounding
+            continue
+        np.testing.assert_allclose(a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+# Training does not notice.
+
+RUNS = {
+    "dropout, stochastic depth": {},
+    "augmentation in workers": {"workers": 2, "max_epochs": 2, "max_steps": -1},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "64": {"precision": "64"},
+    "gradient checkpointing": {"module": lambda: Classifier(checkpointing=True)},
+    "manual optimisation": {"module": TwoOptimizers},
+    "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},
+    "weights written in eval mode": {"module": Rescaling, "validate": False, "limit_val_batches": 0},
+    "no validation": {"validate": False, "limit_val_batches": 0},
+    "no sanity check": {"num_sanity_val_steps": 0},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_training_is_bit_identical(case):
+    options = dict(RUNS[case])
+    module, others = options.pop("module", Classifier), options.pop("others", list)
+    workers, validate = options.pop("workers", 0), options.pop("validate", True)
+    runs = []
+    for watch in ([], [Watch(2, probe=None)]):
+        with warnings.catch_warnings(action="ignore"):
+            runner = trainer([*others(), *watch], **options)
+            trained = fit(runner, module, workers, validate)
+        states = [*trained.state_dict().values()]
+        for optimizer in runner.optimizers:
+            states += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+        runs.append((trained.losses, states))
+        rng = torch.get_rng_state()
+        runs[-1][1].append(rng)
+    assert watch[0].units
+    (losses, states), (watched_losses, watched_states) = runs
+    assert losses == watched_losses and len(losses) >= 4
+    assert len(states) == len(watched_states) > 10
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, watched_states, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
+def test_training_on_a_gpu_is_bit_identical(precision):
+    runs = []
+    for watch in ([], [Watch(2, probe=None)]):
+        runner = trainer(watch, accelerator="gpu", devices=1, deterministic=True, precision=precision)
+        trained = fit(runner)
+        runs.append((trained.losses, [tensor.cpu() for tensor in trained.state_dict().values()]))
+    (losses, states), (watched_losses, watched_states) = runs
+    assert losses == watched_losses and list(watch[0].units) == [0, 2, 4, 6, 8]
+    assert all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["module", "part"])
+def test_training_of_a_compiled_module_is_bit_identical(compiled):
+    losses = []
+    for watch in ([], [Watch(2)]):
+
+        def make():
+            module = Classifier()
+            if compiled == "module":
+                return torch.compile(module, backend="aot_eager")
+            module.stages[1] = torch.compile(module.stages[1], backend="aot_eager")
+            return module
+
+        losses.append(fit(trainer([*watch], max_steps=4), make).losses)
+    assert losses[0] == losses[1] and list(watch[0].units) == [0, 2, 4]
+
+
+# What is logged at step s is what the checkpoint of step s gives.
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+def test_live_equals_the_checkpoint(tmp_path, precision):
+    watch, keep = Watch(3), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([watch, keep], enable_checkpointing=True, precision=precision), Classifier)
+    for step, unit in watch.units.items():
+        if step:
+            module = Classifier.load_from_checkpoint(tmp_path / f"step={step}.ckpt")
+            assert_same_units(unit, tracker.measure(module, PROBE, k=2).assign_coords(step=step))
+    assert list(watch.units) == [0, 3, 6, 8]
+
+
+def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
+    """The suite is trained once more, watched: the same weights, and the walk's own units."""
+    assert walker.run(OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
+    walked = Store(walker.directory / "out")
+    prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
+    _, tokenizer = load(cached(nano.REPO, "step0", suite))
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "again"))
+    watch = Watch(schedule="log2", k=(4, 8), probe=prompts, tokenizer=tokenizer, save_dir=tmp_path / "live")
+    nano.train(recipe=TINY, callbacks=[watch])
+    assert walked.steps() == Store(tmp_path / "live").steps() == list(TINY.steps)
+    for step in walked.steps():
+        assert_same_units(Store(tmp_path / "live").read(step), walked.read(step).drop_vars("score"))
+
+
+def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
+    """With averaging, a checkpoint's weights are the averaged ones."""
+    raw, averaged = Watch(3, ends=False), Watch(3, weights="averaged", ends=False)
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True), Classifier)
+    for step in (3, 6):
+        module = Classifier.load_from_checkpoint(tmp_path / f"step={step}.ckpt")
+        expected = tracker.measure(module, PROBE, k=2).assign_coords(step=step)
+        assert_same_units(averaged.units[step], expected)
+        assert not np.allclose(raw.units[step].miscoupling, expected.miscoupling)
+
+
+def test_averaged_weights_without_averaging():
+    with pytest.raises(UsageError, match="list one before this CouplingCallback"):
+        fit(trainer([Watch(weights="averaged"), EMAWeightAveraging()]))
+
+
+@pytest.mark.parametrize("averaging", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+def test_the_last_raw_weights_are_gone_after_averaging(averaging):
+    watch = Watch(5)
+    with pytest.warns(UserWarning, match="list CouplingCallback before"):
+        fit(trainer([averaging(), watch]))
+    assert list(watch.units) == [0, 5]
+
+
+# When.
+
+SCHEDULES = {
+    "every_n_steps": (dict(every_n_steps=3), [0, 3, 6, 8]),
+    "steps": (dict(steps=[2, 5, 99]), [0, 2, 5, 8]),
+    "nothing": ({}, [0, 1, 2, 4, 8]),
+    "pythia": (dict(schedule="pythia"), [0, 1, 2, 4, 8]),
+    "function": (dict(schedule=lambda step: step == 7), [0, 7, 8]),
+    "not the ends": (dict(every_n_steps=3, ends=False), [0, 3, 6]),
+    "steps, not the ends": (dict(steps=[5], ends=False), [5]),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules_count_optimizer_steps(case, accumulate):
+    options, expected = SCHEDULES[case]
+    watch = Watch(**options)
+    fit(trainer([watch], accumulate_grad_batches=accumulate))
+    assert list(watch.units) == expected
+
+
+def test_every_n_epochs():
+    watch = Watch(every_n_epochs=2)
+    fit(trainer([watch], max_steps=-1, max_epochs=5))  # of 8 batches
+    assert list(watch.units) == [0, 16, 32, 40]
+
+
+def test_two_optimizers_step_at_once():
+    """Every batch is two steps: a step that the schedule names is measured at the first that comes."""
+    watch = Watch(steps=[3, 6], ends=False)
+    fit(trainer([watch]), TwoOptimizers)
+    assert list(watch.units) == [4, 6]
+
+
+def test_named_schedules():
+    assert [s for s in range(3001) if schedule.pythia(s)] == [0, *(2**i for i in range(10)), 1000, 2000, 3000]
+
+
+def test_validation_alone_measures_nothing():
+    watch, module = Watch(), Classifier()
+    runner = trainer([watch])
+    runner.validate(module, torch.utils.data.DataLoader([(torch.randn(6, 8), torch.tensor(1))] * 4), verbose=False)
+    assert not watch.units and watch.probe is None
+
+
+# Resumed.
+
+
+def test_resumed_where_it_stopped(tmp_path):
+    whole, first, second = (Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b"))
+    fit(trainer([whole], max_steps=-1, max_epochs=2))
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([first, keep], max_steps=10, enable_checkpointing=True))
+    assert list(first.units) == [0, 3, 6, 9, 10]
+    # Taken up from step 8: what lay beyond is set aside, and comes again.
+    fit(trainer([second], max_steps=-1, max_epochs=2), ckpt_path=tmp_path / "step=8.ckpt")
+    assert list(second.units) == [9, 12, 15, 16] and Store(tmp_path / "b").steps() == Store(tmp_path / "a").steps()
+    assert sorted(p.name for p in (tmp_path / "b" / "superseded").iterdir()) == ["step00000009.nc", "step00000010.nc"]
+    assert torch.equal(second.probe[0], whole.probe[0])
+    assert len(np.unique(tracker.open_results(tmp_path / "b").attrs["inputs_sha256"])) == 1
+
+
+def test_another_probe_after_resuming(tmp_path):
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([Watch(3), keep], enable_checkpointing=True))
+    again = Watch(3, probe=PROBE + 1)
+    with pytest.warns(UserWarning, match="not that of the checkpoint"):
+        fit(trainer([again], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
+    assert torch.equal(again.probe, PROBE)
+
+
+def test_the_same_callback_in_a_second_run():
+    watch = Watch(4)
+    fit(trainer([watch]))
+    watch.units.clear()
+    fit(trainer([watch]))
+    assert list(watch.units) == [0, 4, 8]
+
+
+def test_another_run_in_the_same_directory(tmp_path):
+    fit(trainer([Watch(4, save_dir=tmp_path)], max_steps=1))
+    with pytest.raises(UsageError, match="holds the units of another run"):
+        fit(trainer([Watch(4, save_dir=tmp_path)]))
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([Watch(4, save_dir=tmp_path / "b"), keep], enable_checkpointing=True))
+    with pytest.raises(UsageError, match=r"k was \[2\], now \[3\].*never mixed"):
+        fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
+
+
+def test_stores_without_token_pairs_keep_their_settings_of_before(tmp_path):
+    for measures, said in ((None, None), (["trajectory", "tokenwise"], 1)):
+        place = tmp_path / str(said)
+        fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
+        assert Store(place).asked().get("pair_layers") == said
+
+
+def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tests.training", *map(str, arguments)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """One process, preserve_global_state."""
+    out = tmp_path_factory.mktemp("alone")
+    ran = run_process("--out", out)
+    assert ran.returncode == 0, ran.stderr
+    return out
+
+
+def test_terminated_while_measuring_and_resumed(alone, tmp_path):
+    run_process("--out", tmp_path, "--terminate_at", 4)
+    assert Store(tmp_path / "store").steps() == [0, 2, 4]
+    (last,) = tmp_path.glob("*step=4.ckpt")
+    ran = run_process("--out", tmp_path, "--resume", last)
+    assert ran.returncode == 0, ran.stderr
+    for step in Store(alone / "store").steps():
+        a, b = (Store(path / "store").read(step) for path in (alone, tmp_path))
+        for unit in (a, b):
+            for name in VOLATILE:
+                unit.attrs.pop(name)
+        xr.testing.assert_identical(a, b)
+    assert Store(tmp_path / "store").steps() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "samples"), [("ddp", 5), ("ddp", 1), ("fsdp2", 5)], ids=["ddp, uneven", "ddp, one sample", "fsdp2"]
+)
+def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
+    """Of the same weights: the checkpoints of the run itself, as two ranks train on other batches than one."""
+    ran = run_process("--out", tmp_path, "--strategy", strategy, "--devices", 2, "--samples", samples)
+    assert ran.returncode == 0, ran.stderr
+    store = Store(tmp_path / "store")
+    assert store.steps() == [0, 2, 4, 6, 8]
+    probe = torch.randn(samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    for step in (2, 8):
+        (file,) = tmp_path.glob(f"*step={step}.ckpt")
+        module = Classifier()
+        module.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
+        expected = tracker.measure(module, probe, k=(2, 4), dtype=torch.float64).assign_coords(step=step)
+        assert_same_units(store.read(step), expected, 1e-7)
+
+
+# On what.
+
+
+def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
+    watch = Watch(probe=None, max_samples=3)
+    lightning.seed_everything(0, verbose=False)
+    seen = []
+
+    class Seeing(Classifier):
+        def validation_step(self, batch, index):
+            seen.append(batch)
+
+    fit(trainer([watch]), Seeing)
+    assert torch.equal(watch.probe[0], seen[0][0][:3]) and torch.equal(watch.probe[1], seen[0][1][:3])
+    assert watch.units[0].sizes["prompt"] == 3
+
+
+def test_the_probe_is_else_the_first_training_batch():
+    watch, seen = Watch(probe=None), []
+
+    class Seeing(Classifier):
+        def training_step(self, batch, index):
+            seen.append(batch)
+            return super().training_step(batch, index)
+
+    fit(trainer([watch], num_sanity_val_steps=0), Seeing)
+    assert torch.equal(watch.probe[0], seen[0][0])
+
+
+class Sees(lightning.LightningModule):
+    """Batches and forwards of all kinds around one encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Classifier()
+
+    def training_step(self, batch, index):
+        return self.model(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+class TakesAll(Sees):
+    def forward(self, batch, temperature):
+        return self.model(batch["x"]) / temperature
+
+
+def mappings():
+    x = torch.randn(16, 6, 8, generator=torch.Generator().manual_seed(2))
+    return torch.utils.data.DataLoader([{"x": part, "label": 0} for part in x], 8)
+
+
+def test_a_mapping_and_a_forward_of_the_childs_own():
+    watch = Watch(4, probe=None)
+    lightning.seed_everything(0, verbose=False)
+    module = Sees()
+    trainer([watch], max_steps=2).fit(module, mappings())
+    assert set(watch.probe) == {"x", "label"}
+    expected = tracker.measure(module.model, {"x": watch.probe["x"]}, k=2).assign_coords(step=2)
+    assert_same_units(watch.units[2], expected)
+
+
+def test_forward_given():
+    watch = Watch(4, probe=None, forward=lambda module, batch: module(batch, temperature=2.0))
+    module = TakesAll()
+    trainer([watch], max_steps=2).fit(module, mappings())
+    expected = tracker.measure(module.model, {"x": watch.probe["x"]}, k=2).assign_coords(step=2)
+    assert_same_units(watch.units[2], expected)
+
+
+def test_a_batch_that_the_forward_does_not_take_is_refused_before_the_first_step():
+    module = TakesAll()
+    with pytest.raises(UsageError, match=r"takes batch, temperature, and the batch holds x, label; .*forward=lambda"):
+        trainer([Watch(probe=None)]).fit(module, mappings())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("probe", ["function", "tuple"])
+def test_a_probe_given(probe):
+    given = {"function": lambda trainer, module: PROBE, "tuple": (PROBE, torch.zeros(5))}[probe]
+    watch = Watch(4, probe=given)
+    module = fit(trainer([watch]))
+    assert_same_units(watch.units[8], tracker.measure(module, PROBE, k=2).assign_coords(step=8))
+
+
+def test_a_probe_of_something_else():
+    with pytest.raises(UsageError, match="holds a object, which a probe can't keep"):
+        fit(trainer([Watch(probe=(object(),))]))
+    with pytest.raises(UsageError, match="no samples"):
+        fit(trainer([Watch(probe=())]))
+
+
+def test_k_fits_narrow_models():
+    watch = Watch(k=None)
+    fit(trainer([watch], max_steps=1), lambda: Classifier(width=8))
+    assert list(watch.units[1].k) == [4]
+
+
+class NoBlocks(Sees):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(8, 8)
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+class NoForward(Sees):
+    def __init__(self):
+        super().__init__()
+        self.stages = self.model.stages
+        self.model = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (NoBlocks, {}, "no residual blocks found in NoBlocks. Looked for"),
+        (NoForward, {}, "no forward of its own, nor has 'stages'"),
+        (Classifier, {"blocks": "layers"}, "no module named 'layers'"),
+    ],
+)
+def test_refused_at_setup(module, options, message):
+    with pytest.raises(UsageError, match=message):
+        trainer([Watch(**options)]).fit(module(), mappings())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(every_n_steps=0), "every_n_steps=0; give a whole number"),
+        (dict(every_n_steps=2, steps=[1]), "several schedules"),
+        (dict(every_n_epochs=2, steps=[1]), "every_n_epochs and another schedule"),
+        (dict(steps=[]), "whole numbers from 0"),
+        (dict(steps=[0.5]), "whole numbers from 0"),
+        (dict(schedule="fibonacci"), "choose 'log2' or 'pythia'"),
+        (dict(probe="a prompt"), "tokenizer="),
+        (dict(probe=["a prompt"], tokenizer=print, forward=print), "leave forward= out"),
+        (dict(weights="ema"), "choose 'raw' or 'averaged'"),
+        (dict(max_overhead=5), "a share of the run's time"),
+        (dict(max_overhead=None, thin=True), "needs a share"),
+        (dict(max_samples=0), "max_samples=0"),
+        (dict(measures="couplings"), "choose from all, coupling, trajectory"),
+        (dict(dtype=torch.bfloat16), "float32 or torch.float64"),
+    ],
+)
+def test_bad_settings(options, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        CouplingCallback(**options)
+
+
+# Where it goes.
+
+
+def test_early_stopping_and_checkpoints_watch_it(tmp_path):
+    def stop_below_zero(**options):
+        return EarlyStopping("coupling/mean_offdiag", patience=1, min_delta=100.0, **options)
+
+    watch = Watch(2)
+    keep = ModelCheckpoint(
+        tmp_path, "{step}-{coupling/mean_offdiag:.4f}", monitor="coupling/mean_offdiag", save_top_k=1
+    )
+    runner = trainer([watch, stop_below_zero(), keep], max_steps=-1, max_epochs=6, enable_checkpointing=True)
+    fit(runner)
+    assert runner.current_epoch == 2  # nothing improves by 100: one epoch of patience
+    assert float(runner.callback_metrics["coupling/mean_offdiag"]) == pytest.approx(
+        scalars(watch.units[16])["coupling/miscoupling/k2/mean_offdiag"], rel=1e-6
+    )
+    best = min(scalars(watch.units[step])["coupling/miscoupling/k2/mean_offdiag"] for step in (8, 16))
+    assert keep.best_model_score == pytest.approx(best, rel=1e-6)
+
+
+def test_undefined_values_do_not_end_the_training():
+    """Blocks that start as the identity couple in no basis: their mis-coupling is undefined."""
+
+    def make():
+        module = Classifier()
+        for block in module.stages:
+            for layer in (block.attention.out_proj, block.mlp[-1]):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+        return module
+
+    watch = Watch(steps=[0], ends=False)
+    stop = EarlyStopping("coupling/mean_offdiag", check_finite=True, strict=False)
+    runner = trainer([watch, stop], max_steps=-1, max_epochs=2)
+    fit(runner, make)
+    assert runner.global_step == 16 and watch.units[0].miscoupling.isnull().all()
+
+
+def test_csv_and_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    watch = Watch(4, name="val")
+    loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
+    fit(trainer([watch], logger=loggers, log_every_n_steps=1))
+    events = EventAccumulator(loggers[1].log_dir).Reload()
+    for name, value in scalars(watch.units[4]).items():
+        logged = {event.step: event.value for event in events.Scalars(f"val/{name}")}
+        assert set(logged) == {0, 4, 8} and logged[4] == pytest.approx(value, rel=1e-6, nan_ok=True)
+    assert {e.step for e in events.Images("val/coupling/heatmap/k2")} == {0, 4, 8}
+    assert {e.step for e in events.Scalars("val/coupling/seconds")} == {0, 4, 8}
+    table = (Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()
+    assert "val/coupling/mean_offdiag" in table[0].split(",")
+
+
+def test_wandb(tmp_path):
+    watch = Watch(4)
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
+    fit(trainer([watch], logger=logger))
+    import wandb
+
+    wandb.finish()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    lines = subprocess.run(
+        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
+    ).stdout.splitlines()
+    records = [*map(json.loads, lines)]
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    for step, unit in watch.units.items():
+        logged = {k: v for row in rows if row.get("trainer/global_step") == step for k, v in row.items()}
+        for name, value in scalars(unit).items():
+            assert logged[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
+        assert logged["coupling/heatmap/k2._type"] == "images/separated"
+        assert logged["checkpoint/step"] == step
+    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
+    assert headline["step_metric"] == quartile["step_metric"] == "checkpoint/step"
+    assert headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]
+    assert quartile["options"]["hidden"]
+
+
+def test_the_page_of_a_run_that_goes_on(tmp_path):
+    pages = []
+
+    class Reporting(Watch):
+        def keep(self, unit):
+            super().keep(unit)
+            pages.append(write_report(tmp_path, tmp_path / "page.html").read_text())
+
+    fit(trainer([Reporting(4, save_dir=tmp_path)]))
+    assert len(pages) == 3 and "1 checkpoint at step 0" in pages[0] and "3 checkpoints from step 0 to 8" in pages[2]
+    results = tracker.open_results(tmp_path)
+    assert list(results.step) == [0, 4, 8] and results.attrs["model_name"] == "Classifier"
+
+
+# Faults cost a measurement, never the training.
+
+
+def test_out_of_memory_is_skipped(monkeypatch):
+    real, watch = callback.measure_samples, Watch(2)
+
+    def scarce(*arguments):
+        if 0 in watch.units and len(watch.units) == 1 and watch.measured == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(*arguments)
+
+    monkeypatch.setattr(callback, "measure_samples", scarce)
+    with pytest.warns(UserWarning, match=r"step 2 is not measured \(OutOfMemoryError: CUDA out of memory"):
+        module = fit(trainer([watch]))
+    assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
+
+
+def test_out_of_memory_is_met_with_less(monkeypatch):
+    real, watch, budgets = callback.measure_samples, Watch(4, memory_budget=1 << 20), []
+
+    def scarce(model, blocks, calls, settings, device):
+        budgets.append(settings.memory_budget)
+        if settings.memory_budget > 1 << 18:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, blocks, calls, settings, device)
+
+    monkeypatch.setattr(callback, "measure_samples", scarce)
+    fit(trainer([watch]))
+    assert list(watch.units) == [0, 4, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 3
+
+
+def test_weights_that_are_not_finite_are_skipped():
+    class Diverging(Classifier):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step == 3:
+                self.embed.weight.data.fill_(float("nan"))
+
+    watch = Watch(2)
+    with pytest.warns(UserWarning, match=r"step 4 is not measured \(FloatingPointError: .*not finite"):
+        fit(trainer([watch]), Diverging)
+    assert list(watch.units) == [0, 2]
+
+
+def test_a_full_disk_is_skipped(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Filling(Classifier):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step == 3:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+
+    watch = Watch(4, save_dir=tmp_path)
+    try:
+        with pytest.warns(UserWarning, match="step 4 is measured but not stored"):
+            fit(trainer([watch]), Filling)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert Store(tmp_path).steps() == [0] and list(watch.units) == [0, 4, 8]
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["steady", "log2"])
+def test_too_much_time_is_remarked_on_once(monkeypatch, every):
+    monkeypatch.setattr(callback, "WORTH_SAYING", 0.0)
+    with warnings.catch_warnings(record=True, action="always") as said:
+        fit(trainer([Watch(**every)]))
+    assert len([w for w in said if "more than max_overhead=0.05" in str(w.message)]) == 1
+
+
+def test_a_thinned_schedule_keeps_to_its_share(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(schedule.time, "perf_counter", lambda: now[0])
+
+    class Slow(Classifier):
+        def on_train_batch_start(self, *_):
+            now[0] += 1.0  # a step takes a second
+
+    class Costly(Watch):
+        def keep(self, unit):
+            super().keep(unit)
+            now[0] += 2.0  # and a measurement two
+
+    watch = Costly(1, max_overhead=0.25, thin=True)
+    fit(trainer([watch], max_steps=40), Slow)
+    steps = list(watch.units)
+    assert steps[0] == 0 and steps[-1] == 40 and 5 <= len(steps) <= 8
+    assert 2 * len(steps[:-1]) / (40 + 2 * len(steps[:-1])) <= 0.25

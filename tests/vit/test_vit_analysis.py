@@ -1,0 +1,109 @@
+"""What the analysis says of a grid whose answer is known."""
+
+import csv
+import json
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.analysis.statistics import PAIRS
+from tracker.measures.coupling import MEASURES
+from vit.analysis import main, write_analysis
+from vit.grid import DROP_PATHS, WEIGHT_DECAYS
+from vit.statistics import cell_table, correlations
+
+AT = {"measure": "offdiag_normalized", "k": 10, "pairs": "mean_offdiag"}
+
+
+def planted(seed: int = 0) -> xr.Dataset:
+    """The paper's grid: in one measure at one K accuracy follows coupling at fixed rate, and coupling rises with the rate."""
+    random = np.random.default_rng(seed)
+    decays, rates = (np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS))
+    decay, rate = (v.ravel() for v in np.meshgrid(decays, rates, indexing="ij"))
+    steps, ks = [0, 1, 2, 4, 8, 1000], [10, 30, 50]
+    shape = (len(decay), len(steps), len(MEASURES), len(ks), len(PAIRS))
+    miscoupling = 0.9 + 0.01 * random.standard_normal(shape)
+    accuracy = 0.9 - 0.05 * rate + 0.01 * random.standard_normal(len(decay))
+    i, j = list(MEASURES).index(AT["measure"]), PAIRS.index(AT["pairs"])
+    miscoupling[:, -1, i, 0, j] = 0.8 - 0.4 * rate - 2 * (accuracy + 0.05 * rate - 0.9)
+    dims = ("cell", "step", "measure", "k", "pairs")
+    return xr.Dataset(
+        {
+            "miscoupling": (dims, miscoupling),
+            "null": (dims, np.full(shape, 0.95)),
+            "accuracy": ("cell", accuracy),
+            "loss": ("cell", 1 - accuracy),
+        },
+        coords={
+            "weight_decay": ("cell", decay),
+            "drop_path": ("cell", rate),
+            "seed": ("cell", np.zeros(len(decay), int)),
+            "step": steps,
+            "measure": list(MEASURES),
+            "k": ks,
+            "pairs": list(PAIRS),
+        },
+        attrs={"unfinished": ["wd1_sd0_seed0: <diverged>"], "images": 10_000, "data": "cifar10"},
+    )
+
+
+def test_the_planted_relation_is_found_and_nothing_else():
+    table = correlations(planted())
+    assert len(table) == (8 + 1) * len(MEASURES) * 3 * len(PAIRS)
+    found = table[table.p_holm < 0.05]
+    assert set(zip(found.measure, found.k, found.pairs, strict=True)) == {tuple(AT.values())}
+    assert len(found) == 9 and (found.r > 0.99).all()
+
+
+def test_seeds_of_a_setting_are_averaged_in_a_second_fit(tmp_path):
+    """Two seeds that are copies: the first fit takes them as 16 cells of a rate, the second as the 8 settings that they are."""
+    alone = correlations(planted())
+    grid = xr.concat([planted(), planted().assign_coords(seed=("cell", np.ones(64, int)))], "cell")
+    grid.attrs = planted().attrs
+    table = correlations(grid)
+    assert "cluster_p" not in alone and (table.n == 2 * alone.n).all() and (table.cluster_n == alone.n).all()
+    for name in ("r", "r2", "p"):
+        np.testing.assert_allclose(table[f"cluster_{name}"], alone[name], rtol=1e-6, atol=1e-12)
+    inexact = alone.r2 < 0.99  # elsewhere p is rounding
+    assert (table.p <= alone.p)[inexact].all() and inexact.sum() > 300
+    page = write_analysis(grid, table, AT, tmp_path, "seeds").read_text()
+    assert "<th>cluster_p</th>" in page and "2 seeds" in page
+    once = write_analysis(planted(), alone, AT, tmp_path, "once").read_text()
+    said = "against stochastic depth: "
+    assert page.split(said)[1].split("</p>")[0] == once.split(said)[1].split("</p>")[0]
+
+
+def test_tables_figures_and_page(tmp_path):
+    grid = planted()
+    page = write_analysis(grid, correlations(grid), AT, tmp_path / "out", "a <grid>").read_text()
+    with open(tmp_path / "out" / "cells.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 64
+    first = grid.isel(cell=0, step=-1)
+    assert float(rows[0]["accuracy"]) == float(first.accuracy)
+    assert float(rows[0]["offdiag_normalized/k10/mean_offdiag"]) == float(first.miscoupling.sel(AT))
+    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 405
+    assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png")
+    for said in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "405 correlations"):
+        assert said in page
+    assert cell_table(grid).shape == (64, 5 + len(MEASURES) * 3 * 3)
+
+
+def test_command_line_says_what_is_missing(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "give a grid's --out directory" in capsys.readouterr().err
+    cell = tmp_path / "wd0_sd0_seed0"
+    cell.mkdir()
+    (cell / "recipe.json").write_text("{}")
+    (cell / "result.json").write_text(json.dumps({"status": "diverged", "reason": "nan"}))
+    assert main([str(tmp_path)]) == 2
+    assert "no finished cell" in capsys.readouterr().err
+
+
+def test_the_page_says_how_coupling_goes_with_stochastic_depth(tmp_path):
+    """In the planted grid it rises by 0.4 for each unit of the rate, noise aside."""
+    grid = planted()
+    page = write_analysis(grid, correlations(grid), AT, tmp_path, "planted").read_text()
+    said = page.split("against stochastic depth: coupling has r = ")[1]
+    assert float(said.split(" ")[0]) > 0.9 and "accuracy has r = -" in said

@@ -1,0 +1,202 @@
+"""The grid as people run it: real processes, killed and resumed, with Ray and without."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.vit.test_vit_train import TINY, assert_same_training, start, write_config
+from vit import cells, grid
+from vit.analysis import main as analyse
+from vit.recipe import RECIPES
+from vit.statistics import read_grid
+
+CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"), ("0", "0.1"))]
+
+
+def arguments(directory: Path, engine: str = "processes", **recipe) -> list[str]:
+    return [
+        *("--config", write_config(directory, **recipe), "--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1"),
+        *("--out", str(directory / "grid"), "--engine", engine),
+    ]
+
+
+def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
+    process = start(*arguments(directory, **options), *more, room="vit.grid")
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A 2 x 2 grid, preserve_global_state."""
+    directory = tmp_path_factory.mktemp("whole")
+    status, out, err = run(directory)
+    assert status == 0, err
+    assert "4 cells, 0 already done; processes" in out and "[4/4] " in out
+    return directory
+
+
+def test_cells_are_single_trainings(whole, tmp_path):
+    assert sorted(path.name for path in (whole / "grid").iterdir()) == sorted(CELLS)
+    from vit.train import train
+
+    train(replace(TINY, weight_decay=0.01, drop_path=0.1, out=tmp_path / "one"))
+    assert_same_training(whole / "grid" / "wd0.01_sd0.1_seed0", tmp_path / "one")
+
+
+def test_what_is_done_is_not_run_again_and_the_grid_may_grow(whole):
+    times = {name: (whole / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
+    status, out, err = run(whole)
+    assert status == 0 and "4 cells, 4 already done" in out, err
+    assert times == {name: (whole / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
+
+
+def test_analysis_reads_what_the_grid_wrote(whole, capsys):
+    ds = read_grid(whole / "grid")
+    assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
+    for i, name in enumerate(sorted(CELLS)):
+        assert float(ds.accuracy[i]) == cells.read(whole / "grid" / name, "result")["accuracy"]
+    assert analyse([str(whole / "grid"), "--k", "4"]) == 0
+    page = whole / "grid" / "analysis" / "report.html"
+    assert capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
+    assert analyse([str(whole / "grid"), "--k", "3"]) == 2
+    assert "--k 3 was not measured; there are 2, 4" in capsys.readouterr().err
+
+
+def wait_for(condition, process):
+    while not condition() and process.poll() is None:
+        time.sleep(0.02)
+
+
+def workers_of(out: Path) -> set[int]:
+    """Processes that hold a cell's lock file open."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(fd).startswith(str(out)) and fd.exists() for fd in (process / "fd").iterdir()):
+                held.add(int(process.name))
+        except OSError:
+            continue
+    return held
+
+
+@pytest.mark.slow
+def test_driver_killed_no_cell_lost_or_doubled(whole, tmp_path):
+    process = start(*arguments(tmp_path), room="vit.grid")
+    second = tmp_path / "grid" / CELLS[1]
+    wait_for((second / "history.json").exists, process)
+    process.kill()
+    process.communicate()
+    deadline = time.time() + 20
+    while workers_of(tmp_path / "grid") and time.time() < deadline:
+        time.sleep(0.1)
+    assert not workers_of(tmp_path / "grid")  # none outlives its driver
+    assert cells.is_done(tmp_path / "grid" / CELLS[0]) and not cells.is_done(second)
+    status, out, err = run(tmp_path)
+    assert status == 0 and "1 already done" in out, err
+    for name in CELLS:
+        assert_same_training(whole / "grid" / name, tmp_path / "grid" / name)
+
+
+@pytest.mark.slow
+def test_worker_killed_is_tried_again_and_then_recorded(whole, tmp_path):
+    def kill_first_worker(*more: str):
+        process = start(*arguments(tmp_path), *more, room="vit.grid")
+        first = tmp_path / "grid" / CELLS[0]
+        # A killed cell leaves its units: only with a worker at it has a new training begun.
+        wait_for(lambda: (first / "coupling" / "units" / "step00000001.nc").exists() and workers_of(first), process)
+        (worker,) = workers_of(first)
+        os.kill(worker, signal.SIGKILL)
+        out, err = process.communicate(timeout=600)
+        return process.returncode, out, err
+
+    status, out, err = kill_first_worker("--retries", "0")
+    assert status == 1 and f"{CELLS[0]}: died: the process was ended by SIGKILL" in err
+    assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
+    status, out, err = kill_first_worker("--retries", "1")
+    assert status == 0 and "3 already done" in out, err
+    for name in CELLS:
+        assert_same_training(whole / "grid" / name, tmp_path / "grid" / name)
+
+
+def test_a_cell_that_diverges_or_fails_leaves_the_others_alone(whole, tmp_path):
+    """The first cell's checkpoint is damaged, the rate of all is absurd."""
+    first = tmp_path / "grid" / CELLS[0]
+    first.mkdir(parents=True)
+    (first / "last.ckpt").write_bytes(b"damaged")
+    status, _, err = run(tmp_path, "--retries", "0", lr=1e30)
+    assert status == 1
+    assert f"{CELLS[0]}: died: " in err and all(f"{name}: diverged: the training loss" in err for name in CELLS[1:])
+    assert analyse([str(tmp_path / "grid")]) == 2
+
+
+@pytest.mark.slow
+def test_ray_makes_the_same_cells(whole, tmp_path):
+    status, out, err = run(tmp_path, engine="ray")
+    assert status == 0 and "; ray; " in out and "[4/4]" in out, err
+    for name in CELLS:
+        assert_same_training(whole / "grid" / name, tmp_path / "grid" / name)
+    status, out, err = run(tmp_path, engine="processes")
+    assert status == 0 and "4 already done" in out, err
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "more, said",
+        [
+            (["--weight_decays", "0.1,0.2,0.10"], "0.1 is named twice"),
+            (["--drop_paths", "0,0.5,1"], "--drop_path 1.0; it must be at least 0 and below 1"),
+            (["--seeds", "1,two"], "--seeds '1,two'; give numbers"),
+            (["--jobs", "0"], "at least 1 job"),
+            (["--train_size", "9999"], "1437 training images"),
+            (["--batch_size", "33", "--mixup", "0.8"], "even number"),
+            (["--address", "auto"], "a cluster needs Ray"),
+        ],
+    )
+    def test_one_message_and_nothing_begun(self, more, said, tmp_path, capsys):
+        assert grid.main([*arguments(tmp_path), *more]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "grid").exists()
+
+    def test_cells_of_another_recipe(self, whole, capsys):
+        assert grid.main([*arguments(whole), "--epochs", "5"]) == 2
+        assert "epochs was 3, now 5" in capsys.readouterr().err
+
+
+def test_the_papers_grid_is_the_default_and_the_sweep_files():
+    recipes = grid.cells(grid.Grid(), TINY)
+    assert len(recipes) == 64 == len({recipe.cell for recipe in recipes})
+    sweep = yaml.safe_load((RECIPES.parent / "sweep.yaml").read_text())
+    values = [sweep["parameters"][name]["values"] for name in ("weight_decay", "drop_path")]
+    assert sorted(set(product(*values))) == sorted((r.weight_decay, r.drop_path) for r in recipes)
+    assert sweep["method"] == "grid" and "vit.train" in sweep["command"]
+    # Agents write where the grid would look: either can finish what the other began.
+    assert {str(r.directory) for r in recipes} == {
+        str(replace(TINY, weight_decay=r.weight_decay, drop_path=r.drop_path).directory) for r in recipes
+    }
+
+
+def test_table_shows_accuracies_epochs_and_deaths(tmp_path):
+    from rich.console import Console
+
+    recipes = grid.cells(grid.Grid(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY)
+    states = [
+        ("result", {"status": "finished", "accuracy": 0.875}),
+        ("history", [{}, {}]),
+        ("failed", {"reason": "no memory: none"}),
+    ]
+    for recipe, (name, content) in zip(recipes, states, strict=False):
+        recipe.directory.mkdir()
+        (recipe.directory / f"{name}.json").write_text(json.dumps(content))
+    console = Console(width=60, record=True, file=open(os.devnull, "w"))
+    console.print(grid.table(recipes))
+    text = console.export_text()
+    for said in ("0.8750", "2/3", "died", "·"):
+        assert said in text

@@ -1,0 +1,118 @@
+"""Prompts of the hub's benchmarks, through the real datasets client and a local server."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from checkpoints.files import cache_root
+from tests.conftest import ROOT
+from tests.hub_server import serve
+from tracker.walk import openllm
+from tracker.walk.prompts import load_prompts
+
+FIRST = {  # of each set: rows as published, and what a model is to read
+    "allenai/ai2_arc": (
+        {"id": "1", "question": "Which is a solid?", "choices": {"text": ["ice"], "label": ["A"]}, "answerKey": "A"},
+        "Question: Which is a solid?\nAnswer:",
+    ),
+    "openai/gsm8k": ({"question": "1 + 1?", "answer": "2\n#### 2"}, "Question: 1 + 1?\nAnswer:"),
+    "Rowan/hellaswag": (
+        {"activity_label": "Baking", "ctx_a": "[title] A cook.", "ctx_b": "she", "endings": ["x"], "label": "0"},
+        "Baking:. A cook. She",
+    ),
+    "cais/mmlu": (
+        {"question": "Where? ", "subject": "law", "choices": ["a", "b", "c", "d"], "answer": 1},
+        "Where?\nA. a\nB. b\nC. c\nD. d\nAnswer:",
+    ),
+    "truthfulqa/truthful_qa": ({"question": "Is it so?", "best_answer": "No."}, "Q: Is it so?\nA:"),
+    "allenai/winogrande": (
+        {"sentence": "The cup fell, so _ broke.", "option1": "a", "option2": "b", "answer": "1"},
+        "The cup fell, so",
+    ),
+    "furonghuang-lab/Easy2Hard-Bench": ({"question": "2 + 2?", "answer": "4", "rating": 0.25}, None),
+    "Salesforce/wikitext": ({"text": " = A heading = \n"}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    root = tmp_path_factory.mktemp("hub")
+    for source in (*openllm.OPENLLM, *openllm.EASY2HARD, *openllm.WIKITEXT):
+        row, _ = FIRST[source.repository]
+        rows = [row] + ([{"text": f"{i} " + "word " * openllm.PARAGRAPH} for i in range(300)] if "text" in row else [])
+        repository = root / f"datasets--{source.repository.replace('/', '--')}"
+        snapshot = repository / "snapshots" / "c0ffee"
+        folder = source.config or "data"
+        (snapshot / folder).mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("c0ffee")
+        pd.DataFrame(rows).to_parquet(snapshot / folder / f"{source.split}-00000-of-00001.parquet")
+        config = {"config_name": source.config or "default"}
+        files = [{"split": source.split, "path": f"{folder}/{source.split}-*"}]
+        (snapshot / "README.md").write_text(f"---\nconfigs: {json.dumps([config | {'data_files': files}])}\n---\n")
+    with serve(root) as hub:
+        yield hub
+
+
+def drawn(name: str, directory, **environment: str) -> subprocess.CompletedProcess:
+    """Load a set in a process of its own: the client reads its endpoint when it is imported."""
+    settings = {**os.environ, "HF_HOME": str(directory / "home"), "TRACKER_CACHE": str(directory / "ours")}
+    code = (
+        "import json, sys; from tracker.walk.prompts import load_prompts; print(json.dumps(load_prompts(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", code, name]
+    return subprocess.run(command, cwd=ROOT, env=settings | environment, capture_output=True, text=True)
+
+
+def test_fetched_formatted_drawn_and_kept(served, tmp_path):
+    process = drawn("openllm", tmp_path, **served.environment)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout) == [[said, None, source] for source, (_, said) in FIRST.items() if said]
+    assert len(served.asked(r"GET /datasets/.*parquet")) == 6
+    again = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
+    assert again.stdout == process.stdout
+
+
+def test_a_hundred_paragraphs_the_same_every_time(served, tmp_path):
+    sets = [
+        json.loads(drawn("wikitext", tmp_path / which, **served.environment).stdout) for which in ("one", "another")
+    ]
+    assert sets[0] == sets[1] and len({text for text, *_ in sets[0]}) == 100
+    assert all(len(text.split()) > openllm.PARAGRAPH for text, *_ in sets[0])
+
+
+def test_difficulty_comes_with_the_question_and_is_kept(served, tmp_path):
+    for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
+        process = drawn("easy2hard", tmp_path, **environment)
+        assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]], (
+            process.stderr
+        )
+
+
+def test_without_a_network_one_sentence(tmp_path):
+    process = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1")
+    last = process.stderr.strip().splitlines()[-1]
+    assert process.returncode == 1 and last.startswith(
+        "ValueError: --prompts openllm: allenai/ai2_arc can't be fetched"
+    )
+    assert "go online once" in last and not (tmp_path / "ours").exists()
+
+
+def test_without_the_package_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'block-coupling-tracker\[prompts\]'"):
+        load_prompts("wikitext")
+
+
+def test_a_set_kept_before_sources_were_has_them_by_its_order(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
+    file = cache_root() / "prompts" / f"openllm-v{openllm.VERSION}.json"
+    file.parent.mkdir(parents=True)
+    for count, expected in ((1200, [source.repository for source in openllm.OPENLLM]), (1199, [None])):
+        file.write_text(json.dumps({"prompts": [f"p{i}" for i in range(count)], "seed": 0}))
+        assert list(dict.fromkeys(prompt.source for prompt in load_prompts("openllm"))) == expected

@@ -1,0 +1,451 @@
+"""The walk as people run it: real processes, the real hub client, real W&B files, interrupted and killed."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from checkpoints.hub import CheckpointError
+from checkpoints.load import load
+from tracker import pythia
+from tracker.analysis.statistics import scalars
+from tracker.measures.coupling import MEASURES
+from tracker.measures.dataset import CERTIFICATE
+from tracker.report.contents import page_data
+from tracker.results import VOLATILE, Store
+
+STEPS = [0, 1, 2, 4, 8]
+
+
+def assert_same_results(a: Path, b: Path):
+    """Bit for bit, but for time stamps."""
+    assert Store(a).steps() == Store(b).steps()
+    for step in Store(a).steps():
+        units = [Store(path).read(step) for path in (a, b)]
+        for unit in units:
+            for name in VOLATILE:
+                unit.attrs.pop(name)
+        xr.testing.assert_identical(*units)
+
+
+def snapshots(cache: Path) -> Path:
+    return next(cache.glob("models--*")) / "snapshots"
+
+
+def commit(cache: Path, step: int) -> str:
+    return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
+
+
+def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
+    """At step 0, by a seed; of a model that stands alone. With prompts whose difficulty is known."""
+    trained = tmp_path / "trained"
+    shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
+    rated = tmp_path / "rated.jsonl"
+    lines = (("import os", 0.5, "os"), ("for name in", 2, "loops"))
+    rated.write_text(
+        "\n".join(json.dumps(dict(zip(("prompt", "difficulty", "source"), one, strict=True))) for one in lines)
+    )
+    arguments = walker.arguments("--prompts", str(rated), "--untrained", "3", model=str(trained))
+    assert pythia.main(arguments) == 0
+    ds = tracker.open_results(tmp_path / "out")
+    assert ds.step.values.tolist() == [0, 1] and ds.difficulty.values.tolist() == [0.5, 2]
+    assert ds.prompt_source.values.tolist() == ["os", "loops"]
+    assert ds.revision.values.tolist() == ["untrained, seed 3", ""]
+
+    model, tokenizer = load(trained)
+    torch.manual_seed(3)
+    untrained = type(model)(model.config)
+    for step, measured in ((0, untrained), (1, model)):
+        expected = tracker.measure(measured, ["import os", "for name in"], tokenizer=tokenizer, k=[4, 8])
+        assert np.array_equal(ds.miscoupling.sel(step=step), expected.miscoupling)
+
+
+@pytest.mark.parametrize("measures", ["trajectory", "coupling", "entropy", "pca, noise"])
+def test_some_measures_alone(measures, walker, suite, tmp_path):
+    """To their page; and the step may have more digits than most."""
+    model = tmp_path / "runs" / "step1000000000"
+    shutil.copytree(snapshots(suite) / commit(suite, 8), model)
+    assert pythia.main(walker.arguments("--measures", measures, model=str(model.parent))) == 0
+    assert Store(tmp_path / "out").steps() == [1_000_000_000]
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, capsys):
+    def walk(*more):
+        return pythia.main(walker.arguments("--measures", "tokenwise", *more, model=str(steps)))
+
+    steps = walker.directory / "steps"
+    for step in (0, 1):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+    assert walk("--steps", "0") == 0
+    store = Store(walker.directory / "out")
+    older = store.asked()
+    assert older.pop("pair_layers") == 1
+    store.settings.write_text(json.dumps(older))
+    capsys.readouterr()
+    assert walk("--steps", "1") == 2
+    assert "pair_layers was None, now 1); results are never mixed" in capsys.readouterr().err
+
+
+def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsys):
+    """A baseline is added to a walk, another seed is refused, scores are the trained model's, the walk grows."""
+    steps = tmp_path / "steps"
+    for step in (4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        (steps / f"step{step}" / "scores.json").unlink(missing_ok=True)
+    scores = tmp_path / "scores.csv"
+    scores.write_text("step,arc\n0,0.1\n4,0.4\n8,0.8\n")
+
+    def walk(*more):
+        return pythia.main(walker.arguments(*more, model=str(steps)))
+
+    out = tmp_path / "out"
+    assert walk("--steps", "8") == 0
+    assert walk("--steps", "8", "--untrained", "3") == 0
+    assert walk("--steps", "4,8", "--untrained", "3", "--scores", str(scores)) == 0
+    ds = tracker.open_results(out)
+    assert ds.step.values.tolist() == [0, 4, 8]
+    np.testing.assert_array_equal(ds.score.sel(task="arc"), [np.nan, 0.4, 0.8])
+    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, "also a walk that does not ask for the baseline"
+    np.testing.assert_array_equal(tracker.open_results(out).score.sel(task="arc"), [np.nan, 0.4, 0.8])
+    assert ds.files_sha256.values[0] == "" and "" not in ds.files_sha256.values[1:]
+    assert "random initialisation (untrained, seed 3)" in (out / "report.html").read_text()
+    capsys.readouterr()
+    assert walk("--steps", "8", "--untrained", "4") == 2
+    assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
+
+
+def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite, tmp_path, capsys):
+    """What its older units lack is undefined there, in curves, on the page and in figures; the rest is as it was."""
+    from tracker.figures.write import main as draw
+    from tracker.report import write_report
+
+    steps, out = tmp_path / "steps", tmp_path / "out"
+    for step in (2, 4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+
+    def walk(*more):
+        return pythia.main(walker.arguments("--measures", "coupling,trajectory,tokenwise", *more, model=str(steps)))
+
+    assert walk("--steps", "2,4") == 0
+    store = Store(out)
+    for step in (2, 4):
+        unit = store.read(step)
+        raw = [f"{name}_raw" for name in (*MEASURES, "singular_value", "singular_gap", *CERTIFICATE)]
+        added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
+        assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 7
+        unit = unit.drop_vars(added).drop_vars(("undefined", "quantity"))
+        whole = store.read(step)["undefined"]
+        unit["undefined"] = whole[[name not in added for name in whole["quantity"].values]]
+        store.write(step, unit)
+    alone = scalars(store.read(4))
+    assert (
+        not [name for name in alone if "trace" in name or ("coupling/" in name and "_raw" in name)]
+        and write_report(out, tmp_path / "old.html").exists()
+    )
+    assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
+    old = page_data(tracker.open_results(out))
+    assert walk() == 0
+    ds = tracker.open_results(out)
+    assert ds.step.values.tolist() == [2, 4, 8]
+    assert ds.miscoupling_release_trace.notnull().all(
+        ("prompt", "token", "k", "layer", "layer_other")
+    ).values.tolist() == [
+        False,
+        False,
+        True,
+    ]
+    assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
+    page = page_data(ds)
+    assert not ds.offdiag_normalized_raw.sel(step=[2, 4]).notnull().any()
+    assert ds.offdiag_normalized_raw.sel(step=8).notnull().all()
+    grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
+    assert (
+        grown[:2] == [None, None]
+        and grown[2] == scalars(ds.sel(step=8))["coupling/miscoupling_release_trace/k4/mean_offdiag"]
+    )
+    for name, by_k in old["curves"].items():
+        for pairs, curve in by_k[4].items():
+            assert page["curves"][name][4][pairs]["value"][:2] == curve["value"], (name, pairs)
+    assert page["tokens"]["self"]["curves"]["miscoupling_release_trace"][4]["value"][:2] == [None, None]
+    assert write_report(out, tmp_path / "new.html").exists()
+    assert draw(["all", str(out), "--out", str(tmp_path / "figures")]) == 0
+    assert (tmp_path / "figures" / "1b.png").exists() and "rror" not in capsys.readouterr().err
+
+
+def test_untrained_where_it_can_not_be(walker, capsys):
+    assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
+    assert "nano publishes its step 0; --steps 0,... measures it" in capsys.readouterr().err
+
+
+@pytest.fixture
+def damaged(suite, tmp_path):
+    """A copy of the suite, and the directory of its step 2."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(suite, copy)
+    return copy, snapshots(copy) / commit(copy, 2)
+
+
+def test_a_walk_from_start_to_page_and_only_what_is_missing(walker):
+    status, out, err = walker.run("--steps", "0,2")
+    assert status == 0, err
+    results = walker.directory / "out"
+    assert Store(results).steps() == [0, 2] and (results / "report.html").exists()
+    assert "[1/2] step 0: miscoupling" in out and "s left" in out
+    written = Store(results).file(2).stat().st_mtime_ns
+    status, out, err = walker.run()
+    assert status == 0 and "2 already measured" in out and Store(results).file(2).stat().st_mtime_ns == written, err
+    ds = tracker.open_results(results)
+    assert list(ds.step.values) == STEPS
+    assert list(ds.revision.values) == [f"step{s}" for s in STEPS]
+    assert [str(c) for c in ds.commit.values] == [commit(walker.cache, s) for s in STEPS]
+    assert ds.score.dims == ("step", "task") and (np.diff(ds.score.values[:, 0]) < 0).all()
+    assert ds.attrs["final_norm"] == "include" and ds.complete.all() and ds.sliced.all()
+
+
+def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
+    status, out, err = walker.run("--steps", "0,4,8", wandb="auto")
+    assert status == 0, err
+    assert "W&B offline" in out
+    (file,) = (walker.directory / "out" / "wandb").glob("offline-run-*/*.wandb")
+    lines = subprocess.run(
+        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
+    ).stdout.splitlines()
+    records = [*map(json.loads, lines)]
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    assert [row["checkpoint/step"] for row in rows] == [0, 4, 8]
+    kept = [record["artifact"] for record in records if record["type"] == "artifact"]
+    (results,) = [artifact["manifest"]["contents"] for artifact in kept if artifact["type"] == "results"]
+    units = [f"units/step{step:08d}.nc" for step in (0, 4, 8)]
+    assert [file["path"] for file in results] == ["settings.json", *units]
+    ds = tracker.open_results(walker.directory / "out")
+    page = page_data(ds)
+    for i, row in enumerate(rows):
+        stored = scalars(ds.isel(step=i))
+        assert len(stored) > 60
+        for name, value in stored.items():
+            assert row[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
+        for measure in ("miscoupling", "offdiag_normalized"):
+            for k in (4, 8):
+                for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
+                    shown = page["curves"][measure][k][pairs]
+                    assert shown["value"][i] == pytest.approx(row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12)
+                    assert shown["null"][i] == pytest.approx(row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12)
+        assert page["trajectory"]["lss"]["median"][i] == pytest.approx(row["trajectory/lss/median"], rel=1e-12)
+        assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs.nrows"] == 2 * 3 * 3
+
+
+@pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])
+def test_interrupted_while_starting(walker, moment):
+    process = walker.start()
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_interrupted_and_resumed(walker, number):
+    process = walker.start("--tokens", "all")  # longer, so that there is something to interrupt
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("[1/5]"):
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on with the rest" in err and "Traceback" not in err
+    assert 1 <= len(Store(walker.directory / "out").steps()) < 5
+    assert walker.run("--tokens", "all")[0] == 0
+    assert Store(walker.directory / "out").steps() == STEPS
+
+
+@pytest.mark.slow
+def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
+    """Killed at a random moment between the first line, when measuring begins, and the end."""
+    preserve_global_state = tmp_path / "preserve_global_state"
+    process = walker.start("--out", str(preserve_global_state))
+    process.stdout.readline()
+    started = time.perf_counter()
+    assert process.wait() == 0
+    span = time.perf_counter() - started
+    moments, left = random.Random(0), []
+    for _ in range(10):
+        process = walker.start()
+        process.stdout.readline()
+        # What is left to do shrinks with what earlier tries finished.
+        time.sleep(moments.uniform(0, span * (1 - len(Store(walker.directory / "out").steps()) / len(STEPS))))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        left.append(len(Store(walker.directory / "out").steps()))
+    assert 0 < max(left), left  # some were killed between units
+    status, _, err = walker.run()
+    assert status == 0, err
+    assert_same_results(walker.directory / "out", preserve_global_state)
+
+
+def test_a_damaged_unit_is_measured_again(walker):
+    assert walker.run("--steps", "0,1")[0] == 0
+    file = Store(walker.directory / "out").file(1)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    status, _, err = walker.run("--steps", "0,1")
+    assert status == 0 and "step00000001.nc can't be read" in err and "measured again" in err and "Traceback" not in err
+    assert Store(walker.directory / "out").read(1).step == 1
+
+
+def test_units_without_their_settings_are_not_added_to(walker):
+    assert walker.run("--steps", "0")[0] == 0
+    (walker.directory / "out" / "settings.json").unlink()
+    status, _, err = walker.run("--steps", "1")
+    assert status == 2 and "no readable settings.json" in err
+
+
+def test_a_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
+    copy, directory = damaged
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    walker.cache = copy
+    status, out, err = walker.run("--steps", "0,2,8")
+    assert status == 1 and Store(walker.directory / "out").steps() == [0, 8]
+    assert "failed: step 2" in err and "missing or damaged" in err and "Traceback" not in err
+
+
+def test_a_full_disk_keeps_what_was_finished(walker):
+    """The kernel refuses to write more than 40 kB to any file, as a full disk would."""
+    import resource
+
+    assert walker.run("--steps", "0")[0] == 0
+    before = Store(walker.directory / "out").file(0).read_bytes()
+    process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
+    try:
+        process = walker.start("--steps", "0,1")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
+    assert Store(walker.directory / "out").steps() == [0]
+    assert Store(walker.directory / "out").file(0).read_bytes() == before
+    assert walker.run("--steps", "0,1")[0] == 0
+
+
+USAGE = {
+    "unknown model": (["--model", "13b"], "no model '13b'"),
+    "unknown pythia form": (["--model", "14m-deduped"], "-deduped for 70m"),
+    "no such checkpoint": (["--steps", "3"], "no checkpoint at step 3; published are 0, 1, 2, 4, 8"),
+    "steps in words": (["--steps", "some"], "paper, all, log2, scores"),
+    "no scores": (["--steps", "scores"], "leaves no checkpoint"),
+    "no prompt file": (["--prompts", "absent.txt"], "no prompt file 'absent.txt'"),
+    "k in words": (["--k", "ten"], "--k 'ten'; give whole numbers"),
+    "k above the width": (["--k", "33"], "1 to the model's width d = 32"),
+    "token out of range": (["--tokens", "0,99"], "out of range"),
+    "no such device": (["--device", "gpu"], "--device gpu can't be used"),
+    "no key": (["--wandb", "online"], "needs a key"),
+    "out is a file": (["--out", __file__], "Not a directory"),
+    "unknown option": (["--colour", "red"], "colour"),
+    "wrong choice": (["--dtype", "float16"], "float16"),
+}
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_bad_usage(walker, case, monkeypatch, capsys):
+    arguments, message = USAGE[case]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
+    monkeypatch.setenv("NETRC", str(walker.directory / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    try:
+        status = pythia.main(walker.arguments(*arguments))
+    except SystemExit as stopped:  # what the command line itself refuses
+        status = stopped.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert not Store(walker.directory / "out").steps()
+
+
+def test_other_settings_are_not_mixed_into_a_store(walker):
+    assert walker.run("--steps", "0")[0] == 0
+    for arguments, name in (
+        (["--dtype", "float64"], "dtype was 'float32', now 'float64'"),
+        (["--k", "2"], "k was [4, 8], now [2]"),
+    ):
+        status, _, err = walker.run("--steps", "1", *arguments)
+        assert status == 2 and name in err and "never mixed" in err
+    walker.prompts.write_text("another prompt\n")
+    status, _, err = walker.run("--steps", "1")
+    assert status == 2 and "prompts was" in err
+    assert Store(walker.directory / "out").steps() == [0]
+
+
+def test_a_prompt_beyond_the_context_is_refused_or_cut(walker):
+    walker.prompts.write_text("import os " * 60 + "\n")
+    status, _, err = walker.run("--steps", "0")
+    assert status == 2 and "the model's context of 64" in err
+    status, _, err = walker.run("--steps", "0", "--max_tokens", "20")
+    assert status == 0 and "cut to its first 20 as asked" in err
+
+
+def test_help_is_quick():
+    durations = []
+    for _ in range(3):
+        started = time.perf_counter()
+        out = subprocess.run([sys.executable, "-m", "tracker.pythia", "--help"], capture_output=True, text=True)
+        durations.append(time.perf_counter() - started)
+        assert out.returncode == 0 and "--steps" in out.stdout and "Exit status" in out.stdout
+    assert min(durations) < 1
+
+
+def rewrite(directory: Path, change):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+DAMAGE = {
+    "missing": (lambda w: w.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight"), r"1 missing \(gpt_neox.layers.1.mlp"),
+    "unexpected": (
+        lambda w: w.update({"gpt_neox.extra": w["embed_out.weight"].clone()}),
+        r"1 unexpected \(gpt_neox.extra\)",
+    ),
+    "mis-shaped": (
+        lambda w: w.update({"gpt_neox.final_layer_norm.bias": w["gpt_neox.final_layer_norm.bias"][:3].clone()}),
+        r"1 mis-shaped \(gpt_neox.final_layer_norm.bias\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_weights_that_are_not_the_models_are_refused(damaged, case):
+    change, message = DAMAGE[case]
+    rewrite(damaged[1], change)
+    with pytest.raises(CheckpointError, match=message):
+        load(damaged[1])
+
+
+def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
+    import torch
+
+    rewrite(
+        damaged[1], lambda w: w.update({"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)})
+    )
+    load(damaged[1])
+
+
+def test_a_directory_of_checkpoints(walker, suite, tmp_path):
+    for step in (1, 4):
+        shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "run" / f"checkpoint-{step}")
+    status, _, err = walker.run(model=str(tmp_path / "run"))
+    assert status == 0, err
+    assert Store(walker.directory / "out").steps() == [1, 4]

@@ -1,0 +1,317 @@
+"""Walks over a served suite with planted faults, walks that share a store, and other sources of checkpoints."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tracker
+from checkpoints import __main__ as command_line
+from checkpoints import nano
+from tests.conftest import TINY
+from tests.hub_server import serve
+from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
+from tracker import pythia
+from tracker.report.contents import page_data
+from tracker.results import Store
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def shard(snapshot: Path) -> None:
+    """The weights in two files with an index, as large models are published."""
+    weights = load_file(snapshot / "model.safetensors")
+    names = sorted(weights)
+    halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
+    for file, some in halves.items():
+        save_file({name: weights[name] for name in some}, snapshot / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, some in halves.items() for name in some}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model.safetensors").unlink()
+
+
+@pytest.fixture
+def served(suite, tmp_path, monkeypatch):
+    """The tiny suite on a hub of its own, sharded; the walker's cache is empty, in this process too."""
+    root = tmp_path / "hub"
+    shutil.copytree(suite, root)
+    for step in STEPS:
+        shard(snapshots(root) / commit(root, step))
+    with serve(root) as server:
+        server.root = root
+        monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("checkpoints.hub.LONGEST_WAIT", 0.05)
+        yield server
+
+
+def plant(root: Path, step: int, *shards: str) -> None:
+    """Shards of the last step, served as another's."""
+    for name in shards:
+        shutil.copy(snapshots(root) / commit(root, STEPS[-1]) / name, snapshots(root) / commit(root, step) / name)
+
+
+def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(walker, served, capsys):
+    plant(served.root, 2, *SHARDS)
+    plant(served.root, 4, SHARDS[0])
+    assert command_line.main(["list", "block-coupling/nano"]) == 1
+    table = capsys.readouterr().out
+    assert "step2" in table and "its weights are those of step 4, 8, bit for bit" in table
+    assert "1 of its 2 shards are mixed in: those of step 2, 8" in table and "5 checkpoints" in table
+    assert not served.asked("resolve")
+    assert pythia.main(walker.arguments()) == 0
+    said = capsys.readouterr().out
+    assert "2 of the revisions asked for are not what their names say; they are left out" in said
+    results = walker.directory / "out"
+    assert Store(results).steps() == [0, 1, 8]
+    for step in (2, 4):
+        assert not served.asked(commit(served.root, step) + "/.*safetensors")
+    # Measured all the same, they are marked in every view.
+    assert pythia.main(walker.arguments("--allow_suspect", "true", "--wandb", "offline")) == 0
+    assert "note: steps 2 and 8 hold the same weights in every tensor" in capsys.readouterr().out
+    ds = tracker.open_results(results)
+    assert [bool(reason) for reason in ds.suspect.values] == [False, False, True, True, False]
+    assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
+    assert page_data(ds)["suspect"] == [False, False, True, True, False]
+    page = (results / "report.html").read_text()
+    assert "Step 4 is suspect: 1 of its 2 shards are mixed in" in page and "Steps 2 and 8 hold the same weights" in page
+    assert command_line.main(["verify", "block-coupling/nano"]) == 1
+    assert "as published" in capsys.readouterr().out
+
+
+def test_every_fault_ends_in_the_right_result_or_a_message_with_the_others_done(walker, served, capsys):
+    served.fail(f"GET .*{commit(served.root, 0)}/{SHARDS[0]}", drop_after=30_000)
+    served.fail(f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"})
+    served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
+    served.fail(f"GET .*{commit(served.root, 2)}/{SHARDS[1]}", content=lambda b: b[::-1], times=2)
+    of_one = sum(f.stat().st_size for f in (snapshots(served.root) / commit(served.root, 0)).iterdir())
+    budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
+    assert pythia.main(walker.arguments(*budget)) == 1
+    out, err = capsys.readouterr()
+    assert "failed: step 2: CheckpointError: model-00002" in err and "Traceback" not in err
+    for reason in ("RemoteProtocolError", "429 Too Many Requests; trying again in 1 s", "503 Service Unavailable"):
+        assert reason in out
+    assert Store(walker.directory / "out").steps() == [0, 1, 4, 8]
+    assert pythia.main(walker.arguments(*budget)) == 0
+    assert Store(walker.directory / "out").steps() == STEPS
+    cache = walker.directory / "cache"
+    assert sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink()) < 2.3 * of_one
+    assert len(list((cache / "models--block-coupling--nano" / "snapshots").iterdir())) == 2
+
+
+def test_the_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypatch):
+    from tracker import pythia as module
+
+    arrived = {}
+    following = {0: 1, 1: 2}
+    measure = module.measure_checkpoint
+
+    def watched(plan, checkpoint, directory):
+        if (step := following.get(checkpoint.step)) is not None:
+            request = f"GET .*{commit(served.root, step)}/{SHARDS[1]}"
+            deadline = time.monotonic() + 20
+            while not served.asked(request) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            arrived[step] = bool(served.asked(request))
+        return measure(plan, checkpoint, directory)
+
+    monkeypatch.setattr(module, "measure_checkpoint", watched)
+    assert pythia.main(walker.arguments("--steps", "0,1,2")) == 0
+    assert arrived == {1: True, 2: True}
+
+
+def test_offline_it_measures_what_the_cache_holds_and_lists_what_it_lacks(walker, served, capsys, monkeypatch):
+    assert pythia.main(walker.arguments("--steps", "0")) == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (weights,) = snapshots(walker.directory / "cache").glob(f"*/{SHARDS[0]}")
+    assert pythia.main(walker.arguments("--out", str(walker.directory / "again"))) == 0
+    assert "offline mode is on" in capsys.readouterr().out
+    weights.unlink()
+    assert pythia.main(walker.arguments("--out", str(walker.directory / "third"))) == 1
+    assert f"step0 lacks {SHARDS[0]} in the cache" in capsys.readouterr().err
+
+
+def test_a_retrained_directory_is_noticed(walker, suite, tmp_path, capsys):
+    run = tmp_path / "run"
+    for step in (1, 4):
+        shutil.copytree(snapshots(suite) / commit(suite, step), run / f"checkpoint-{step}")
+    arguments = walker.arguments(model=str(run))
+    assert pythia.main(arguments) == 0 and pythia.main(arguments) == 0
+    shutil.copy(run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors")
+    capsys.readouterr()
+    assert pythia.main(arguments) == 2
+    assert "the weights of step 4 of" in (said := capsys.readouterr().err) and "retrained" in said
+    Store(walker.directory / "out").file(4).unlink()
+    assert pythia.main(arguments) == 0
+    assert "steps 1 and 4 hold the same weights" in capsys.readouterr().out
+
+
+def test_scores_of_ones_own_reach_units_that_were_measured_before(walker, suite, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
+    assert pythia.main(walker.arguments("--steps", "0,8")) == 0
+    (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
+    assert pythia.main(walker.arguments("--steps", "0,8", "--scores", str(walker.directory / "scores.csv"))) == 0
+    assert "scores: 1 of 2 checkpoints have benchmark results" in capsys.readouterr().out
+    ds = tracker.open_results(walker.directory / "out")
+    assert float(ds.score.sel(step=8, task="piqa")) == 0.75 and bool(ds.score.sel(step=0, task="piqa").isnull())
+    assert bool(ds.score.sel(task=nano.HELD_OUT).notnull().all())
+    assert pythia.main(walker.arguments("--steps", "scores", "--scores", str(walker.directory / "scores.csv"))) == 0
+
+
+class Toy(lightning.LightningModule):
+    """A user's module around a language model."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = nano.build(nano.Recipe(layers=2, width=width, vocabulary=320, context=64))
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+def test_lightning_checkpoints_with_a_module_of_ones_own(walker, suite, tmp_path):
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+    for step in (10, 200):
+        trainer.strategy.connect(Toy(32))
+        trainer.save_checkpoint(tmp_path / "run" / f"epoch=0-step={step}.ckpt", weights_only=True)
+    torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
+    arguments = walker.arguments("--module", "tests.walk.test_walk_hub:Toy", model=str(tmp_path / "run"))
+    assert pythia.main([*arguments, "--inputs", str(tmp_path / "inputs.pt")]) == 0
+    ds = tracker.open_results(walker.directory / "out")
+    assert list(ds.step.values) == [10, 200] and ds.sizes["prompt"] == 2 and len(set(ds.fingerprint.values)) == 2
+    tokenizer = str(snapshots(suite) / commit(suite, 0))
+    assert pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
+    assert tracker.open_results(tmp_path / "prompts").sizes["prompt"] == 3
+
+
+MODULES = {
+    "tests.none:Toy": "no LightningModule there",
+    "tests.conftest:TINY": "no LightningModule there",
+    "Toy": "package.module:Class",
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_that_can_not_be_used(walker, tmp_path, capsys, module):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step=1.ckpt").write_bytes(b"")
+    torch.save(torch.zeros(1, 4), tmp_path / "inputs.pt")
+    inputs = str(tmp_path / "inputs.pt")
+    assert pythia.main(walker.arguments("--module", module, "--inputs", inputs, model=str(tmp_path / "run"))) == 2
+    assert MODULES[module] in capsys.readouterr().err
+
+
+def test_two_walks_on_one_store_measure_nothing_twice_and_one_takes_over_from_the_dead(walker):
+    first, second = walker.start("--tokens", "all"), walker.start("--tokens", "all")
+    assert first.stdout
+    for line in first.stdout:
+        if line.startswith("[1/5]"):
+            break
+    first.send_signal(signal.SIGKILL)
+    before = Store(walker.directory / "out").steps()
+    rest, _ = first.communicate()
+    out, err = second.communicate(timeout=300)
+    assert second.returncode == 0, err
+    assert Store(walker.directory / "out").steps() == STEPS and len(before) < 5
+    by_first = [line for line in (line, *rest.splitlines()) if "miscoupling" in line]
+    by_second = [line for line in out.splitlines() if "miscoupling" in line]
+    # A unit that the first had written when it was killed may not have been told of.
+    assert len(by_first) + len(by_second) in (5, 4)
+    assert not list(Store(walker.directory / "out").units.glob(".*"))
+
+
+def test_walks_of_two_stores_fetch_the_same_revisions_into_one_cache(walker, served, tmp_path):
+    walker.cache = tmp_path / "cache"
+    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
+    walks = [walker.start("--out", str(tmp_path / name), "--steps", "1,4", **environment) for name in "ab"]
+    for walk in walks:
+        _, err = walk.communicate(timeout=300)
+        assert walk.returncode == 0, err
+    assert_same_results(tmp_path / "a", tmp_path / "b")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served, tmp_path):
+    """Two walks at a time on one store, both killed at random moments; the end equals an preserve_global_state run's."""
+    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
+    walker.cache = tmp_path / "preserve_global_state-cache"
+    assert walker.run("--out", str(tmp_path / "preserve_global_state"), **environment)[0] == 0
+    walker.cache = tmp_path / "killed-cache"
+    served.fail("GET .*safetensors", slow=0.3, times=10_000)  # downloads take as long as measuring
+    moments, random_, killed = [], random.Random(0), []
+    for _ in range(10):
+        both = [walker.start(**environment) for _ in range(2)]
+        both[0].stdout.readline()
+        for process in both:
+            time.sleep(random_.uniform(0, 8))  # the libraries alone take several seconds to import
+            process.kill()
+            process.communicate()
+            killed.append(process.returncode)
+        moments.append(len(Store(walker.directory / "out").steps()))
+        if moments[-1] == len(STEPS):  # done: begin anew, with what is left in the cache
+            Store(walker.directory / "out").file(random_.choice(STEPS)).unlink()
+    served.faults.clear()
+    both = [walker.start(**environment) for _ in range(2)]
+    for process in both:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert killed.count(-signal.SIGKILL) > 10 and max(moments) > 0, (killed, moments)
+    assert_same_results(walker.directory / "out", tmp_path / "preserve_global_state")
+    assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
+
+
+@pytest.mark.slow
+def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
+    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
+    walker.cache = tmp_path / "preserve_global_state-cache"
+    assert walker.run("--out", str(tmp_path / "preserve_global_state"), **environment)[0] == 0
+    walker.cache = tmp_path / "cache-of-workers"
+    served.fail("GET .*safetensors", slow=6, times=10_000)  # else all is done before a worker has imported torch
+    process = walker.start("--workers", "2", **environment)
+    store, killed = Store(walker.directory / "out"), 0
+    while not killed and process.poll() is None:
+        time.sleep(0.02)
+        for step in STEPS:
+            match = re.search(r"process (\d+)", store.claimant(step))
+            if match and int(match[1]) != process.pid:
+                killed = int(match[1])
+    assert killed, process.communicate()
+    served.faults.clear()
+    os.kill(killed, signal.SIGKILL)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert_same_results(walker.directory / "out", tmp_path / "preserve_global_state")
+
+
+def test_workers_without_ray(walker, served, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert pythia.main(walker.arguments("--workers", "2")) == 2
+    assert "pip install 'block-coupling-tracker[ray]'" in capsys.readouterr().err
+    assert pythia.main(walker.arguments("--workers", "-1")) == 2
+    assert "--workers -1" in capsys.readouterr().err
+
+
+def test_the_embedded_suite_is_listed(suite, monkeypatch, capsys):
+    monkeypatch.setattr(nano, "cache_dir", lambda *_: suite)
+    monkeypatch.setattr(nano, "Recipe", lambda: TINY)
+    assert command_line.main(["list", "nano"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "whole" in table[1]
+    assert command_line.main(["verify", "nano"]) == 0
+    assert "no published hash to compare with" in capsys.readouterr().out

@@ -1,0 +1,164 @@
+"""What a model is measured on: prompts, a tensor or a mapping, as forward calls checked before the model runs.
+
+Prompts are never padded: each has a forward pass of its own.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+from torch import Tensor, nn
+
+from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
+from tracker.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward call, and what is known of its B samples."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    labels: list[str]  # a prompt's text, or nothing
+    valid: Tensor | None = None  # (B, n) bool: positions that are not padding, where the caller gave an attention mask
+
+
+def batches(
+    model: nn.Module, inputs: Any, tokenizer: Callable[..., Mapping[str, Tensor]] | None, max_tokens: int | None
+) -> list[Batch]:
+    """The forward calls for `inputs`.
+
+    Raises:
+        UsageError: for inputs that are empty, longer than the model's context, hold ids beyond its vocabulary, or are
+            of another kind, and for prompts without a tokenizer.
+    """
+    model = unwrap(model)
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if isinstance(inputs, Tensor):
+        calls = [_batch(model, (inputs,), {}, inputs, None)]
+    elif isinstance(inputs, Mapping):
+        first = next((value for value in inputs.values() if isinstance(value, Tensor)), None)
+        if first is None:
+            raise UsageError("the mapping given as inputs holds no tensor; give what the model's forward takes")
+        main = inputs.get("input_ids", first)
+        calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
+    elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
+        if tokenizer is None:
+            raise UsageError("the inputs are prompts; give their tokenizer too: measure(model, prompts, tokenizer=...)")
+        calls = [_prompt(model, prompt, i, tokenizer, max_tokens) for i, prompt in enumerate(inputs)]
+    else:
+        raise UsageError(
+            f"inputs of type {type(inputs).__name__}; give a list of prompts with a tokenizer, or a tensor or mapping "
+            "that the model's forward takes"
+        )
+    if not calls or not all(call.labels for call in calls):
+        raise UsageError("no inputs: give at least one prompt or sample")
+    return calls
+
+
+def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:
+    if not prompt.strip():
+        raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
+    encoded = dict(tokenizer(prompt, return_tensors="pt"))
+    tokens = encoded["input_ids"].shape[1]
+    if max_tokens is not None and tokens > max_tokens:
+        if max_tokens < 1:
+            raise UsageError(f"max_tokens={max_tokens}; at least one token of each prompt must be left")
+        warnings.warn(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} as asked", stacklevel=4)
+        encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
+    ids = encoded["input_ids"]
+    try:
+        _check_ids(model, ids)
+    except UsageError as error:
+        raise UsageError(f"prompt {i} ({_short(prompt)}): {error}") from error
+    known = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and "input_ids" not in known:
+        known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # handed on to it
+    # Some tokenizers give more than their model takes; some forwards call their tokens something else.
+    keywords = {name: value for name, value in encoded.items() if name in known}
+    arguments = () if "input_ids" in keywords else (ids,)
+    return _batch(model, arguments, keywords, ids, None, [prompt])
+
+
+def _batch(
+    model: nn.Module, arguments: tuple, keywords: dict, main: Tensor, mask: Any, labels: list[str] | None = None
+) -> Batch:
+    try:
+        inspect.signature(model.forward).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise UsageError(f"the forward of {type(model).__name__} does not take these inputs: {error}") from error
+    if main.dim() < 2:
+        raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
+    if not main.is_floating_point():
+        _check_ids(model, main)
+    valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
+    if valid is not None and not valid.any(1).all():
+        raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
+    return Batch(arguments, keywords, labels or [""] * len(main), valid)
+
+
+def _check_ids(model: nn.Module, ids: Tensor) -> None:
+    model = huggingface_owner(model) or model
+    config = getattr(model, "config", None)
+    table, context = token_embedding(model), getattr(config, "max_position_embeddings", None)
+    if ids.shape[1] == 0:
+        raise UsageError("no tokens; every prompt needs at least one")
+    if context is not None and ids.shape[1] > context > 0:  # XLNet's -1 stands for no limit
+        raise UsageError(
+            f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten it, or cut it: max_tokens={context}"
+        )
+    window = getattr(config, "attention_window", None)  # Longformer, LED
+    multiple = max(window) if isinstance(window, (list, tuple)) else window
+    if isinstance(multiple, int) and multiple > 0 and ids.shape[1] % multiple:
+        raise UsageError(
+            f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}); padded tokens "
+            "would be measured: give a multiple of it"
+        )
+    if table is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
+        raise UsageError(
+            f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
+            "entries; is this the model's own tokenizer?"
+        )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """The whole numbers that a caller gave as one or several, of Python's kind or numpy's; empty for anything else."""
+    try:
+        return [index(value)]
+    except TypeError:
+        several = value if isinstance(value, Iterable) and not isinstance(value, str) else []
+    try:
+        return [index(entry) for entry in several]
+    except TypeError:
+        return []
+
+
+def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:
+    """The positions of one sample that `tokens` asks for, out of its valid (not padded) ones.
+
+    Raises:
+        UsageError: for an unknown choice, or an index out of range.
+    """
+    if isinstance(tokens, str) and tokens == "last":
+        return valid[-1:]
+    if isinstance(tokens, str) and tokens == "all":
+        return valid
+    if isinstance(tokens, str) and tokens == "cls":
+        if class_token is None:
+            raise UsageError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
+        return [valid[class_token]]
+    asked, tokens, n = tokens, whole_numbers(tokens), len(valid)
+    if not tokens:
+        raise UsageError(f"tokens={asked!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+    outside = [t for t in tokens if not -n <= t < n]
+    if outside:
+        raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
+    return [valid[t] for t in tokens]

@@ -1,0 +1,67 @@
+"""What the modules of a block hold besides weights and buffers: counters, cached keys, tables of sines.
+
+A block that reads there what an earlier call left is no function of its hidden state. To find out, its state is taken
+before a call and put back before another.
+"""
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.capture.copies import SCALARS, cloned, copied, is_data
+
+STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
+STRUCTURE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+
+
+class ModuleState:
+    """A copy of the attributes of a module and of all modules in it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        self._attributes = [(part, _copy(_attributes(part), memo)) for part in block.modules()]
+
+    def changed(self) -> bool:
+        """Whether an attribute is another now, or holds something else."""
+        return any(not _same(_attributes(part), saved) for part, saved in self._attributes)
+
+    def restore(self) -> None:
+        """Set the attributes back, and remove those that were added; the copy can be restored again."""
+        memo: dict[int, Any] = {}
+        for part, saved in self._attributes:
+            for name in _attributes(part).keys() - saved.keys():
+                del part.__dict__[name]
+            part.__dict__.update(_copy(saved, memo))
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    computed = {
+        getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__.get("_weight_hooks", ())
+    }
+    return {
+        name: value
+        for name, value in part.__dict__.items()
+        if name not in STRUCTURE and name not in computed and not name.endswith(("_hooks", "_hooks_with_kwargs"))
+    }
+
+
+def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: copied(value, cloned, memo) for name, value in attributes.items()}
+
+
+def _same(now: Any, saved: Any) -> bool:
+    if now is saved:
+        return True
+    if type(now) is not type(saved):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == saved.shape and now.dtype == saved.dtype and torch.equal(now, saved)
+    if isinstance(now, dict):
+        return now.keys() == saved.keys() and all(_same(now[key], saved[key]) for key in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(saved) and all(map(_same, now, saved))
+    if isinstance(now, (*SCALARS, set)):
+        return now == saved or now != now  # NaN
+    return is_data(now) and _same(vars(now), vars(saved))

@@ -1,0 +1,95 @@
+"""Blocks that pass their state on as two tensors: block(hidden, residual) -> (hidden, residual).
+
+Blocks with a fused add and norm (mamba-ssm, flash-attn, vLLM) leave the addition to the next block: the hidden state x^l is
+the sum of both tensors. A block that is a function of the sum alone can be measured with the whole state in one of them and
+zero in the other; any other block cannot.
+"""
+
+from collections.abc import Mapping
+from inspect import BoundArguments, Parameter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracker.errors import UsageError
+
+
+def outputs_like(hidden: Any, output: Any) -> dict[int, Tensor]:
+    """Copies of a block's outputs that have the hidden state's shape, by place; empty where that is the only one."""
+    if not isinstance(output, (tuple, list)) or not isinstance(hidden, Tensor):
+        return {}
+    alike = {
+        place: value.clone()
+        for place, value in enumerate(output)
+        if isinstance(value, Tensor) and value.shape == hidden.shape and value.is_floating_point()
+    }
+    return alike if len(alike) > 1 else {}
+
+
+def find_pair(
+    arguments: BoundArguments, state: str, outputs: Mapping[int, Tensor]
+) -> tuple[int, str | None] | tuple[None, None]:
+    """Which other output of the block before belongs to the state, and the argument that carries it into this block.
+
+    Args:
+        arguments: of this block; `state` names the one that carries the hidden state.
+        outputs: of the block before, as `outputs_like` gives them.
+
+    Returns:
+        Nothing where the hidden state alone was handed on. The argument is None where both were added between the blocks.
+    """
+    x, first = arguments.arguments[state], outputs[0]
+    for place, other in outputs.items():
+        if place == 0 or x.shape != first.shape:
+            continue
+        if torch.equal(x, first):
+            for name, value in _flat(arguments).items():
+                if name != state and isinstance(value, Tensor) and value.shape == x.shape and torch.equal(value, other):
+                    return place, name
+        elif torch.equal(x, first + other):
+            return place, None
+    return None, None
+
+
+def check_sum(call: Any) -> None:
+    """Check that a block is a function of the sum of its two tensors alone.
+
+    Raises:
+        UsageError: if another split of the same sum gives another output.
+    """
+    generator = torch.Generator().manual_seed(0)
+    part = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.x)
+    part = part * call.x.square().mean().sqrt()
+    with call.replica.materialize(call.block):
+        split, whole = call(call.x - part, second=part), call(call.x)
+    tolerance = 1e-9 if call.x.dtype == torch.float64 else 1e-4
+    scale = tolerance * float((call.y - call.x).abs().max())
+    if not (torch.allclose(split, whole, rtol=0, atol=scale) and torch.allclose(whole, call.y, rtol=0, atol=scale)):
+        raise UsageError(
+            f"block {call.name} takes and returns two tensors of the hidden state's shape (the second as "
+            f"{call.second_argument!r}), but it is no function of their sum, so there is no single hidden state to measure; "
+            "name blocks that take and return one: blocks=[...]"
+        )
+
+
+def put(arguments: BoundArguments, name: str, value: Any) -> None:
+    """Set an argument, also one that the signature collects as **kwargs."""
+    if name in arguments.signature.parameters:
+        arguments.arguments[name] = value
+        return
+    collected = next(p.name for p in arguments.signature.parameters.values() if p.kind is Parameter.VAR_KEYWORD)
+    arguments.arguments[collected] = {**arguments.arguments.get(collected, {}), name: value}
+
+
+def get(arguments: BoundArguments, name: str) -> Any:
+    """An argument's value; None where it was not given."""
+    return _flat(arguments).get(name)
+
+
+def _flat(arguments: BoundArguments) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in arguments.arguments.items():
+        collects = arguments.signature.parameters[name].kind is Parameter.VAR_KEYWORD
+        flat |= value if collects else {name: value}
+    return flat

@@ -1,0 +1,63 @@
+"""A module's weights as plain tensors, however its model keeps them: offloaded, quantised, sharded, under inference mode.
+
+What knows about accelerate, bitsandbytes and distributed tensors is here; nothing of them is imported unless a model
+brought it along.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.errors import UsageError
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its own value: not quantised, sharded, sparse or offloaded."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and getattr(tensor, "quant_state", None) is None
+        and getattr(tensor, "SCB", None) is None
+    )
+
+
+def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The full, dequantised, detached value of a module's parameter or buffer.
+
+    Raises:
+        UsageError: if the weights are not there (on the meta device, and offloaded to nowhere known).
+    """
+    if tensor.device.type == "meta":
+        tensor = _offloaded(module, name)
+    if getattr(tensor, "quant_state", None) is not None:  # bitsandbytes, 4 bit
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(tensor.data, tensor.quant_state)  # type: ignore[attr-defined]
+    if getattr(tensor, "SCB", None) is not None:  # bitsandbytes, 8 bit
+        from bitsandbytes.functional import int8_vectorwise_dequant
+
+        return int8_vectorwise_dequant(tensor.data, tensor.SCB)  # type: ignore[attr-defined]
+    full = getattr(tensor, "full_tensor", None)  # DTensor: every rank must take part
+    if full is not None:
+        return full().detach()
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class whose forward works on plain weights: a quantised linear layer becomes a linear layer."""
+    quantised = cls.__module__.startswith("bitsandbytes.") and issubclass(cls, nn.Linear)
+    return nn.Linear if quantised else cls
+
+
+def _offloaded(module: nn.Module, name: str) -> Tensor:
+    """The value that accelerate's hook on the module would bring back for its forward pass."""
+    hook: Any = module.__dict__.get("_hf_hook")
+    for one in getattr(hook, "hooks", [hook]):
+        offloaded = getattr(one, "weights_map", None)
+        if offloaded is not None:
+            return torch.as_tensor(offloaded[name])
+    raise UsageError(
+        f"the weights of {type(module).__name__} are on the meta device, with no offloaded copy; load the model first"
+    )

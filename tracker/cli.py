@@ -1,0 +1,1 @@
+"""Exit statuses and the handling of errors that every command line shares."""

@@ -1,0 +1,63 @@
+"""The models themselves, without their couplings (Table 1). Scores and tokens are those after the last step."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from tracker.analysis.across_models import SIZES, TOKENS, Results, family, mean_score, tokens_seen
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tracker.figures.plots import Plotted
+
+
+def table_of_models(results: Results) -> "Plotted":
+    """Architecture, parameters, blocks, width, training tokens and mean score of each result; NaN where it is not known.
+
+    The mean is over the benchmarks that all results with scores have.
+    """
+    scored = {name: ds for name, ds in results.items() if "score" in ds and ds["score"].isel(step=-1).notnull().any()}
+    benchmarks, score = mean_score(scored) if scored else ([], lambda _: float("nan"))
+    table = pd.DataFrame(
+        [
+            {
+                "result": name,
+                "architecture": family(ds),
+                **{size: int(take(ds)) for size, take in SIZES.items()},
+                TOKENS: tokens_seen(ds),
+                "score": score(ds) if name in scored else float("nan"),
+            }
+            for name, ds in results.items()
+        ]
+    )
+    return _as_figure(table, benchmarks), table
+
+
+def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
+    """The table drawn as one; a dash where a number is not known."""
+    from matplotlib.figure import Figure
+
+    def said(column: str, value: Any) -> str:
+        if isinstance(value, float) and np.isnan(value):
+            return "—"
+        if column == "score":
+            return f"{value:.4f}"
+        return f"{value:.4g}" if column == TOKENS else f"{value:,}" if isinstance(value, int) else str(value)
+
+    cells = [[said(column, value) for column, value in row.items()] for row in table.to_dict("records")]
+    widths = [max(map(len, (column, *of))) for column, of in zip(table, zip(*cells, strict=True), strict=True)]
+    figure = Figure(figsize=(1 + 0.1 * sum(widths), 1.2 + 0.25 * len(cells)), layout="constrained")
+    axes = figure.subplots()
+    axes.axis("off")
+    shares = [width / sum(widths) for width in widths]
+    drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(8)
+    lacking = [] if benchmarks else ["scores: --scores FILE"]
+    if np.isnan(table[TOKENS].to_numpy(float)).any():
+        lacking.append("training tokens: names of checkpoints that say them, --revisions")
+    of = [f"score: mean of {', '.join(benchmarks)}"] if benchmarks else []
+    figure.supxlabel("; ".join(of + [f"to add {what}" for what in lacking]), fontsize=7)
+    return figure

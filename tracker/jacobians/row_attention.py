@@ -1,0 +1,180 @@
+"""Attention of single rows while the other rows are frozen: two ways to answer a row's query.
+
+`by_formula`. For one head, weights w = softmax(scale K q + mask) and output o = V^T w, where K and V hold the row's own
+live key k and value v at its position t and are constant elsewhere. To first order around (q, k, v),
+
+    do = scale Cov_w(v, k) dq  +  scale w_t (v - o) (q . dk)  +  w_t dv,
+    Cov_w(v, k) = V^T diag(w) K - o (K^T w)^T                      (e, e), e the width of a head.
+
+The covariance is found once per row and head, for 2 n e^2 operations; a cotangent then costs e^2 of them, whatever n.
+Capped scores, cap tanh(scale K q / cap), weigh each key by their slope too; a sink takes its share of the weights and
+has no value.
+
+`by_own_code`. The model's own attention on frozen keys and the live one: whatever it computes, but every cotangent
+passes through copies of the keys.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.capture.attention import Attend, Formula
+from tracker.capture.recording import AttentionCall
+from tracker.jacobians.slicing import NotSliceable, Rows, mask_of_rows, samples_of
+
+
+def by_formula(
+    attend: Attend,
+    query: Float[Tensor, "R H 1 e"],
+    key: Float[Tensor, "R G 1 e"],
+    value: Float[Tensor, "R G 1 f"],
+    frozen: Sequence[tuple[AttentionCall, Rows]],
+) -> Any:
+    """The attention of R rows, exact in value and first derivative, from the formula that the door saw.
+
+    Args:
+        attend: the model's own attention.
+        query: the rows' queries; query head h meets key head h // (H / G).
+        key: the keys that are not frozen: the rows' own, or those of the rows that they are differentiated by.
+        value: the values beside them.
+        frozen: the recorded attentions, each with those of the R rows that belong to it.
+
+    Raises:
+        NotSliceable: where no formula is known.
+    """
+    if attend.formula is None or query.shape[1] % key.shape[1]:
+        raise NotSliceable("an attention whose formula is not known")
+    # Within a row products are few: under autocast they stay in the recorded dtype.
+    query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
+    expansion = Expansion.empty(query, value)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        start = 0
+        for past, rows in frozen:
+            mask = mask_of_rows(past.mask, past.causal, past.key.shape[-2], rows)
+            for index, group in rows.disjoint_groups():
+                K, V = past.key[samples_of(past.key, group)], past.value[samples_of(past.value, group)]
+                K[range(len(index)), :, group.live] = key[start + index, :, 0]
+                V[range(len(index)), :, group.live] = value[start + index, :, 0]
+                seen = None if mask is None else mask[index]
+                expansion.put(start + index, expand(attend.formula, query[start + index], K, V, group.live, seen))
+            start += len(rows.sample)
+    with torch.autocast(query.device.type, enabled=False):
+        return attend.returned(expansion(query, key, value))
+
+
+def by_own_code(
+    attend: Attend,
+    query: Float[Tensor, "R H 1 e"],
+    key: Float[Tensor, "R G 1 e"],
+    value: Float[Tensor, "R G 1 f"],
+    frozen: Sequence[tuple[AttentionCall, Rows]],
+) -> Any:
+    """The same from the model's own attention, each recording's rows by themselves."""
+    sizes = [len(rows.sample) for _, rows in frozen]
+    outputs = []
+    for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        n = past.key.shape[-2]
+        own = (torch.arange(n, device=q.device) == rows.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
+        K = torch.where(own, k, past.key[samples_of(past.key, rows)])
+        V = torch.where(own, v, past.value[samples_of(past.value, rows)])
+        outputs.append(attend(q, K, V, mask_of_rows(past.mask, past.causal, n, rows), False))
+    if isinstance(outputs[0], tuple):  # the output and what else the model is told, such as the weights
+        return torch.cat([output for output, *_ in outputs]), *outputs[0][1:]
+    return torch.cat(outputs)
+
+
+@dataclass
+class Expansion:
+    """Attention of R rows to first order in their own query, key and value."""
+
+    output: Float[Tensor, "R H 1 f"]
+    by_query: Float[Tensor, "R H e f"]  # transposed: rows multiply from the left
+    by_score: Float[Tensor, "R H 1 f"]  # d output / d (own query . own key)
+    by_value: Float[Tensor, "R H 1 1"]
+
+    @classmethod
+    def empty(cls, query: Tensor, value: Tensor) -> "Expansion":
+        """Room for the rows of a query."""
+        R, H, _, e = query.shape
+        f = value.shape[-1]
+        return cls(*(query.new_empty(R, H, *shape) for shape in ((1, f), (e, f), (1, f), (1, 1))))
+
+    def put(self, index: Tensor, other: "Expansion") -> None:
+        """Fill in some of the rows."""
+        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine[index] = theirs
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "R H 1 f"]:
+        """The output, differentiable; the point of expansion is the arguments themselves."""
+        share = query.shape[1] // key.shape[1]
+        dq, dk, dv = query - query.detach(), key - key.detach(), value - value.detach()
+        dk, dv = dk.repeat_interleave(share, dim=1), dv.repeat_interleave(share, dim=1)
+        turned = HeadProduct.apply(dq.flatten(0, 1), self.by_query.flatten(0, 1)).unflatten(0, dq.shape[:2])
+        score = (query.detach() * dk).sum(-1, keepdim=True)
+        return self.output + turned + self.by_score * score + self.by_value * dv
+
+
+def expand(
+    formula: Formula,
+    query: Float[Tensor, "R H 1 e"],
+    K: Float[Tensor, "R G n e"],
+    V: Float[Tensor, "R G n f"],
+    own: Tensor,
+    mask: Tensor | None,
+) -> Expansion:
+    """Expand attention around queries whose own keys and values stand at position `own` of K and V."""
+    (R, H, _, e), (G, n) = query.shape, K.shape[1:3]
+    scale = e**-0.5 if formula.scale is None else formula.scale
+    s = (scale * query.reshape(R, G, H // G, e) @ K.mT).view(R, H, 1, n)
+    slope = torch.full_like(s, scale)
+    if formula.cap is not None:
+        bent = torch.tanh(s / formula.cap)
+        s, slope = formula.cap * bent, slope * (1 - bent**2)
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    if formula.sinks is not None:
+        s = torch.cat([s, formula.sinks.view(1, H, 1, 1).expand(R, -1, -1, -1)], dim=-1)
+    w = s.softmax(-1)[..., :n]
+    weighted = w * slope
+
+    by_key_head = (R, G, H // G, n)
+    output = (w.view(by_key_head) @ V).view(R, H, 1, -1)
+    # Per query head: what its weights leave of the keys, (R, G, H / G, n, e).
+    weighted_K = weighted.view(*by_key_head, 1) * K[:, :, None]
+    covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(R, H, e, 1) * output
+    at_own = own[:, None, None, None].expand(-1, H, 1, 1)
+    own_value = V[torch.arange(R, device=own.device), :, own].repeat_interleave(H // G, dim=1)[:, :, None]
+    return Expansion(output, covariance, weighted.gather(-1, at_own) * (own_value - output), w.gather(-1, at_own))
+
+
+class HeadProduct(torch.autograd.Function):
+    """x @ M for N pairs: x (N, m, e), M (N, e, f) a constant.
+
+    Many x's at once are folded into the rows of one batched product; torch.vmap's own rule copies M for each of them.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, M: Tensor) -> Tensor:
+        """One batched product."""
+        return x @ M
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Keep the constant."""
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        """The transposed product, itself differentiable."""
+        (M,) = ctx.saved_tensors
+        return HeadProduct.apply(cotangents[0], M.mT), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, M: Tensor) -> Any:
+        """Fold the batch into m."""
+        x = x.movedim(in_dims[0], 1)
+        return HeadProduct.apply(x.flatten(1, 2), M).unflatten(1, x.shape[1:3]), 1

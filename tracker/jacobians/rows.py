@@ -1,0 +1,283 @@
+"""Jacobians of recorded blocks at token rows: by the fastest path that proves itself.
+
+Three paths, tried in this order for every block (`frozen`, `restriction`):
+- formula: single rows, attention by its formula, expanded to first order once per row;
+- own code: single rows, attention by the model's own code on frozen keys;
+- full sequence: d vector-Jacobian products of the whole sequence, which must give back the recorded output.
+The value is proved at every use, the derivative once per block and way of calling it (`proof`). The evidence says which
+path served, and why the full sequence.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.capture.recording import BlockCall
+from tracker.capture.replica import Replica
+from tracker.capture.spans import NOT_SLICEABLE, SpanCall
+from tracker.jacobians.check_cache import CheckCache
+from tracker.jacobians.checks import FAST, reproduced, tolerance
+from tracker.jacobians.restriction import Answered, Selection, on_full_sequence, on_single_rows, restrict, run_again
+from tracker.jacobians.row_attention import by_formula, by_own_code
+from tracker.jacobians.slicing import NotSliceable, Rows
+from tracker.linalg.comparison import FLOOR, relative_error
+from tracker.linalg.jacobian import (
+    LinearOperator,
+    converting_operator,
+    cotangent_chunk,
+    dense_jacobian,
+    matrix_operator,
+    residual_operator,
+    stacked_operator,
+    tf32_operator,
+)
+from tracker.linalg.linear import Spare
+
+PROBES = 64  # random products that stand for a Jacobian whose entries are not found
+Precision = Literal["float32", "tf32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How a block's Jacobians were found, and the proofs' errors."""
+
+    path: Literal["formula", "own code", "full sequence"]  # what answered the rows' queries
+    value_error: float
+    derivative_error: float  # NaN where the full sequence served: it is its own reference
+    reason: str = ""  # why the full sequence served
+
+    @property
+    def sliced(self) -> bool:
+        """Whether the rows alone served."""
+        return self.path != "full sequence"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Jacobians at R rows known by their products."""
+
+    operator: LinearOperator
+    evidence: list[Evidence]  # one for each selection
+    signs: Float[Tensor, "R d m"]  # random, of 1 and -1
+    products: Float[Tensor, "R d m"]  # J^T signs
+    inside: torch.dtype  # in which the products are computed
+
+
+PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
+
+
+class Jacobians:
+    """Jacobians of a replica's recorded blocks; remembers which have proved their derivative, and which layers could
+    not be sliced.
+
+    `precision` is that of the sliced paths' matrix products, where the dtype is float32: "float32", "tf32" (CUDA
+    devices) or "bfloat16". Proofs, norms, the residual stream and attention within a row stay in float32.
+    `memory` is how many scalars the products that run at once may keep alive.
+    """
+
+    def __init__(self, replica: Replica, precision: Precision = "float32", memory: int = 1 << 28) -> None:
+        self.replica = replica
+        self.precision = precision
+        self.memory = memory
+        self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
+        self._examined = CheckCache(replica.dtype)
+        self._spare: Spare = []
+
+    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
+        """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
+
+        The calls are of one block, in one recording or several; their rows pass through its weights together. At rows
+        that have other sources: J_{t1 t2}, t1 the source; such rows are asked for of one call at a time.
+
+        Raises:
+            UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
+            FloatingPointError: if a Jacobian overflows.
+        """
+        dtype = selections[0][0].x.dtype
+        results = []
+        for operator, some, evidence in self._operators(dtype, selections):
+            J = operator.dense().split([len(rows.sample) for _, rows in some])
+            results += zip(J, evidence, strict=True)
+        for i, (J, _) in enumerate(results):
+            # Where rows have other sources no identity was subtracted, in which small entries could have drowned.
+            if selections[i][1].source is None and _hidden_by_rounding(J, dtype):
+                ((operator, _, (evidence,)),) = self._operators(torch.float64, selections[i : i + 1])
+                results[i] = operator.dense().to(dtype), evidence
+            _check_finite(results[i][0], selections[i][0])
+        return results
+
+    def sketch(self, selections: Sequence[Selection]) -> Sketch:
+        """The same Jacobians, through their products with (R, d, m) blocks alone: R counts all selected rows, those of
+        each call after one another.
+
+        Where the full sequence serves, its Jacobian is found entry by entry all the same.
+
+        Raises:
+            UsageError: as above.
+            FloatingPointError: as above, so far as random products show it.
+        """
+        call, dtype = selections[0][0], selections[0][0].x.dtype
+        for inside in (dtype, torch.float64):
+            operator, evidence = self._operator(inside, selections)
+            R, d = sum(len(rows.sample) for _, rows in selections), call.x.shape[-1]
+            generator = torch.Generator().manual_seed(0)
+            signs = (torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1).to(self.replica.device, dtype)
+            products = operator.apply_transpose(signs)
+            _check_finite(products, call)
+            # as large as J itself, on average
+            if inside == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
+                break
+        return Sketch(operator, evidence, signs, products, inside)
+
+    def product(self, selections: Sequence[Selection], inside: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
+        """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
+        return self._operator(inside, selections)[0].apply(V)
+
+    def _operator(self, inside: torch.dtype, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
+        operator = stacked_operator(operators, [sum(len(rows.sample) for _, rows in part) for part in parts])
+        dtype = selections[0][0].x.dtype
+        converted = operator if inside == dtype else converting_operator(operator, inside, dtype)
+        return converted, [of_one for some in evidence for of_one in some]
+
+    def _operators(
+        self, dtype: torch.dtype, selections: Sequence[Selection]
+    ) -> list[tuple[LinearOperator, Sequence[Selection], list[Evidence]]]:
+        """For all selections together where some path proves itself on them all, else for each by itself."""
+        selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
+        call = selections[0][0]
+        with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
+            for selection in selections:
+                self._examined.require_unmixed(*selection)
+            try:
+                operator, evidence = self._sliced(selections)
+                return [(operator, selections, evidence)]
+            except NotSliceable as why:
+                reason = str(why)
+            if len(selections) == 1:
+                operator, evidence = self._full(*selections[0], reason)
+                return [(operator, selections, [evidence])]
+        return [part for selection in selections for part in self._operators(dtype, [selection])]
+
+    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+        """By the first path that proves itself; where none does in full, by the first whose error is no more than what the
+        block rounds inside.
+        """
+        if isinstance(selections[0][0], SpanCall):
+            raise NotSliceable(NOT_SLICEABLE)
+        reason, rounded = NotSliceable(), []
+        for path in PATHS:
+            try:
+                return self._by_path(path, selections)
+            except NotSliceable as why:
+                reason = why
+                rounded += [path] if isinstance(why, RoundedInside) else []
+        for path in rounded:
+            try:
+                return self._by_path(path, selections, rounded=True)
+            except NotSliceable as why:
+                reason = why
+        raise reason
+
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
+        J, value_error = full(call, rows, self.replica.dtype, self.memory)
+        J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
+        if not self.fallbacks:
+            warnings.warn(
+                f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {reason}", stacklevel=5
+            )
+        self.fallbacks[call.layer] = reason
+        return matrix_operator(J), Evidence("full sequence", value_error, float("nan"), reason)
+
+    def _by_path(
+        self, path: Any, selections: Sequence[Selection], rounded: bool = False
+    ) -> tuple[LinearOperator, list[Evidence]]:
+        """Where `rounded`, an error that is no more than what the block rounds inside is allowed for."""
+        sizes = [len(rows.sample) for _, rows in selections]
+        x = torch.cat([rows.sources_of(call.x) for call, rows in selections])
+        block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
+        evidence, keys = [], 0
+        for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
+            before, recorded = rows.of(call.x), rows.of(call.y)
+            value_error = relative_error(y - before, recorded - before, recorded, self.replica.dtype)
+            allowed = block.rounded and rounded
+            if not value_error <= tolerance(self.replica.dtype, allowed):
+                raise _failed("value", value_error, self.replica.dtype, block.rounded)
+            error = self._examined.derivative_error(path, PATHS[path], call, rows)
+            if not error <= tolerance(x.dtype, allowed):
+                raise _failed("derivative", error, x.dtype, block.rounded)
+            if allowed and not self._examined.is_same_again(call):
+                raise NotSliceable("run again in the same way, the block gives another output")
+            evidence.append(Evidence(path, value_error, error))
+            if path == "own code":
+                keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
+        if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
+            with torch.autocast(x.device.type, torch.bfloat16):
+                block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
+        chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
+        operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
+        known_to = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
+        operator = self._examined.with_adjoint_check(operator, path, *selections[0], x, known_to)
+        return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
+
+
+class RoundedInside(NotSliceable):
+    """A proof's error is no more than what the block's own code rounds to float32."""
+
+
+def _failed(proof: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
+    what = ": the rows alone give another output" if proof == "value" else ""
+    kind = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
+    return kind(f"{proof} proof failed{what} (error {error:.1e})")
+
+
+def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
+    """How many cotangents at once, where each keeps so many scalars alive; one of one row takes about 16 d."""
+    d = x.shape[-1]
+    return cotangent_chunk(scalars, min(memory, 16 * d * _enough_rows(d, x.device.type)), d)
+
+
+def _enough_rows(d: int, device: str) -> int:
+    """With how many rows (cotangents x token rows) at once matrix multiplication runs at its full rate.
+
+    On a CPU no more than fill some 16 MB: the C library keeps memory of that size for the next layer, and fresh memory can
+    cost as much as the product. Narrow models need many rows, as their products are small beside PyTorch's own steps.
+    """
+    return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
+
+
+def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
+    """Whether some row's root mean square singular value is below the floor of this dtype."""
+    return dtype != torch.float64 and bool((torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any())
+
+
+def _check_finite(J: Tensor, call: BlockCall) -> None:
+    if not torch.isfinite(torch.stack(J.aminmax())).all():  # NaN where one entry is
+        raise FloatingPointError(
+            f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+        )
+
+
+def full(
+    call: BlockCall, rows: Rows, recorded_in: torch.dtype, memory: int = 1 << 28
+) -> tuple[Float[Tensor, "R d d"], float]:
+    """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
+
+    One row of every sample at a time: samples do not mix in a block, tokens do.
+    """
+    x, before, recorded = rows.sources_of(call.x), rows.of(call.x), rows.of(call.y)
+    J = x.new_empty(*x.shape, x.shape[-1])
+    B, n, d = call.x.shape
+    y = torch.empty_like(x)
+    for index, group in rows.disjoint_groups():
+        block = on_full_sequence(call, group)
+        with run_again(call):
+            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
+        y[index] = block.y
+    return J, reproduced(call, y - before, recorded - before, recorded, recorded_in)

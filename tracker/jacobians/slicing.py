@@ -1,0 +1,195 @@
+"""A block's arguments divided into token rows: which rows, and what of each argument belongs to them.
+
+A block restricted to R rows runs as a batch of R sequences of length one. Only arguments known by name are divided, and
+only along the axis known for that name: an axis that happens to be n long says nothing of tokens.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tracker.capture.copies import holds_tensors
+from tracker.capture.recording import AttentionCall, BlockCall
+
+PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
+
+
+class NotSliceable(Exception):
+    """Why a block can't be restricted to rows; the full sequence serves instead."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """R token rows, each a sample (index into the batch) and a position.
+
+    `source` is the position whose input a row's output is differentiated by, where that is another than its own.
+    """
+
+    sample: Int[Tensor, " R"]
+    token: Int[Tensor, " R"]
+    source: Int[Tensor, " R"] | None = None
+
+    @property
+    def live(self) -> Int[Tensor, " R"]:
+        """The position whose key and value are not frozen."""
+        return self.token if self.source is None else self.source
+
+    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+        """These rows of a hidden state."""
+        return X[self.sample.to(X.device), self.token.to(X.device)]
+
+    def sources_of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+        """The rows of a hidden state that these are differentiated by."""
+        return X[self.sample.to(X.device), self.live.to(X.device)]
+
+    def at(self, index: Tensor | slice) -> "Rows":
+        """Some of the rows."""
+        return Rows(self.sample[index], self.token[index], None if self.source is None else self.source[index])
+
+    def disjoint_groups(self) -> Iterator[tuple[Tensor, "Rows"]]:
+        """Split so that no two rows of a group share a sample; yields each group with its indices into the R rows."""
+        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # how many rows of its sample come before
+        for group in order.unique():
+            index = torch.nonzero(order == group).squeeze(-1)
+            yield index, self.at(index)
+
+
+def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
+    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
+    if isinstance(value, dict):  # what the signature collects as **kwargs
+        return {key: of_rows(str(key), entry, call, rows) for key, entry in value.items()}
+    if not holds_tensors(value):
+        return value
+    n = call.x.shape[1]
+    if name in PER_TOKEN:
+        if isinstance(value, (tuple, list)):
+            return type(value)(_per_token(name, entry, n, rows) for entry in value)
+        return _per_token(name, value, n, rows)
+    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
+        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
+        if value.dim() == 4:
+            return value[samples_of(value, rows)][..., :1, :1]
+        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
+            return value[samples_of(value, rows)][:, :1]
+        if value.dim() == 2:
+            return value[:1, :1]
+    raise _unknown(name)
+
+
+def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """One argument of several recordings, each divided into rows already, for all their rows together.
+
+    Raises:
+        NotSliceable: if they differ in more than their rows.
+    """
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        pass
+    elif isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
+        return {key: join(str(key), [part[key] for part in parts], sizes) for key in first}
+    elif isinstance(first, (tuple, list)) and all(len(part) == len(first) for part in parts):
+        return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
+    elif isinstance(first, Tensor):
+        if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
+            return torch.cat(list(parts))
+        if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+            return first  # has no axis of rows
+    elif all(part is first or part == first for part in parts):
+        return first
+    raise NotSliceable(f"the block's argument {name!r} differs between samples")
+
+
+def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
+        return value[rows.token[:1]]  # has no batch axis: the same for all rows
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+        return value[samples_of(value, rows), rows.token][:, None]
+    raise _unknown(name)
+
+
+def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
+    """The call on windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
+
+    Frozen keys and values stay those that were recorded. The call has no output: what the block gives there is not
+    known where attention looks beyond the window.
+
+    Raises:
+        NotSliceable: if an argument can't be divided.
+    """
+    n = call.x.shape[1]
+    start = (rows.token - width + 1).clamp(min=0)
+    tokens = start[:, None] + torch.arange(width, device=start.device)  # (R, width)
+
+    def per_token(name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(per_token(name, entry) for entry in value)
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((start == start[0]).all()):
+            return value[tokens[0]]
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+            return value[samples_of(value, rows)[:, None], tokens]
+        raise _unknown(name)
+
+    def mask(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
+            value = value[samples_of(value, rows)].take_along_dim(tokens[:, None, None], -1)
+            return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
+        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
+            if name.endswith("padding_mask") or value.shape[0] != n:
+                return value[samples_of(value, rows)[:, None], tokens]
+            if bool((start == start[0]).all()):
+                return value[tokens[0]][:, tokens[0]]
+        raise _unknown(name)
+
+    def cut(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(str(key), entry) for key, entry in value.items()}
+        if name == call.state or not holds_tensors(value):
+            return value
+        if name in PER_TOKEN:
+            return per_token(name, value)
+        if name in MASKS:
+            return mask(name, value)
+        raise _unknown(name)
+
+    def keys(value: Tensor) -> Tensor:
+        return value[samples_of(value, rows)].take_along_dim(tokens[:, None, :, None], -2)
+
+    arguments = OrderedDict((name, cut(name, value)) for name, value in call.arguments.arguments.items())
+    attention = [
+        AttentionCall(
+            keys(past.key), keys(past.value), None if past.mask is None else mask("attn_mask", past.mask), past.causal
+        )
+        for past in call.attention
+    ]
+    bound = BoundArguments(call.arguments.signature, arguments)
+    x = call.x[rows.sample[:, None], tokens]
+    return replace(call, arguments=bound, x=x, attention=attention), Rows(
+        torch.arange(len(start), device=start.device), rows.token - start
+    )
+
+
+def _unknown(name: str) -> NotSliceable:
+    return NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
+
+
+def samples_of(tensor: Tensor, rows: Rows) -> Tensor:
+    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
+    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
+
+
+def mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
+    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
+    if mask is None:
+        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
+    mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
+    return mask[samples_of(mask, rows), :, token][:, :, None, :n]

@@ -1,0 +1,154 @@
+"""Jacobians of functions that act on each row by itself: entry by entry, or only their products.
+
+For f: (R, d) -> (R, d) whose output row r depends on input row r alone,
+
+    J[r, i, j] = d f(x)[r, i] / d x[r, j]        (R, d, d), row = output coordinate, column = input coordinate (eq. 8).
+
+Reverse mode gives J^T u. It is linear in u, so its own derivative with respect to u, by reverse mode again, gives J v:
+no operation needs a forward-mode rule. Cost: one forward pass of R rows, then one backward pass of R rows for each
+cotangent (the dense J takes d of them, less what `identity` saves) and for each tangent; memory that of one chunk of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.linalg.identity import identity_matrix
+from tracker.linalg.precision import float32_products
+
+RowFunction = Callable[[Tensor], Tensor]
+
+
+def cotangent_chunk(elements_per_cotangent: int, budget_elements: int, d: int) -> int:
+    """How many cotangents fit a declared budget of scalars: at least one, at most d."""
+    return max(1, min(d, budget_elements // max(1, elements_per_cotangent)))
+
+
+@dataclass(frozen=True)
+class Linearization:
+    """f at a point: its value there, and products with its Jacobian, entry (c, r) of each being for row r.
+
+    The recorded graph lives as long as this does.
+    """
+
+    y: Float[Tensor, "R d"]
+    pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
+    pushforward: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r] v[c, r]
+    rounded: bool = False  # whether f's own code rounds to a lower precision than x has
+
+
+def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:
+    """Linearize f at x, detached from any caller's graph."""
+    with torch.enable_grad():
+        leaf = x.detach().clone().requires_grad_()
+        y = f(leaf.clone())  # a block may work in place, which a leaf forbids
+    transposed: list[tuple[Tensor, Tensor]] = []  # u and J^T u, once a tangent asks for them
+
+    def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
+        return _gradients(y, leaf, u)
+
+    def pushforward(v: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
+        if not transposed:
+            with torch.enable_grad():
+                u = torch.zeros_like(y).requires_grad_()
+                options = {"create_graph": True, "allow_unused": True, "materialize_grads": True}
+                transposed.append((u, torch.autograd.grad(y, leaf, u, **options)[0] if y.requires_grad else u.detach()))
+        u, back = transposed[0]
+        return _gradients(back, u, v)
+
+    return Linearization(y.detach(), pullback, pushforward)
+
+
+def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
+    """Of y with respect to x, for many cotangents at once."""
+    if not y.requires_grad:  # y ignores x
+        return torch.zeros_like(cotangents)
+    gradient = partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True)
+    if len(cotangents) == 1:
+        return gradient(cotangents[0])[0][None]
+    try:
+        return torch.vmap(lambda one: gradient(one)[0])(cotangents)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # an operation with no rule for batches, such as bloom's own GELU
+        return torch.stack([gradient(one)[0] for one in cotangents])
+
+
+def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int) -> Float[Tensor, "R d d"]:
+    """The Jacobian of every row, `chunk` cotangents at a time."""
+    R, d = y.shape
+    J = y.new_empty(R, d, d)
+    identity = identity_matrix(d, y)
+    for start in range(0, d, chunk):
+        e = identity[start : start + chunk]  # (C, d): cotangent c picks output coordinate start + c of every row
+        J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
+    return J
+
+
+@dataclass(frozen=True)
+class LinearOperator:
+    """The Jacobians J of a residual function f = block - 1 at R rows, through their products with blocks of m vectors.
+
+    The identity is subtracted exactly, not differenced.
+    """
+
+    apply: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J V
+    apply_transpose: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J^T U
+    dense: Callable[[], Tensor]  # () -> (R, d, d)
+
+
+def residual_operator(block: Linearization, chunk: int, identity: bool = True) -> LinearOperator:
+    """J of a block less the identity, if that is in it, at most `chunk` products at a time."""
+
+    def less_identity(product: Callable[[Tensor], Tensor], X: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
+        columns = X.movedim(-1, 0).contiguous()  # with columns for rows, the products take five times as long
+        return torch.cat([product(some) - identity * some for some in columns.split(chunk)]).movedim(0, -1)
+
+    def dense() -> Float[Tensor, "R d d"]:
+        J = dense_jacobian(block.pullback, block.y, chunk)
+        J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
+        return J
+
+    return LinearOperator(partial(less_identity, block.pushforward), partial(less_identity, block.pullback), dense)
+
+
+def matrix_operator(J: Float[Tensor, "R d d"]) -> LinearOperator:
+    """An operator whose entries are known."""
+    return LinearOperator(lambda V: J @ V, lambda U: J.mT @ U, lambda: J)
+
+
+def converting_operator(operator: LinearOperator, inside: torch.dtype, outside: torch.dtype) -> LinearOperator:
+    """An operator that works in another dtype than those who ask it."""
+    return LinearOperator(
+        lambda V: operator.apply(V.to(inside)).to(outside),
+        lambda U: operator.apply_transpose(U.to(inside)).to(outside),
+        lambda: operator.dense().to(outside),
+    )
+
+
+def stacked_operator(operators: Sequence[LinearOperator], sizes: Sequence[int]) -> LinearOperator:
+    """Operators of R_1, R_2, ... rows as one."""
+    if len(operators) == 1:
+        return operators[0]
+    return LinearOperator(
+        lambda V: torch.cat([o.apply(some) for o, some in zip(operators, V.split(list(sizes)), strict=True)]),
+        lambda U: torch.cat([o.apply_transpose(some) for o, some in zip(operators, U.split(list(sizes)), strict=True)]),
+        lambda: torch.cat([o.dense() for o in operators]),
+    )
+
+
+def tf32_operator(operator: LinearOperator) -> LinearOperator:
+    """An operator whose float32 products may be computed in TF32, where the device has it."""
+
+    def in_tf32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*X: Tensor) -> Tensor:
+            with float32_products("tf32"):
+                return product(*X)
+
+        return run
+
+    return LinearOperator(in_tf32(operator.apply), in_tf32(operator.apply_transpose), in_tf32(operator.dense))

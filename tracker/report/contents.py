@@ -1,0 +1,202 @@
+"""The numbers of the page, JSON-able: from summaries of results to what its charts draw. Undefined values are null."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from tracker.analysis.jsonable import jsonable
+from tracker.analysis.regression import onset
+from tracker.analysis.statistics import PAIRS, TRAJECTORY, inverse_fit, layers_in_words, middle_layers, sources, suspect
+from tracker.measures.coupling import MEASURES, VARIANTS
+from tracker.measures.dataset import TOKENWISE, pair_layers
+from tracker.report.quantize import pack
+from tracker.report.summary import BY_DEPTH, summary
+
+FEWEST = 3  # steps of a curve that an onset is looked for in
+MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000  # bytes at most, of each kind in all
+
+
+def page_data(results: xr.Dataset) -> dict[str, Any]:
+    """The numbers that the page shows of one store's results, as `open_results` gives them."""
+    return contents(summary(results))
+
+
+def contents(summarised: xr.Dataset) -> dict[str, Any]:
+    """The numbers that the page shows of results summarised by step.
+
+    Returns:
+        By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
+        `statistics.curves`; matrices and other large arrays as `packing.pack` has them.
+    """
+    ds = summarised
+    names = [name for name in VARIANTS if f"{name}_matrix" in ds]
+    whole = [name for name in names if not name.endswith("_raw")]
+    kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}_matrix" in ds]
+    ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
+    budget = MATRICES // max(1, len(whole) * len(ks))
+    data: dict[str, Any] = {
+        "steps": [int(step) for step in ds["step"].values],
+        "suspect": [reason != "" for reason in suspect(ds)],
+        "tokens_seen": _numbers(_by_step(ds, "tokens_seen")) if "tokens_seen" in ds.coords else None,
+        "layers": layers(ds),
+        "ks": ks,
+        "final_norm": str(ds.attrs["final_norm"]),
+        "window": int(ds.attrs["window"]),
+        "curves": {
+            name: {k: {pairs: _curve(ds.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks} for name in names
+        },
+        "sources": None if (of := sources(ds)) is None else len(set(of)),
+        "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
+        "matrices": {
+            name: {
+                k: _matrices(ds.sel(k=k), f"{name}_matrix", budget) if name in whole else _edges(ds.sel(k=k), name)
+                for k in ks
+            }
+            for name in names
+        },
+        "levels": {name: {k: _packed(ds.sel(k=k), f"{name}_level", ("layer",), 32) for k in ks} for name in names},
+        "trajectory": {
+            name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in ds["statistic"].values}
+            for name in TRAJECTORY
+            if name in ds
+        },
+        "depth": {name: _by_depth(ds, name) for name in BY_DEPTH if f"{name}_by_depth" in ds},
+        "singular": _singular(ds) if "singular" in ds else None,
+        "score": {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values}
+        if "score" in ds
+        else {},
+        "absolute": _packed(ds, "absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE) if "absolute" in ds else None,
+        "prompts": _prompts(ds, names, ks),
+        "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MEASURES) * len(ks))) for kind in kinds},
+        "token_positions": _positions(ds) if kinds else None,
+        "token_layers": _token_layers(ds) if kinds else None,
+        "plane": _packed(ds, "plane", ("path", "depth", "component"), 16, 1, PATHS) if "plane" in ds else None,
+        "noise": _noise(ds) if "similarity" in ds else None,
+    }
+    return data
+
+
+_PAIR = ("layer", "layer_other")
+_TOKEN_PAIR = ("pair_token", "pair_token_other")
+
+
+def layers(ds: xr.Dataset) -> int:
+    """How many blocks were measured."""
+    return ds.sizes["layer"] if "layer" in ds.sizes else len(str(ds.attrs["blocks"]).split(", "))
+
+
+def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
+    return {
+        "value": _numbers(points[name]),
+        **{part: _numbers(points[f"{name}_{part}"]) for part in ("q25", "q75", "null")},
+    }
+
+
+def _onset(at: xr.Dataset, name: str) -> dict[str, Any] | None:
+    """Of the curve over l != l'; None where there are too few steps or prompts to speak of one."""
+    if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
+        return None
+    departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
+    found = onset(at["step"].values, departure, sources(at))
+    return jsonable(found | {"between": list(found["between"])})
+
+
+def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
+    """Undefined on the diagonal where that is 0 by definition: it would widen the range of what is carried."""
+    apart = (at["layer"] != at["layer_other"]) | name.endswith("_vju_matrix")
+    return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
+
+
+def _edges(at: xr.Dataset, name: str) -> dict[str, Any]:
+    """What a measure before the final norm has for itself: its last row and column, over (step, 2, layer), and whose others."""
+    matrices = at[f"{name}_matrix"].transpose("step", *_PAIR).values
+    edge = np.stack([matrices[:, -1], matrices[:, :, -1]], 1)
+    edge[..., -1] = np.nan
+    return {"of": name.removesuffix("_raw"), "edge": pack(edge, 16)}
+
+
+def _packed(
+    ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int = 1, budget: int | None = None
+) -> dict:
+    return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
+
+
+def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
+    values = ds[f"{name}_by_depth"]
+    axis = "depth" if "depth" in values.dims else "layer"
+    by_statistic = {str(s): values.sel(statistic=s).transpose("step", axis).values for s in values["statistic"].values}
+    defined = [int(at) for at in values[axis].values[values.sel(statistic="median").notnull().any("step").values]]
+    return {"first": int(values[axis][0]), "defined": defined, **{s: pack(v, 32) for s, v in by_statistic.items()}}
+
+
+def _singular(ds: xr.Dataset) -> dict[str, Any]:
+    """Medians by rank and block, and by step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
+    values = ds["singular"].transpose("step", "rank", "layer").values
+    fits = [inverse_fit(ds["layer"].values, s[0]) for s in values]
+    return {
+        "ranks": [int(rank) for rank in ds["rank"].values],
+        "values": pack(values, 32),
+        **{part: jsonable([fit[part] for fit in fits]) for part in ("n", "r2", "slope", "intercept")},
+    }
+
+
+def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[str, Any] | None:
+    if "length" not in ds or not names:
+        return None
+    lengths = ds["length"].max("step").values.astype(int).tolist()
+    texts = [str(text) for text in ds["prompt_text"].values] if "prompt_text" in ds.coords else [""] * len(lengths)
+    by_prompt = {
+        name: {k: pack(ds[f"{name}_by_prompt"].sel(k=k).transpose("step", "prompt").values, 32) for k in ks}
+        for name in MEASURES
+        if name in names
+    }
+    difficulty = _numbers(ds["difficulty"]) if "difficulty" in ds.coords else None
+    return {"lengths": lengths, "texts": texts, "difficulty": difficulty, "values": by_prompt}
+
+
+def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
+    data: dict[str, Any] = {"curves": {}, "matrices": {}}
+    for name in (name for name in MEASURES if f"{kind}_{name}" in ds):
+        of = f"{kind}_{name}"
+        data["curves"][name], data["matrices"][name] = {}, {}
+        for k in ks:
+            at = ds.sel(k=k)
+            spread = {q: _numbers(at[f"{of}_spread"].sel(statistic=q)) for q in ("q25", "q75")}
+            data["curves"][name][k] = {"value": _numbers(at[of]), "null": _numbers(at[f"{of}_null"]), **spread}
+            data["matrices"][name][k] = _packed(at, f"{of}_matrix", ("layer", *_TOKEN_PAIR), 16, 1, budget)
+    if f"{kind}_absolute" in ds:
+        data["absolute"] = _packed(ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3)
+    return data
+
+
+def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
+    """Which blocks' Jacobians were compared across tokens: by block the one that lends its basis, and of |A| the block."""
+    others = [int(other) if math.isfinite(other) else None for other in pair_layers(ds).values]
+    return {"said": layers_in_words(ds).replace("'", "′"), "others": others, "middle": middle_layers(ds)[0]}
+
+
+def _positions(ds: xr.Dataset) -> list[int] | None:
+    """Which tokens were compared, where they are the same in all prompts."""
+    values = ds["pair_position"].isel(step=0).values
+    return [int(at) for at in values[0]] if (values == values[:1]).all() else None
+
+
+def _noise(ds: xr.Dataset) -> dict[str, Any]:
+    similarity = ds["similarity"].transpose("step", "end", "noise")
+    return {
+        "levels": [float(level) for level in ds["noise"].values],
+        "depths": [int(depth) for depth in similarity["end"].values],
+        "values": _numbers(similarity),
+    }
+
+
+def _by_step(ds: xr.Dataset, name: str) -> xr.DataArray:
+    return ds.coords[name].broadcast_like(ds["step"])
+
+
+def _numbers(values: xr.DataArray) -> list:
+    """Nested lists with null where a value is undefined."""
+    return jsonable(np.asarray(values.values))

@@ -1,0 +1,162 @@
+"""What a reader should know before trusting the page's curves, in sentences, and how its numbers were measured, as a table."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from checkpoints.integrity import explained
+from checkpoints.suites import UNTRAINED
+from tracker.analysis.across_models import ALIKE
+from tracker.analysis.statistics import layers_in_words, suspect
+from tracker.report import quantize
+from tracker.results import Store
+
+NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
+# What a walk's --measures adds, and how to tell that results have it.
+OPTIONAL = {
+    "matrices": ("absolute", "|A| of a layer pair"),
+    "vju": ("miscoupling_vju", "coupling with the sides of the bases swapped"),
+    "tokenwise": ("self_miscoupling", "coupling across tokens"),
+    "entropy": ("entropy_by_depth", "the logits' entropy by depth"),
+    "pca": ("plane", "tokens' paths on a principal plane"),
+    "noise": ("similarity", "the response to noise"),
+}
+USUAL = {"coupling": "miscoupling", "trajectory": "lss"}
+
+
+def doubts(ds: xr.Dataset) -> list[str]:
+    """Of one store's summarised results: suspect and repeated weights, slower and weaker ways, what is undefined."""
+    steps = [int(step) for step in ds["step"].values]
+    lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
+    revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
+    lines += [
+        f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
+        for step, revision in zip(steps, revisions, strict=True)
+        if str(revision).startswith(UNTRAINED)
+    ]
+    repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
+    same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
+    lines += [f"{line[0].upper()}{line[1:]}." for line in same]
+    if "jacobians_count" in ds:
+        lines += _certificates(ds)
+    undefined = ds["undefined"].sum("step")
+    counts = [f"{int(n):,} of {q}" for q, n in zip(ds["quantity"].values, undefined.values, strict=True) if n > 0]
+    if counts:
+        lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
+    return lines
+
+
+def _certificates(ds: xr.Dataset) -> Iterator[str]:
+    count = int(ds["jacobians_count"].sum())
+    missing = ds["jacobians_count"] - ds["sliced_count"]
+    if (whole := missing.sum("step")).any():
+        reasons = {int(layer): why for text in _values(ds, "fallbacks") for layer, why in json.loads(text).items()}
+        blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
+        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks if block in reasons)) or "no reason was kept"
+        yield (
+            f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
+            f"sequence and not from single rows, which is as exact and slower ({said})."
+        )
+    formed, complete = (int(ds[f"{name}_count"].sum()) for name in ("formed", "complete"))
+    if formed < count:
+        yield (
+            f"Probabilistic: {count - formed:,} of {count:,} Jacobians were known by products alone; nothing proves that none of "
+            "their top singular vectors was missed."
+        )
+    if complete < count:
+        yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
+
+
+def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """What stores on one page do not share and would have to, for their curves to be compared."""
+    lines = []
+    for key in ALIKE:
+        held = {name: ", ".join(_values(ds, key)) or "not recorded" for name, ds in results.items()}
+        if len(set(held.values())) > 1:
+            shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
+            said = "; ".join(f"{name}: {value}" for name, value in shown.items())
+            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
+    return lines
+
+
+def lacking(ds: xr.Dataset) -> list[str]:
+    """What these results do not hold, and which command adds it."""
+    again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
+    lines = [
+        f"{what}: {again.format(f'coupling,trajectory,{measure}')}"
+        for measure, (variable, what) in OPTIONAL.items()
+        if variable not in ds
+    ]
+    lines += [
+        f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds
+    ]
+    if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in _values(ds, "final_norm"):
+        lines.append(f"coupling before the final norm, which older results lack: {again.format('coupling,trajectory')}")
+    if ds.sizes.get("layer") == 1:
+        lines.append("pairs of layers: one block was measured")
+    return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
+
+
+def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
+    """Rows of the table: settings, attributes, certificates, counts of what is undefined, commits."""
+    rows = [("results", store.path.resolve().name)]
+    if store.settings.is_file():
+        rows += [(f"asked for: {name}", str(value)) for name, value in store.asked().items()]
+    rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
+    if "pair_position" in ds:
+        rows.append(("layers compared across tokens", layers_in_words(ds)))
+    if "jacobians_count" in ds:
+        names = ("jacobians", "sliced", "complete", "formed")
+        count, sliced, complete, formed = (int(ds[f"{name}_count"].sum()) for name in names)
+        rows += [
+            ("block Jacobians", f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence"),
+            (
+                "complete top-K sets",
+                f"{complete:,} of {count:,}; certified by Cholesky where the Jacobian was formed, {formed:,} times",
+            ),
+            ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
+            ("largest value-proof error", f"{float(ds['value_error_max'].max()):.1e}"),
+            ("largest derivative-proof error", f"{float(ds['derivative_error_max'].max()):.1e}"),
+        ]
+    totals = {str(q): int(ds["undefined"].sel(quantity=q).sum()) for q in ds["quantity"].values}
+    rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
+    if "commit" in ds.coords:
+        commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)
+        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits if commit)))
+    return rows
+
+
+def carried(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """How exactly the page carries its arrays, and which steps it leaves out for its size."""
+    arrays = list(quantize.carried(models))
+    errors = [array["error"] for array in arrays if array["bits"] == 16]
+    said = "Curves are the store's own numbers in float64; values by depth and prompt are float32."
+    if errors:
+        said += (
+            " Matrices are whole numbers of 16 bits over each step's range: the largest relative error on this page is "
+            f"{max(errors):.1e}."
+        )
+    if any(array["bits"] == 8 for array in arrays):
+        said += " |A| is 8 bits over each matrix's own range: at most 0.2 % of that range off."
+    for name, data in models.items():
+        fewest = min((len(array["steps"]) for array in quantize.carried(data)), default=len(data["steps"]))
+        if fewest < len(data["steps"]):
+            said += (
+                f" To keep the page small, it carries the largest arrays of {name} at {fewest} or more of {len(data['steps'])} "
+                "steps, evenly spaced; a chart says where it shows an earlier step than the one chosen."
+            )
+    return said
+
+
+def _values(ds: xr.Dataset, name: str) -> list[str]:
+    """The values of an attribute, which are a coordinate along `step` where units differ in it."""
+    held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
+    return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:NAMED]))
+    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

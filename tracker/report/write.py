@@ -1,0 +1,254 @@
+"""The page: one self-contained HTML file from one store or several, interactive and with no network when opened.
+
+`python -m tracker.report RESULTS... --out page.html`; `--watch 10` writes it again whenever results are added. Python takes
+the numbers from the stores (`summary`, `contents`), `page/*.js` draws them with Plotly.
+"""
+
+import html
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from checkpoints.files import write_whole
+from tracker.analysis.clusters import CLUSTERS_HELP
+from tracker.report.reader import Reader, Signature, signature
+from tracker.results import distinct_names
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "across", "page")  # in this order
+SHORTEST = 2.0  # seconds between looks at the stores
+RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
+OK, FAILED = 0, 2
+
+
+def write_report(results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None) -> Path:
+    """Write the page of one store or several and return its path.
+
+    Args:
+        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several.
+        clusters: which of them are not independent, as `--clusters` says it.
+
+    Raises:
+        FileNotFoundError: if a directory holds no results.
+        ValueError: if a unit is damaged, or the units of one store make no curve.
+    """
+    directories = [results] if isinstance(results, (str, Path)) else list(results)
+    return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
+
+
+def write_page(
+    reader: Reader,
+    directories: Sequence[Path],
+    out: Path,
+    refresh: float | None = None,
+    clusters: str | None = None,
+) -> Path:
+    """Write the page of what a reader knows or reads; with `refresh`, it loads itself again after so many seconds."""
+    if not directories:
+        raise ValueError("a page of what? give a directory of results, or several")
+    from tracker.analysis.clusters import assigned
+
+    names = distinct_names(directories)
+    read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
+    summaries = assigned(read, clusters)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
+    return out
+
+
+def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str | None = None) -> int:
+    """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
+    # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
+    for asked in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(asked, signal.default_int_handler)
+    reader, seen, waiting = Reader(), None, False
+    there: list[Path] = []
+    try:
+        while True:
+            signatures = {directory: _units(directory) for directory in directories}
+            there = [directory for directory in directories if signatures[directory]]
+            if not there and not waiting:
+                waiting = True
+                print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
+            elif there and signatures != seen:
+                seen = signatures
+                if _rewritten(reader, there, out, max(seconds, RELOADED), clusters):
+                    print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        if there:
+            _rewritten(reader, there, out, None, clusters)  # it no longer loads itself again
+        print("\nno longer watching", flush=True)
+        return OK
+
+
+def _rewritten(
+    reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None, clusters: str | None
+) -> bool:
+    """Write the page; where the results can't be read it stays as it was, for the next unit may mend it."""
+    try:
+        write_page(reader, directories, out, refresh, clusters)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _units(directory: Path) -> dict[Path, Signature]:
+    from tracker.results import Store
+
+    store = Store(directory)
+    return {store.file(step): signature(store.file(step)) for step in store.steps()}
+
+
+def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
+    from plotly.offline import get_plotlyjs
+
+    from tracker.report import notes, quantize
+    from tracker.report.contents import contents
+    from tracker.results import Store
+
+    models = {name: contents(ds) for name, ds in summaries.items()}
+    several = len(models) > 1
+    differences = notes.differences(summaries)
+    between, reason = _across(summaries, differences)
+    data = {
+        "models": [
+            {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
+        ],
+        "differences": differences,
+        "across": between,
+        "refresh": refresh,
+    }
+    arrays = []  # the large ones, apart from the curves
+    for array in quantize.carried(data):
+        arrays.append(array["codes"])
+        array["codes"] = len(arrays) - 1
+    stores = {name: Store(directory) for name, directory in directories.items()}
+    tables = [
+        f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
+        f"<div class=scroll {_region(f'How {name} was measured')}><table><tbody>"
+        f"{_rows(notes.provenance(ds, stores[name]))}</tbody></table></div></details>"
+        for name, ds in summaries.items()
+    ]
+    doubts, lacking = (
+        [f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remark(ds)]
+        for remark in (notes.doubts, notes.lacking)
+    )
+    lacking += [f"Fits between results: {reason}"] if reason else []
+    title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
+    return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
+        title=_text(title),
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+        refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
+        summary=_items([_summary(name if several else "", ds) for name, ds in summaries.items()]),
+        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
+        lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
+        carried=_text(notes.carried(models)),
+        css=(ASSETS / "page.css").read_text(encoding="utf-8"),
+        script="\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
+        plotly=get_plotlyjs(),
+        data=_json(data),
+        arrays=_json(arrays),
+        provenance="".join(tables),
+    )
+
+
+def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+    """Fits between results, or why there are none; of a few results nobody expects any."""
+    from tracker.analysis.across_models import across
+    from tracker.analysis.regression import FEWEST
+
+    if len(summaries) < FEWEST:
+        return None, ""
+    if differences:
+        return None, f"they were not measured alike, in {'; '.join(differences)}"
+    try:
+        return across(summaries), ""
+    except ValueError as why:
+        return None, str(why)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+
+
+def _named(directory: str, ds: "xr.Dataset") -> str:
+    """What one store alone is called: the suite, or the model's name."""
+    return str(ds.attrs.get("suite") or ds.attrs.get("model_name") or directory)
+
+
+def _summary(name: str, ds: "xr.Dataset") -> str:
+    from tracker.report.contents import layers
+
+    steps, count = ds["step"].values, len(ds["step"])
+    span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
+    blocks, prompts = layers(ds), ds.sizes["prompt"]
+    return (
+        f"{f'{name}: ' if name else ''}{blocks} block{'s' if blocks != 1 else ''}, {count} checkpoint{'s' if count != 1 else ''} "
+        f"{span}, {prompts} prompt{'s' if prompts != 1 else ''}."
+    )
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<tr><th scope=row>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in rows)
+
+
+def _region(label: str) -> str:
+    """What an area that scrolls needs, so that a keyboard reaches it."""
+    return f'tabindex=0 role=region aria-label="{_text(label)}"'
+
+
+def _items(lines: Sequence[str]) -> str:
+    return "".join(f"<li>{_text(line)}</li>" for line in lines)
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(
+        prog="python -m tracker.report", description="Write the page of walks' and training runs' results."
+    )
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="directories that walks or runs wrote (--out, save_dir): one page of all"
+    )
+    parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}",
+    )
+    parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
+    parsed = parser.parse_args(arguments)
+    try:
+        if parsed.out is None and len(parsed.results) > 1:
+            raise ValueError(
+                f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
+            )
+        out = parsed.out or parsed.results[0] / "report.html"
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
+        distinct_names(parsed.results)
+        if parsed.watch is not None:
+            if not parsed.watch >= SHORTEST:
+                raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
+            return watch(parsed.results, out, parsed.watch, parsed.clusters)
+        print(write_report(parsed.results, out, parsed.clusters))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    return OK

@@ -1,0 +1,72 @@
+"""Prompt sets: the one that ships with the package, those of the hub, and a user's own files."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from tracker.walk.openllm import SETS, Prompt, hub_prompts
+
+BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
+
+
+def load_prompts(source: str) -> list[Prompt]:
+    r"""The prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
+
+    A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
+    with the prompt under "prompt" and, where it is known for all, a number under "difficulty" and what it was drawn from under
+    "source" (default: the file). Blank lines are left out.
+
+    Raises:
+        ValueError: if the file is not there, holds no prompt, or a line of it is not as described; if a set of the hub
+            can't be fetched.
+    """
+    if source in SETS:
+        return hub_prompts(source)
+    file = BUILTIN if source == "builtin" else Path(source)
+    if not file.is_file():
+        raise ValueError(
+            f"no prompt file {source!r}; give 'builtin', {', '.join(map(repr, SETS))}, a text file with one prompt a line, or a "
+            ".jsonl file"
+        )
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not lines:
+        raise ValueError(f"{source} holds no prompts: every line is blank")
+    name = "builtin" if source == "builtin" else file.name
+    if file.suffix == ".jsonl":
+        prompts = [_from_json(line, i, source) for i, line in enumerate(lines, 1)]
+        for key in ("difficulty", "source"):
+            lacking = [i for i, prompt in enumerate(prompts, 1) if getattr(prompt, key) is None]
+            if lacking and len(lacking) < len(prompts):
+                raise ValueError(
+                    f'{source}: line {lacking[0]} has no "{key}", and others have; give it for all or for none'
+                )
+        return [prompt if prompt.source else prompt._replace(source=name) for prompt in prompts]
+    return [Prompt(line.replace("\\n", "\n"), source=name) for line in lines]
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A hash that tells prompt sets apart, by their texts and what is known of them."""
+    said = [prompt.text for prompt in prompts] + [repr(p.difficulty) for p in prompts if p.difficulty is not None]
+    return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+
+
+def _from_json(line: str, i: int, source: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+        prompt, difficulty, drawn_from = entry["prompt"], entry.get("difficulty"), entry.get("source")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}') from error
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"line {i} of {source}: the prompt is empty or not a string")
+    if difficulty is not None and (type(difficulty) not in (int, float) or not math.isfinite(difficulty)):
+        raise ValueError(f"line {i} of {source}: difficulty {difficulty!r} is not a number")
+    if drawn_from is not None and (not isinstance(drawn_from, str) or not drawn_from):
+        raise ValueError(
+            f"line {i} of {source}: source {drawn_from!r} is no name; give a string, such as a benchmark's"
+        )
+    return Prompt(prompt, difficulty, drawn_from)
