@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracker
 from tests.brute_force import couplings
-from tests.training import Classifier, fit, trainer
+from tests.lightning_runs import Classifier, fit, trainer
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import Blocks, find_blocks
 from tracker.capture.recording import preserve_global_state

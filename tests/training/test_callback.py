@@ -23,7 +23,7 @@ from checkpoints import nano
 from checkpoints.fetch import cached
 from checkpoints.load import load
 from tests.conftest import ROOT, TINY
-from tests.training import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
 from tracker.analysis.statistics import scalars
 from tracker.errors import UsageError
 from tracker.report import write_report
