@@ -1,4 +1,4 @@
-"""Small training runs for the callback's tests; `python -m tests.training --out DIR` is one as a process of its own."""
+"""Small training runs for the callback's tests; `python -m tests.lightning_runs --out DIR` is one as a process of its own."""
 
 import argparse
 import random

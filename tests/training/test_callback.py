@@ -278,7 +278,7 @@ def test_stores_without_token_pairs_keep_their_settings_of_before(tmp_path):
 
 
 def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.training", *map(str, arguments)]
+    command = [sys.executable, "-m", "tests.lightning_runs", *map(str, arguments)]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
 
