@@ -7,11 +7,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tracker.figures.palette import BLUE, GREY, ORANGE
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe-Ito: told apart by colour-blind readers and in grey print.
-OURS, PUBLISHED, PRODUCTS = "#0072B2", "#D55E00", "#6E6E6E"
+COLOURS = {"ours": BLUE, "published": ORANGE, "products of d cotangents": GREY}
 
 
 def cost(results: Sequence[dict[str, Any]]) -> "Figure":
@@ -28,7 +29,7 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
             known_at.setdefault(point[fixed], set()).add(point[x])
         if any(len(at) > 1 for at in known_at.values()):  # then what is known at one x alone is left out: it is no line
             points = [point for point in points if len(known_at[point[fixed]]) > 1]
-        for name, colour in (("ours", OURS), ("published", PUBLISHED), ("products of d cotangents", PRODUCTS)):
+        for name, colour in COLOURS.items():
             here = [point for point in points if point["name"] == name]
             for style, value in zip(
                 cycle(("-", "--", ":", "-.")), sorted({point[fixed] for point in here}), strict=False

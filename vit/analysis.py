@@ -39,6 +39,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     Args:
         at: measure, k and pairs that the figures show.
     """
+    from tracker.figures.palette import css_variables
     from vit import figures
     from vit.statistics import cell_table
 
@@ -64,6 +65,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     shown = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
     columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", f"{at['measure']}/k{at['k']}/{at['pairs']}"]
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        colours=css_variables("light"),
         title=html.escape(f"Coupling and accuracy: {name}"),
         summary=html.escape(_summary(grid, table, at)),
         figures="".join(_figure(key, picture) for key, picture in pictures.items()),

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 from tracker.analysis.regression import FEWEST
 from tracker.figures.comparisons import what_follows
-from tracker.figures.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, panels, shades, training_axis
+from tracker.figures.drawing import PAIR_WORDS, panels, shades, training_axis
+from tracker.figures.palette import BLUE, GREY, ORANGE
 
 
 def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:

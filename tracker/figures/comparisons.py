@@ -28,7 +28,8 @@ from tracker.analysis.across_models import (
 from tracker.analysis.clusters import clusters, independence
 from tracker.analysis.regression import FEWEST, exponential_fit, holm, mean_interval
 from tracker.analysis.statistics import correlations, curves, sources
-from tracker.figures.drawing import BLUE, GREY, ORANGE, PAIR_WORDS, fit_words, fitted_line, panels
+from tracker.figures.drawing import PAIR_WORDS, fit_words, fitted_line, panels
+from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
 from tracker.figures.plots import Results, prompt_couplings
 from tracker.measures.coupling import MEASURES
 
@@ -120,6 +121,7 @@ def definitions(results: Results, _: int) -> "Plotted":
 
 def what_follows(table: pd.DataFrame, y: str) -> "Figure":
     """R of coupling and y by mis-coupling, K and layer pairs; a star where p, corrected, is below 0.05."""
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
     ks, kinds = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
@@ -127,7 +129,8 @@ def what_follows(table: pd.DataFrame, y: str) -> "Figure":
     figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(kinds)), layout="constrained")
     axes = figure.subplots()
     r = np.array([[found.r[(measure, pairs, k)] for k in ks] for measure, pairs in kinds])
-    image = axes.imshow(r, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+    colours = LinearSegmentedColormap.from_list("diverging", DIVERGING)
+    image = axes.imshow(r, cmap=colours, vmin=-1, vmax=1, aspect="auto")
     for i, j in np.ndindex(r.shape):
         star = "*" if found.p_holm[(*kinds[i], ks[j])] < 0.05 else ""
         ink = "white" if abs(r[i, j]) > 0.6 else "black"

@@ -7,13 +7,12 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.statistics import suspect
+from tracker.figures.palette import BLUE, GREEN, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe-Ito: told apart by colour-blind readers and in grey print.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6E6E6E"
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 

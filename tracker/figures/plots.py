@@ -15,7 +15,8 @@ import xarray as xr
 from tracker.analysis.across_models import Results
 from tracker.analysis.regression import holm, linear_fit, mean_interval, onset
 from tracker.analysis.statistics import inverse_fit, null_matrix, over_pairs, quartiles, sources
-from tracker.figures.drawing import BLUE, GREY, ORANGE, banded_line, fitted_line, panels, shades, training_axis
+from tracker.figures.drawing import banded_line, fitted_line, panels, shades, training_axis
+from tracker.figures.palette import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
