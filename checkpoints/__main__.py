@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--stage", help="of a suite trained in several")
     parsed = parser.parse_args(arguments)
     try:
-        suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, say=_say)
+        suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, notify=_notify)
         chosen = suite.chosen(parsed.steps)
-        examination = examine(suite, chosen, _say)
+        examination = examine(suite, chosen, _notify)
     except (ValueError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     for notice in filter(None, (suite.notice, examination.offline)):
-        _say(f"note: {notice}")
+        _notify(f"note: {notice}")
     return (show if parsed.command == "list" else verify)(suite, chosen, examination)
 
 
@@ -138,7 +138,7 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _say(line: str) -> None:
+def _notify(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

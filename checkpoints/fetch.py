@@ -19,7 +19,7 @@ from checkpoints.hub import (
     CheckpointError,
     File,
     Listing,
-    Say,
+    Notify,
     Unreachable,
     first_line,
     pause_or_raise,
@@ -60,7 +60,7 @@ def fetch(
     cache_dir: Path | None = None,
     *,
     offline: str = "",
-    say: Say = print,
+    notify: Notify = print,
     count: Count = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Path:
@@ -85,20 +85,22 @@ def fetch(
     try:
         for file in lacking:
             if file.sha256 is None:
-                _by_client(repo, listing.commit, file, cache_dir, say, stop)
+                _by_client(repo, listing.commit, file, cache_dir, notify, stop)
                 count(file.size)
             else:
                 blob = place / "blobs" / file.sha256
                 if not blob.exists() or blob.stat().st_size != file.size:
-                    _download(repo, listing.commit, file, blob, say, count, stop)
-                _by_client(repo, listing.commit, file, cache_dir, say, stop)
+                    _download(repo, listing.commit, file, blob, notify, count, stop)
+                _by_client(repo, listing.commit, file, cache_dir, notify, stop)
         _refer(place / "refs" / revision, listing.commit, required=bool(lacking))
     except OSError as error:
         raise CheckpointError(_in_words(error, f"{repo} at {revision}", place.parent)) from error
     return directory
 
 
-def _by_client(repo: str, commit: str, file: File, cache_dir: Path | None, say: Say, stop: threading.Event) -> None:
+def _by_client(
+    repo: str, commit: str, file: File, cache_dir: Path | None, notify: Notify, stop: threading.Event
+) -> None:
     """Let huggingface_hub fetch a file, or link the snapshot to its blob where that is there."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -114,10 +116,12 @@ def _by_client(repo: str, commit: str, file: File, cache_dir: Path | None, say: 
                 raise error.__cause__ from error
             raise
 
-    with_retries(ask, f"{file.name} of {repo} at {commit[:8]}", say, stop)
+    with_retries(ask, f"{file.name} of {repo} at {commit[:8]}", notify, stop)
 
 
-def _download(repo: str, commit: str, file: File, blob: Path, say: Say, count: Count, stop: threading.Event) -> None:
+def _download(
+    repo: str, commit: str, file: File, blob: Path, notify: Notify, count: Count, stop: threading.Event
+) -> None:
     """Download a blob, going on from what an earlier attempt left, and check its hash."""
     from huggingface_hub.utils import WeakFileLock
 
@@ -129,14 +133,14 @@ def _download(repo: str, commit: str, file: File, blob: Path, say: Say, count: C
         if blob.exists() and blob.stat().st_size == file.size:  # another process was quicker
             return
         for attempt in (1, 2):
-            digest = _receive(repo, commit, file, partial(blob), what, say, count, stop)
+            digest = _receive(repo, commit, file, partial(blob), what, notify, count, stop)
             if digest == file.sha256:
                 partial(blob).replace(blob)
                 return
             partial(blob).unlink()
             count(-file.size)
             if attempt == 1:
-                say(f"{what}: the content does not have the hash that the hub gives for it; fetching it anew")
+                notify(f"{what}: the content does not have the hash that the hub gives for it; fetching it anew")
         raise CheckpointError(
             f"{what} came twice with another content than its SHA-256 {file.sha256} says; the copy on the hub or the way to "
             "it is damaged"
@@ -144,7 +148,7 @@ def _download(repo: str, commit: str, file: File, blob: Path, say: Say, count: C
 
 
 def _receive(
-    repo: str, commit: str, file: File, target: Path, what: str, say: Say, count: Count, stop: threading.Event
+    repo: str, commit: str, file: File, target: Path, what: str, notify: Notify, count: Count, stop: threading.Event
 ) -> str:
     """Bring `target` to its full size; returns the SHA-256 of what it holds then."""
     from huggingface_hub import get_session, hf_hub_url
@@ -159,7 +163,7 @@ def _receive(
             sha.update(block)
             have += len(block)
         if have:
-            say(f"{what}: going on after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
+            notify(f"{what}: going on after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
@@ -187,7 +191,7 @@ def _receive(
             except httpx.HTTPError as error:
                 handle.flush()
                 attempt = 1 if have > before else attempt + 1
-                pause_or_raise(error, attempt, what, say, stop)
+                pause_or_raise(error, attempt, what, notify, stop)
     return sha.hexdigest()
 
 

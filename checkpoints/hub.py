@@ -29,7 +29,7 @@ INDEX = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bi
 TEXT = (".json", ".txt", ".model")
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class CheckpointError(Exception):
@@ -104,7 +104,7 @@ def missing_shards(files: Iterable[File]) -> list[str]:
     return sorted(expected - names)
 
 
-def branches(repo: str, say: Say = print) -> tuple[dict[str, str], str]:
+def branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], str]:
     """The commit that each branch of a repository points to: asked of the hub, or, where it can't be, of the cache.
 
     Returns:
@@ -116,7 +116,7 @@ def branches(repo: str, say: Say = print) -> tuple[dict[str, str], str]:
     from huggingface_hub import HfApi
 
     try:
-        found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", say)
+        found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
         return {reference.name: reference.target_commit for reference in found.branches}, ""
     except Unreachable as error:
         references = repository(repo) / "refs"
@@ -128,7 +128,7 @@ def branches(repo: str, say: Say = print) -> tuple[dict[str, str], str]:
 
 
 def listings(
-    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, say: Say = print
+    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
 ) -> dict[str, Listing]:
     """The files of each revision.
 
@@ -142,13 +142,13 @@ def listings(
         found |= {revision: _in_cache(repo, commits[revision], cache_dir) for revision in asked}
     else:
         if len(asked) > AT_ONCE:
-            say(f"{repo}: asking for the files of {len(asked)} revisions")
+            notify(f"{repo}: asking for the files of {len(asked)} revisions")
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found |= zip(asked, pool.map(lambda r: _ask(repo, commits[r], say), asked), strict=True)
+            found |= zip(asked, pool.map(lambda r: _ask(repo, commits[r], notify), asked), strict=True)
     return {revision: listing for revision, listing in found.items() if listing is not None}
 
 
-def _ask(repo: str, commit: str, say: Say) -> Listing | None:
+def _ask(repo: str, commit: str, notify: Notify) -> Listing | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -156,7 +156,7 @@ def _ask(repo: str, commit: str, say: Say) -> Listing | None:
         info = with_retries(
             lambda: HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=TIMEOUT),
             f"the files of {repo} at {commit[:8]}",
-            say,
+            notify,
         )
     except RevisionNotFoundError:
         return None
@@ -209,7 +209,7 @@ def referred(reference: Path) -> str:
         return ""
 
 
-def with_retries(ask: Callable[[], T], what: str, say: Say = print, stop: threading.Event | None = None) -> T:
+def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: threading.Event | None = None) -> T:
     """Ask the hub, and again where the reason may pass; says each time why and for how long it waits.
 
     Raises:
@@ -234,10 +234,10 @@ def with_retries(ask: Callable[[], T], what: str, say: Say = print, stop: thread
         except OfflineModeIsEnabled as error:
             raise Unreachable(f"can't get {what}: offline mode is on") from error
         except httpx.HTTPError as error:
-            pause_or_raise(error, attempt, what, say, stop)
+            pause_or_raise(error, attempt, what, notify, stop)
 
 
-def pause_or_raise(error: Exception, attempt: int, what: str, say: Say, stop: threading.Event) -> None:
+def pause_or_raise(error: Exception, attempt: int, what: str, notify: Notify, stop: threading.Event) -> None:
     """Wait before the next attempt, if the reason may pass and attempts are left.
 
     Raises:
@@ -256,7 +256,7 @@ def pause_or_raise(error: Exception, attempt: int, what: str, say: Say, stop: th
     if attempt >= attempts:
         raise Unreachable(f"can't get {what}: the hub can't be reached ({reason}, {attempt} attempts)") from error
     wait = (response is not None and _asked_to_wait(response.headers)) or min(LONGEST_WAIT, 2.0 ** (attempt - 1))
-    say(f"{what}: {reason}; trying again in {wait:.0f} s ({attempt} of {attempts - 1})")
+    notify(f"{what}: {reason}; trying again in {wait:.0f} s ({attempt} of {attempts - 1})")
     if stop.wait(wait):
         raise Unreachable(f"stopped while waiting for {what}") from error
 

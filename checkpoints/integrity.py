@@ -42,7 +42,7 @@ class Examination:
     offline: str = ""  # why the hub could not be asked, or ""
 
 
-def examine(suite: Suite, chosen: Sequence[Checkpoint], say: hub.Say = print) -> Examination:
+def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: hub.Notify = print) -> Examination:
     """Ask for the files of a suite's revisions and compare them.
 
     All revisions are compared, or, of suites with more than 200, the chosen ones and the last. A suite that is not on the
@@ -51,13 +51,13 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], say: hub.Say = print) ->
     if not suite.on_hub:
         return Examination({}, {})
     try:
-        commits, offline = hub.branches(suite.source, say)
+        commits, offline = hub.branches(suite.source, notify)
     except hub.Unreachable as error:  # what others have found wrong is known all the same
         commits, offline = {}, str(error)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     there = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings = hub.listings(suite.source, there, suite.cache_dir, bool(offline), say)
+    listings = hub.listings(suite.source, there, suite.cache_dir, bool(offline), notify)
     doubted = suspects(compared, listings, online=not offline)
     return Examination(listings, {c.step: doubted[c.step] for c in chosen if c.step in doubted}, offline)
 

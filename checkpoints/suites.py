@@ -7,7 +7,7 @@ directory looked through; what is not spelled like a checkpoint is none.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -130,7 +130,7 @@ def find_suite(
     revisions: str | None = None,
     stage: str | None = None,
     lightning: bool = False,
-    say: Callable[[str], None] = print,
+    notify: hub.Notify = print,
 ) -> Suite:
     """The suite that `model` names: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
 
@@ -160,7 +160,7 @@ def find_suite(
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
         return Suite(f"pythia-{name}", repo, checkpoints, default="paper")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return _repository(model, pattern, stage, say)
+        return _repository(model, pattern, stage, notify)
     raise ValueError(
         f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; -deduped or -seedN after it), "
         "a repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
@@ -209,8 +209,8 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     return _suite(name, str(path), checkpoints, stage)
 
 
-def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, say: Callable[[str], None]) -> Suite:
-    names, _ = hub.branches(repo, say)
+def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: hub.Notify) -> Suite:
+    names, _ = hub.branches(repo, notify)
     family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
     found = [_parse(branch, repo, branch, pattern or re.compile(family.revisions)) for branch in names]
     checkpoints = [checkpoint for checkpoint in found if checkpoint]

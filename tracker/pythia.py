@@ -139,7 +139,7 @@ def run(walk: Walk) -> int:
                     del unit  # before the next is measured
                     if checkpoint is missing[0]:
                         budget = plan.measure["memory_budget"] / 1e9
-                        shown.say(f"weights are kept {summary.attrs['weights_kept']}; {budget:.3g} GB to work with")
+                        shown.notify(f"weights are kept {summary.attrs['weights_kept']}; {budget:.3g} GB to work with")
                     log(measured.row(checkpoint.step))
                     shown.advance(
                         f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)"

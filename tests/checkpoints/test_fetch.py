@@ -34,8 +34,8 @@ class Place:
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
         revision = f"step{step}"
         commits = commits or branches(REPO, self.said.append)[0]
-        listing = listings(REPO, {revision: commits[revision]}, self.cache, say=self.said.append)[revision]
-        return fetch(REPO, revision, listing, self.cache, say=self.said.append, count=self.count, **options)
+        listing = listings(REPO, {revision: commits[revision]}, self.cache, notify=self.said.append)[revision]
+        return fetch(REPO, revision, listing, self.cache, notify=self.said.append, count=self.count, **options)
 
     def count(self, size: int) -> None:
         self.counted += size

@@ -71,7 +71,7 @@ def test_nano_has_pythias_switches():
 
 
 def branches(monkeypatch, *names: str):
-    monkeypatch.setattr("checkpoints.hub.branches", lambda repo, say=print: (dict.fromkeys(names, "c"), ""))
+    monkeypatch.setattr("checkpoints.hub.branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
 
 
 OLMO_2 = [

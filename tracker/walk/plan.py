@@ -146,7 +146,7 @@ def untrained(seed: int | None) -> str:
     return f"{UNTRAINED}{seed}"
 
 
-def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
+def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
     """Check a walk's settings, and what the hub says about its revisions, before anything is fetched or trained.
 
     Raises:
@@ -158,7 +158,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     from tracker.provenance import SCHEMA, settings_digest, usable_device
     from tracker.results import Store
 
-    suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, say)
+    suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
     joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
     prompts, inputs, of_prompts = _inputs(walk)
     load = _loader(walk)
@@ -181,7 +181,7 @@ def make_plan(walk: Walk, say: Callable[[str], None] = print) -> Plan:
     disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes("--disk_budget", walk.disk_budget))
     memory = _memory(device) if walk.memory_budget is None else _bytes("--memory_budget", walk.memory_budget)
     chosen = suite.chosen(None if walk.steps is None else str(walk.steps), joined)
-    examined = integrity.examine(suite, chosen, say)
+    examined = integrity.examine(suite, chosen, notify)
     excluded = {} if walk.allow_suspect else examined.doubted
     kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
     if walk.untrained is not None and not 0 <= walk.untrained < 2**63:

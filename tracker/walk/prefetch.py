@@ -74,7 +74,7 @@ class Prefetched:
         if not lacking:
             return fetch(repo, revision, listing, cache_dir)
         count = self.shown.downloading(revision, sum(file.size for file in lacking))
-        return fetch(repo, revision, listing, cache_dir, say=self.shown.say, count=count, stop=self.stop)
+        return fetch(repo, revision, listing, cache_dir, notify=self.shown.notify, count=count, stop=self.stop)
 
 
 def prefetch(
@@ -111,7 +111,7 @@ def prefetch(
                 for checkpoint in pending:
                     if checkpoint.step not in waited_for:
                         waited_for.add(checkpoint.step)
-                        shown.say(
+                        shown.notify(
                             f"step {checkpoint.step}: measured by {plan.store.claimant(checkpoint.step)}; waiting for it"
                         )
                 time.sleep(WAIT)

@@ -12,7 +12,7 @@ PLAIN_INTERVAL = 30.0  # seconds between lines about a download
 class Progress(Protocol):
     """What a walk tells of itself; any thread may."""
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """Show a line."""
 
     def advance(self, line: str) -> None:
@@ -50,13 +50,13 @@ class _Lines:
     def __init__(self, total: int):
         self.total, self.done, self.started = total, 0, time.perf_counter()
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         print(line, flush=True)
 
     def advance(self, line: str) -> None:
         self.done += 1
         remaining = (time.perf_counter() - self.started) / self.done * (self.total - self.done)
-        self.say(f"[{self.done}/{self.total}] {line}  about {remaining:.0f} s left")
+        self.notify(f"[{self.done}/{self.total}] {line}  about {remaining:.0f} s left")
 
     def downloading(self, name: str, size: int) -> Callable[[int], None]:
         started = said = time.perf_counter()
@@ -68,7 +68,7 @@ class _Lines:
             now = time.perf_counter()
             if have >= size or now - said > PLAIN_INTERVAL:
                 said = now
-                self.say(f"{name}: {amount(have, size)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
+                self.notify(f"{name}: {amount(have, size)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
 
         return count
 
@@ -79,12 +79,12 @@ class _Bars:
         self.task = shown.add_task("measuring", total=total, amount=f"0/{total}")
         self.done = 0
 
-    def say(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         self.shown.console.print(line, markup=False, highlight=False)
 
     def advance(self, line: str) -> None:
         self.done += 1
-        self.say(line)
+        self.notify(line)
         self.shown.update(self.task, completed=self.done, amount=f"{self.done}/{self.total}")
 
     def downloading(self, name: str, size: int) -> Callable[[int], None]:
