@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from checkpoints import nano
 from checkpoints.hub import CheckpointError
@@ -73,13 +73,14 @@ def _main(arguments: Sequence[str] | None) -> int:
 def run(walk: Walk) -> int:
     """Walk the checkpoints; returns the exit status."""
     from tracker.errors import UsageError
-    from tracker.loggers.wandb import resolve_mode
+    from tracker.loggers import opened, prepare
+    from tracker.loggers.protocol import LoggedRun
     from tracker.report.write import write_page
     from tracker.walk.measured import Measured
 
     try:
         plan = make_plan(walk, lambda line: print(line, flush=True))
-        mode = resolve_mode(walk.wandb)
+        openers = prepare(walk.wandb)
     except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
     # Raised in the wrong place (a destructor, a callback from C), a KeyboardInterrupt is swallowed: it is remembered too.
@@ -91,7 +92,7 @@ def run(walk: Walk) -> int:
 
     for number in STOPS:
         signal.signal(number, stop)
-    measured = Measured(plan.store, with_rows=mode != "disabled")
+    measured = Measured(plan.store, with_rows=bool(openers))
     for step in plan.store.steps():
         _read(measured, step)
     missing = [checkpoint for checkpoint in plan.checkpoints if checkpoint.step not in measured.summaries]
@@ -112,7 +113,9 @@ def run(walk: Walk) -> int:
             raise UsageError("every checkpoint that was asked for is doubted; --allow_suspect measures and marks them")
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
-        with _wandb(plan, mode, walk) as log, progress(len(missing)) as shown, _beside(walk, plan, len(missing)):
+        config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
+        logged = LoggedRun(plan.store, walk.project, plan.suite.name, config)
+        with opened(openers, logged) as log, progress(len(missing)) as shown, _beside(walk, plan, len(missing)):
             for step in list(measured.summaries):
                 _rescore(plan, measured, step)
                 log(measured.row(step))
@@ -255,22 +258,6 @@ def _beside(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
 def _usage_error(error: Exception) -> int:
     print(f"error: {error}", file=sys.stderr)
     return USAGE
-
-
-@contextmanager
-def _wandb(plan: Plan, mode: Literal["online", "offline", "disabled"], walk: Walk) -> Iterator[Callable[[Any], None]]:
-    """Log rows of units to W&B; where it can't be reached, offline; says which, once."""
-    if mode == "disabled":
-        yield lambda row: None
-        return
-    from tracker.loggers.wandb import WandbLog, begun
-
-    config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
-    log = begun(lambda mode: WandbLog(mode, plan.store, walk.project, plan.suite.name, config), mode)
-    try:
-        yield log.send
-    finally:
-        print(log.finish(), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ imported before the arguments have been read.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from tracker.loggers.protocol import Open
 
 OK, USAGE = 0, 2
 
@@ -29,39 +32,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="auto is online where a key is set up, else offline",
     )
     parsed = parser.parse_args(arguments)
-    from tracker.loggers.wandb import resolve_mode
+    from tracker.loggers import prepare
 
     try:
-        mode = resolve_mode(parsed.wandb)
-        assert mode != "disabled"
-        print(replay(parsed.results, parsed.project, parsed.name or parsed.results.resolve().name, mode))
+        name = parsed.name or parsed.results.resolve().name
+        replay(parsed.results, parsed.project, name, prepare(parsed.wandb))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     return OK
 
 
-def replay(results: Path, project: str, name: str, mode: Literal["online", "offline"]) -> str:
-    """Log a store's units to a new run, ascending; returns where it is to be seen.
+def replay(results: Path, project: str, name: str, openers: "Sequence[Open]") -> None:
+    """Log a store's units to new runs, in ascending order, and print where the runs are.
 
     Raises:
         FileNotFoundError: if there are no units, or no settings beside them.
         ValueError: if a unit is damaged; nothing is sent then.
     """
-    from tracker.loggers.wandb import WandbLog, begun, row_of
+    from tracker.loggers import opened
+    from tracker.loggers.protocol import LoggedRun, Row
     from tracker.results import Store, require_steps
 
     store = Store(results)
     attributes, rows = {}, []
-    for step in require_steps(store):  # all are read before one is sent: a damaged one is found now
+    for step in require_steps(store):  # all units are read before one is sent, to find a damaged one first
         unit = store.read(step)
         attributes = unit.attrs
-        rows.append(row_of(unit))
+        rows.append(Row.from_unit(unit))
     config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
-    log = begun(lambda mode: WandbLog(mode, store, project, name, config, anew=True), mode)
-    for row in rows:
-        log.send(row)
-    return log.finish()
+    with opened(openers, LoggedRun(store, project, name, config, new=True)) as log:
+        for row in rows:
+            log(row)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
 
 def _wandb(recipe: Recipe) -> "Logger | bool":
     """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
-    from tracker.loggers.wandb import begun, resolve_mode, run_settings
+    from tracker.loggers.wandb import resolve_mode, run_settings, with_offline_fallback
 
     mode = resolve_mode(recipe.wandb)
     if mode == "disabled":
@@ -213,7 +213,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
     known = read(recipe.directory, "wandb-run") if mode == "online" else None
     tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
 
-    def begin(mode: str) -> WandbLogger:
+    def start(mode: str) -> WandbLogger:
         logger = WandbLogger(
             recipe.cell,
             str(recipe.directory),
@@ -226,12 +226,12 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
             mode=mode,
             resume="allow" if known else None,
         )
-        run = logger.experiment.id  # begins the run
+        run = logger.experiment.id  # starts the run
         if rank_zero_only.rank == 0:
             write(recipe.directory, "wandb-run", run)
         return logger
 
-    return begun(begin, mode)
+    return with_offline_fallback(start, mode)
 
 
 def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> Row:

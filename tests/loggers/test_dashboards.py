@@ -19,7 +19,8 @@ import tracker
 from tests.models import neox, tokens
 from tracker import dashboards, replay
 from tracker.analysis.statistics import HEADLINE, scalars
-from tracker.loggers.wandb import AXIS, SHOWN, WandbLog
+from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.wandb import AXIS, WandbRun, is_shown
 from tracker.results import Store
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,7 +116,7 @@ class TestReplay:
         assert logged <= metrics.keys()
         assert all(metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged)
         shown = {name for name in logged if not metrics[name]["options"].get("hidden")}
-        assert shown == {name for name in logged if SHOWN.fullmatch(name)}
+        assert shown == {name for name in logged if is_shown(name)}
         assert {HEADLINE, f"{HEADLINE}_null", "trajectory/lss/median", "tokens/self/offdiag_normalized/k2"} <= shown
         assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 30
 
@@ -157,10 +158,12 @@ def scalars_logged(among: list[dict]) -> list[str]:
 def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
     """As when a walk goes on and measures between what it has."""
     copy = copied(store, tmp_path / "late")
-    log = WandbLog("offline", copy, "p", "late", {})
+    run = WandbRun("offline", LoggedRun(copy, "p", "late", {}))
     for step in (0, 8, 2, 8):
-        log.log(copy.read(step))
-    log.finish()
+        row = Row.from_unit(copy.read(step))
+        run.images(row)
+        run.log(row)
+    run.finish()
     found = records(offline_run(copy.path))
     assert [row["item"][AXIS] for row in of("history", found)] == [0, 8, 2]
     summary = of("summary", found)[-2]["update"]

@@ -24,7 +24,7 @@ from tests.test_results import unit as trajectory_unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
 from tracker.analysis.statistics import scalars
-from tracker.loggers.wandb import row_of
+from tracker.loggers.protocol import Row
 from tracker.report import write_report
 from tracker.report.contents import contents, page_data
 from tracker.report.notes import provenance
@@ -163,7 +163,7 @@ def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
         anew.read(step)
         xr.testing.assert_identical(measured.summaries[step], anew.summaries[step])
         rows = [of.row(step) for of in (measured, anew)]
-        assert rows[0] and rows[1] and rows[0].points == pytest.approx(rows[1].points, rel=0, abs=0, nan_ok=True)
+        assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
         xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
     first, second = (of.reader.read(tmp_path) for of in (measured, anew))
     assert contents(first) == contents(second) == page_data(tracker.open_results(tmp_path))
@@ -195,8 +195,8 @@ def test_steps_share_the_texts_of_their_prompts_where_they_are_the_same(tmp_path
 
 def test_a_row_has_what_the_whole_unit_has():
     whole = large_unit(3).assign_coords(suspect="doubted")
-    row = row_of(whole)
-    assert row.points == scalars(whole) and row.marks == {"checkpoint/suspect": 1, "checkpoint/tokens": 3000}
+    row = Row.from_unit(whole)
+    assert row.scalars == scalars(whole) and row.checkpoint == {"checkpoint/suspect": 1, "checkpoint/tokens": 3000}
     assert row.matrices.nbytes < whole.nbytes / 20
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))

@@ -1,8 +1,8 @@
-"""Runs in Weights & Biases: the curves, a heat map and the table of layer pairs for each step, as the store has them.
+"""Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
 
-The metric axis is `checkpoint/step`, not W&B's own step, so points may arrive in any order. Every number of
-`statistics.scalars` is logged; the automatic workspace shows the curves, and hides quartiles, null levels and variants,
-which `tracker.dashboards` puts beside them.
+The metric axis is `checkpoint/step` instead of W&B's own step, so points may arrive in any order. All values of
+`statistics.scalars` are logged. The automatic workspace shows the curves and hides quartiles, null levels and variants;
+`tracker.dashboards` shows these next to the curves.
 """
 
 import json
@@ -10,14 +10,12 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import xarray as xr
-
 from checkpoints.files import write_whole
-from tracker.analysis.statistics import HEADLINE, scalars
+from tracker.analysis.statistics import HEADLINE
+from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
 from tracker.measures.coupling import MEASURES
 from tracker.results import Store
 
@@ -29,15 +27,31 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "checkpoint/step"
-SAMPLES = ("prompt", "token")
 SHOWN = re.compile(
     rf"{HEADLINE}(_null)?|coupling/(miscoupling|offdiag_normalized)/k\d+/mean_offdiag|coupling/(seconds|share)"
     r"|trajectory/\w+/median|trajectory/noise_similarity/10pct|tokens/\w+/offdiag_normalized/k\d+|score/.*"
 )
 
 
+def is_shown(metric: str) -> bool:
+    """Whether the automatic workspace shows a metric."""
+    return SHOWN.fullmatch(metric) is not None
+
+
+def prepare(mode: Mode) -> Open | None:
+    """Resolve the mode; return the function that opens a store's run, None for "off".
+
+    Raises:
+        ValueError: for `online` without a key.
+    """
+    resolved = resolve_mode(mode)
+    if resolved == "disabled":
+        return None
+    return lambda run: with_offline_fallback(lambda mode: WandbRun(mode, run), resolved)
+
+
 def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    """What W&B will do: `auto` is online where a key is set up and accepted, else offline.
+    """Return the mode W&B runs in: `auto` is online where a key is set up and accepted, otherwise offline.
 
     Raises:
         ValueError: for `online` without a key.
@@ -49,8 +63,8 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
         return "disabled"
     try:
         key = wandb.login(prompt=False)
-    except AuthenticationError as error:  # of a key that is set up: refused, or W&B can't be asked
-        print(f"W&B does not answer for the key ({error}); logging offline", file=sys.stderr)
+    except AuthenticationError as error:  # the key is refused, or the server can't be reached to check it
+        print(f"W&B does not accept the key ({error}); logging offline", file=sys.stderr)
         return "offline"
     if mode == "online" and not key:
         raise ValueError(
@@ -60,133 +74,108 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def run_settings() -> "wandb.Settings":
-    """For every run: quiet, and rows reach the disk within half a second (a killed run would lose the last fifty)."""
+    """Return the settings of every run: quiet, and written to disk within half a second, so that a killed run is kept."""
     import wandb
 
     return wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
 
 
-def begun(begin: Callable[[RunMode], Run], mode: RunMode) -> Run:
-    """A run begun in a mode, or offline where W&B can't be reached."""
+def with_offline_fallback(start: Callable[[RunMode], Run], mode: RunMode) -> Run:
+    """Start a run in a mode; where W&B can't be reached, start it offline and print why."""
     from wandb.errors import CommError
 
     try:
-        return begin(mode)
+        return start(mode)
     except CommError as error:
         print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
-        return begin("offline")
+        return start("offline")
 
 
 def define_metrics(run: "wandb.Run", names: Iterable[str], prefix: str = "") -> None:
-    """Give metrics their axis; hide those that the automatic workspace would be cluttered with.
+    """Define the axis and the visibility of metrics.
 
-    Each by its full name: where several patterns fit one metric, W&B does not say which counts.
+    Each metric is defined by its full name: W&B does not document which of several matching patterns applies.
     """
     run.define_metric(AXIS, hidden=True)
     for name in names:
-        shown = SHOWN.fullmatch(name) is not None
+        shown = is_shown(name)
         summary = "min,last" if name == HEADLINE else None if shown else "none"
         run.define_metric(prefix + name, step_metric=AXIS, hidden=not shown, summary=summary)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a run is sent of one unit; a few kilobytes, however many prompts were measured."""
+class WandbRun:
+    """A W&B run of a store; each unit is logged once per run, in any order."""
 
-    step: int
-    points: dict[str, float]
-    marks: dict[str, int]
-    matrices: xr.Dataset  # of layer pairs, as if their means were of one prompt and token
-
-
-def row_of(unit: xr.Dataset) -> Row:
-    """What a run is sent of this unit."""
-    marks = {}
-    if "suspect" in unit.coords:
-        marks["checkpoint/suspect"] = int(unit["suspect"].item() != "")
-    if "tokens_seen" in unit.coords:
-        marks["checkpoint/tokens"] = int(unit["tokens_seen"])
-    matrices = unit[[name for name in MEASURES if name in unit]].mean(SAMPLES).expand_dims(SAMPLES)
-    return Row(int(unit["step"]), scalars(unit), marks, matrices)
-
-
-class WandbLog:
-    """A W&B run that shows a store: each unit once in a run, whatever was measured when.
-
-    Args:
-        config: what to say of the run besides the store's settings.
-        anew: begin a new run, also online; else the store's own run is taken up again.
-    """
-
-    def __init__(
-        self, mode: RunMode, store: Store, project: str, name: str, config: Mapping[str, Any], anew: bool = False
-    ):
+    def __init__(self, mode: RunMode, run: LoggedRun):
         import wandb
 
-        # An online run is taken up again; an offline one can't be, so it is told everything anew.
-        self.memory = None if anew or mode == "offline" else store.path / "wandb-run.json"
+        self.mode, self.store = mode, run.store
+        # An online run can be resumed. An offline run can't, so a new one gets all units.
+        resumable = mode == "online" and not run.new
+        self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = json.loads(self.memory.read_text()) if self.memory and self.memory.exists() else {}
         self.logged: list[int] = known.get("logged", [])
-        self.points: dict[int, dict[str, float]] = {}
+        self.scalars: dict[int, Mapping[str, float]] = {}  # by step
         self.defined: set[str] = set()
-        self.store = store
-        settings = store.asked()
         self.run: wandb.Run = wandb.init(
-            project=project,
-            name=name,
-            config={**settings, **config},
+            project=run.project,
+            name=run.name,
+            config={**run.store.asked(), **run.config},
             mode=mode,
-            dir=store.path,
+            dir=run.store.path,
             id=known.get("id"),
             resume="allow" if known else None,
             settings=run_settings(),
         )
-        self.mode = mode
-        for name in ("checkpoint/suspect", "coupling/heatmap/*", "coupling/pairs"):
-            self.run.define_metric(name, step_metric=AXIS)
+        for metric in ("checkpoint/suspect", "coupling/heatmap/*", "coupling/pairs"):
+            self.run.define_metric(metric, step_metric=AXIS)
         self.run.define_metric("checkpoint/tokens", hidden=True)
 
-    def log(self, unit: xr.Dataset) -> None:
-        """Send one unit, unless this run has it."""
-        self.send(row_of(unit))
+    def images(self, row: Row) -> None:
+        """Add the heat maps and the table of the layer pairs to the step that `log` sends, unless this run has it."""
+        import wandb
 
-    def send(self, row: Row) -> None:
-        """Send the row of one unit, unless this run has it."""
-        self.points[row.step] = row.points
+        if row.step in self.logged or "miscoupling" not in row.matrices:
+            return
+        pictures: dict[str, Any] = {name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
+        self.run.log(pictures | {"coupling/pairs": _pairs_table(row)}, commit=False)
+
+    def log(self, row: Row) -> None:
+        """Send the scalars of one step, unless this run has it."""
+        self.scalars[row.step] = row.scalars
         if row.step in self.logged:
             return
-        define_metrics(self.run, sorted(row.points.keys() - self.defined))
-        self.defined |= row.points.keys()
-        pictures = _pictures(row.matrices) if "miscoupling" in row.matrices else {}
-        self.run.log({AXIS: row.step, **row.points, **row.marks, **pictures})
+        define_metrics(self.run, sorted(row.scalars.keys() - self.defined))
+        self.defined |= row.scalars.keys()
+        self.run.log({AXIS: row.step, **row.scalars, **row.checkpoint})
         self.logged.append(row.step)
 
     def finish(self) -> str:
-        """Keep the store as an artifact and close the run; returns where it is to be seen."""
-        if self.points:
-            self.run.summary.update(_summary(self.points))
+        """Log the store as an artifact and close the run; return where the run is."""
+        if self.scalars:
+            self.run.summary.update(_summary(self.scalars))
         if self.store.steps():
             self.run.log_artifact(_artifact(self.store))
         directory = Path(self.run.dir).parent
         where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
         self.run.finish()
-        if self.memory:  # only now has everything been sent; a killed run is replaced by a whole one
+        if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
             write_whole(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
         return f"W&B {self.mode}: {where}"
 
 
-def _summary(points: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """The values of the last step: W&B's own are those that came last, perhaps of a step that was filled in."""
-    last = points[max(points)]
-    summary: dict[str, Any] = {name: value for name, value in last.items() if SHOWN.fullmatch(name)}
+def _summary(scalars: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the values of the last step. W&B's own summary has those that arrived last, maybe of an earlier step."""
+    last = scalars[max(scalars)]
+    summary: dict[str, Any] = {name: value for name, value in last.items() if is_shown(name)}
     if HEADLINE in last:
-        over_steps = [at[HEADLINE] for at in points.values() if math.isfinite(at[HEADLINE])]
+        over_steps = [at[HEADLINE] for at in scalars.values() if math.isfinite(at[HEADLINE])]
         summary[HEADLINE] = {"min": min(over_steps, default=math.nan), "last": last[HEADLINE]}
     return summary
 
 
 def _artifact(store: Store) -> "wandb.Artifact":
-    """The units of a store and the settings they were measured with; W&B keeps one version for each content."""
+    """Collect the units and settings of a store; W&B keeps one version per content."""
     import wandb
 
     name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")[:128]
@@ -196,13 +185,10 @@ def _artifact(store: Store) -> "wandb.Artifact":
     return artifact
 
 
-def _pictures(unit: xr.Dataset) -> dict[str, Any]:
+def _pairs_table(row: Row) -> "wandb.Table":
     import wandb
 
-    from tracker.figures.drawing import coupling_heatmap, pixels
-
-    images = {f"coupling/heatmap/k{k}": wandb.Image(pixels(coupling_heatmap(unit, int(k)))) for k in unit["k"].values}
-    measured = [name for name in MEASURES if name in unit]
-    pairs = unit[measured].mean(("prompt", "token")).to_dataframe().reset_index()
+    measured = [name for name in MEASURES if name in row.matrices]
+    pairs = row.matrices[measured].mean(SAMPLES).to_dataframe().reset_index()
     columns = ["k", "layer", "layer_other", *measured]
-    return images | {"coupling/pairs": wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())}
+    return wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())

@@ -9,7 +9,7 @@ random state put back. Step s is the state after s optimizer steps.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,20 +18,18 @@ import torch.distributed
 import xarray as xr
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tracker.analysis.statistics import scalars
 from tracker.blocks.find import Named
 from tracker.capture.inputs import whole_numbers
 from tracker.errors import UsageError
-from tracker.figures.drawing import coupling_heatmap, pixels
 from tracker.jacobians.rows import Precision
-from tracker.loggers.wandb import AXIS, define_metrics
+from tracker.loggers.lightning import LightningAdapter
+from tracker.loggers.protocol import Row
 from tracker.measurement import labelled, measure_samples
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures
@@ -149,6 +147,7 @@ class CouplingCallback(Callback):
         self.thin = thin
         self.steady = every_n_steps is not None or every_n_epochs is not None
         self.name = name
+        self.prefix = f"{name}/" if name else ""
 
         self.probe: Any = None
         self.served = -1  # the step up to which the schedule has been answered
@@ -156,7 +155,7 @@ class CouplingCallback(Callback):
         self.began = False  # whether this fit has come to its first batch
         self.target: Target | None = None
         self.clock = schedules.Clock()
-        self.defined: set[str] = set()  # metrics whose axis W&B has been told
+        self.loggers: list[LightningAdapter] = []
 
     # The hooks, in the order in which Lightning calls them.
 
@@ -208,7 +207,7 @@ class CouplingCallback(Callback):
         """See that the store is this run's."""
         self.began = False
         self.clock = schedules.Clock()
-        self.defined = set()
+        self.loggers = [LightningAdapter(logger, self.prefix) for logger in trainer.loggers]
         if self.store is not None:
             fault = self._claim(self.store, trainer.global_step) if trainer.is_global_zero else None
             fault = trainer.strategy.broadcast(fault)
@@ -302,7 +301,8 @@ class CouplingCallback(Callback):
             self.measured = step
             if unit is not None:
                 self._publish(trainer, unit)
-        self._log(trainer, {"coupling/seconds": self.clock.last, "coupling/share": self.clock.last_share})
+        for logger in self.loggers:
+            logger.log(Row(step, {"coupling/seconds": self.clock.last, "coupling/share": self.clock.last_share}))
         if self.steady and not self.thin:
             self._remark(self.clock.last_share, "the time since the last measurement")
 
@@ -377,54 +377,27 @@ class CouplingCallback(Callback):
         return averaged.module
 
     def _publish(self, trainer: Trainer, unit: xr.Dataset) -> None:
-        """To the loggers, the metrics that other callbacks watch, the store and the caller's own function."""
-        step = trainer.global_step
-        values = scalars(unit)
-        self._log(trainer, values)
-        # One that is undefined would make EarlyStopping end the run.
-        finite = {self._name(key): torch.tensor(value) for key, value in values.items() if math.isfinite(value)}
+        """Send a unit to the loggers, the metrics that other callbacks watch, the store and the caller's function."""
+        row = Row.from_unit(unit)
+        for logger in self.loggers:
+            if trainer.is_global_zero and self.heatmaps:
+                logger.images(row)
+            logger.log(row)
+        # An undefined value would make EarlyStopping end the run.
+        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
         trainer.callback_metrics.update(finite)
         if not trainer.is_global_zero:
             return
         if self.store is not None:
             try:
-                self.store.write(step, unit)
+                self.store.write(row.step, unit)
             except OSError as error:
-                warnings.warn(f"step {step} is measured but not stored: {error}; training goes on", stacklevel=2)
-        if self.heatmaps and "miscoupling" in unit:
-            for logger in trainer.loggers:
-                _log_heatmaps(logger, unit, self._name("coupling/heatmap"))
+                warnings.warn(f"step {row.step} is measured but not stored: {error}; training goes on", stacklevel=2)
         if self.on_measure is not None:
             self.on_measure(unit)
-
-    def _log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        step = trainer.global_step
-        for logger in trainer.loggers:
-            named = {self._name(key): value for key, value in values.items()}
-            if isinstance(logger, WandbLogger):
-                define_metrics(logger.experiment, sorted(values.keys() - self.defined), self._name(""))
-                named[AXIS] = step  # the axis of walks too: both make one curve panel
-            logger.log_metrics(named, step=step)
-        self.defined |= values.keys()
-
-    def _name(self, metric: str) -> str:
-        return f"{self.name}/{metric}" if self.name else metric
 
 
 def _before(callback: Callback, trainer: Trainer) -> list[Callback]:
     """The callbacks that Lightning calls before this one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks[: callbacks.index(callback)]
-
-
-def _log_heatmaps(logger: Logger, unit: xr.Dataset, name: str) -> None:
-    """Pictures of the coupling matrices, one for each K, to a logger that takes pictures."""
-    if not isinstance(logger, (WandbLogger, TensorBoardLogger)):
-        return
-    step = int(unit["step"])
-    for k in unit["k"].values:
-        picture = pixels(coupling_heatmap(unit, int(k)))
-        if isinstance(logger, WandbLogger):
-            logger.log_image(f"{name}/k{k}", [picture], step=step)
-        else:
-            logger.experiment.add_image(f"{name}/k{k}", picture, step, dataformats="HWC")

@@ -2,16 +2,16 @@
 
 import xarray as xr
 
-from tracker.loggers.wandb import Row, row_of
+from tracker.loggers.protocol import Row
 from tracker.report.reader import Reader
 from tracker.results import Store
 
 
 class Measured:
-    """The units of a store as the page and W&B need them: each is read once, or not at all where it was measured here.
+    """The units of a store as the page and loggers need them: each is read once, or not at all where it was measured here.
 
     Args:
-        with_rows: keep also what W&B is sent of each unit, until it is asked for.
+        with_rows: keep also the row that loggers receive of each unit, until it is taken.
     """
 
     def __init__(self, store: Store, with_rows: bool):
@@ -35,11 +35,11 @@ class Measured:
         return self._summarised(step, unit)
 
     def row(self, step: int) -> Row | None:
-        """What W&B is sent of a unit, once; None where nobody wants it."""
+        """Take the row that loggers receive of a unit; None if it was taken before, or without loggers."""
         return self._rows.pop(step, None)
 
     def _summarised(self, step: int, unit: xr.Dataset) -> xr.Dataset:
         if self.with_rows:
-            self._rows[step] = row_of(unit)
+            self._rows[step] = Row.from_unit(unit)
         self.summaries[step] = self.reader.summary(self.store, step)
         return self.summaries[step]

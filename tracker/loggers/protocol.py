@@ -1,0 +1,86 @@
+"""The protocol of experiment loggers: one `Row` per step, reduced from a measured Dataset.
+
+The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import xarray as xr
+
+from tracker.analysis.statistics import scalars
+from tracker.measures.coupling import MEASURES
+from tracker.results import Store
+
+SAMPLES = ("prompt", "token")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The content of one step in a log: a few kilobytes, whatever the number of prompts."""
+
+    step: int
+    scalars: Mapping[str, float]  # curve points by metric name
+    checkpoint: Mapping[str, int] = field(default_factory=dict)  # whether it is suspect, tokens seen
+    matrices: xr.Dataset = field(default_factory=xr.Dataset)  # means over SAMPLES, which have size 1
+
+    @classmethod
+    def from_unit(cls, unit: xr.Dataset) -> "Row":
+        """Reduce a unit to the content of a log."""
+        checkpoint = {}
+        if "suspect" in unit.coords:
+            checkpoint["checkpoint/suspect"] = int(unit["suspect"].item() != "")
+        if "tokens_seen" in unit.coords:
+            checkpoint["checkpoint/tokens"] = int(unit["tokens_seen"])
+        measured = [name for name in MEASURES if name in unit]
+        matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
+        return cls(int(unit["step"]), scalars(unit), checkpoint, matrices)
+
+    def heatmaps(self) -> dict[str, np.ndarray]:
+        """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
+        from tracker.figures.drawing import coupling_heatmap, pixels
+
+        if "miscoupling" not in self.matrices:
+            return {}
+        ks = self.matrices["k"].values
+        return {f"coupling/heatmap/k{k}": pixels(coupling_heatmap(self.matrices, int(k))) for k in ks}
+
+
+class Logger(Protocol):
+    """A place where the curves and pictures of a run are shown.
+
+    A run that is resumed may send a step again; a logger that still has the step ignores it.
+    """
+
+    def images(self, row: Row) -> None:
+        """Add the pictures of a step, before `log` completes the step. A logger without pictures does nothing."""
+
+    def log(self, row: Row) -> None:
+        """Log the scalars of a step."""
+
+    def finish(self) -> str:
+        """Close the log; return a line that states where it is, or ""."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger is opened for.
+
+    Args:
+        store: the units that are logged.
+        project, name: of the run in the logger.
+        config: settings shown with the run, in addition to the store's.
+        new: start a new run; otherwise continue the store's own run where the logger can.
+    """
+
+    store: Store
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    new: bool = False
+
+
+Open = Callable[[LoggedRun], Logger]
