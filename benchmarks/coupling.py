@@ -35,7 +35,7 @@ STAGES = (  # of `tracker.measure`, and the functions whose time they are
     ("forward", "tracker.measurement", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
     ("proofs", "tracker.jacobians.check_cache", "derivative_error"),  # within the stage before, as the next
-    ("proofs", "tracker.jacobians.check_cache", "mixing"),
+    ("proofs", "tracker.jacobians.check_cache", "find_mixing"),
     ("svd", "tracker.measures.depthwise", "triplets_of_each"),
     ("svd", "tracker.measures.depthwise", "triplets_by_products"),
     ("pairs", "tracker.measures.depthwise", "pairs"),

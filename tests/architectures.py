@@ -17,7 +17,7 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.inputs import batches
 from tracker.capture.recording import preserve_global_state, record
 from tracker.capture.replica import Replica
-from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full
+from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full_sequence_jacobian
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SPEED = Size(width=128, tokens=64)
@@ -49,7 +49,7 @@ def speed(name: str) -> str:
             for _ in range(6):  # the first of each warms up, and proves the derivative
                 for path, run in (
                     ("sliced", lambda: jacobians._sliced([(call, rows)])[0].dense()),
-                    ("full", lambda: full(call, rows, torch.float32)),
+                    ("full", lambda: full_sequence_jacobian(call, rows, torch.float32)),
                 ):
                     started = time.perf_counter()
                     try:

@@ -19,7 +19,7 @@ from tracker.capture.inputs import batches
 from tracker.capture.recording import preserve_global_state, record
 from tracker.capture.replica import Replica
 from tracker.errors import UsageError
-from tracker.jacobians.batch_mixing import halves
+from tracker.jacobians.batch_mixing import separating_sets
 from tracker.jacobians.rows import Jacobians, Rows
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_one_sample_of_such_a_block_is_measured(block):
 
 def test_the_sets_of_samples_tell_every_two_apart():
     for B in range(2, 12):
-        sets = list(halves(B))
+        sets = list(separating_sets(B))
         assert all(any(k[a] and not k[b] for k in sets) for a in range(B) for b in range(B) if a != b)
         assert all(k.any() and not k.all() for k in sets)
 
@@ -192,7 +192,7 @@ def jacobians(model, inputs, t=-1):
         (batch,) = batches(model, inputs, None, None)
         calls = record(replica, batch.arguments, batch.keywords).calls
         rows = Rows(torch.tensor([0]), torch.tensor([t % calls[0].x.shape[1]]))
-        return [(J[0], evidence) for ((J, evidence),) in (Jacobians(replica)([(call, rows)]) for call in calls)]
+        return [(J[0], checks) for ((J, checks),) in (Jacobians(replica)([(call, rows)]) for call in calls)]
 
 
 def brute(model, blocks, inputs, l, t=-1):
@@ -209,12 +209,12 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
     model, ids = family(name), tokens()
     seen = jacobians(model, ids)
     model.double()
-    for l, (J, evidence) in enumerate(seen):
+    for l, (J, checks) in enumerate(seen):
         expected = brute(model, list(model.model.layers), ids, l)
         assert float((J - expected).abs().max()) < 2e-7 * max(1.0, float(expected.abs().max()))
-        assert evidence.value_error < 1e-6
+        assert checks.value_error < 1e-6
     if name != "GlmMoeDsaForCausalLM":  # its blocks are handed which tokens the one before looked up
-        assert all(evidence.sliced for _, evidence in seen)
+        assert all(checks.sliced for _, checks in seen)
 
 
 class Routed(Block):
@@ -258,9 +258,9 @@ class ByGradient(Block):
 def test_a_gate_in_float32_is_sliced_and_its_error_told():
     model, x = stack(Routed), random(2, 40, 8)
     seen = jacobians(model, x)
-    for l, (J, evidence) in enumerate(seen):
-        assert evidence.sliced and evidence.value_error < 1e-6
-        assert 1e-9 < evidence.derivative_error < 1e-5
+    for l, (J, checks) in enumerate(seen):
+        assert checks.sliced and checks.value_error < 1e-6
+        assert 1e-9 < checks.derivative_error < 1e-5
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
 
 
@@ -273,8 +273,8 @@ def test_noise_as_small_as_rounding_is_refused_all_the_same(block, B):
 
 def test_a_gate_in_float32_hides_no_mixing_of_rows():
     model, x = stack(OverTokens), random(1, 5, 8)
-    for l, (J, evidence) in enumerate(jacobians(model, x)):
-        assert not evidence.sliced and "value proof" in evidence.reason
+    for l, (J, checks) in enumerate(jacobians(model, x)):
+        assert not checks.sliced and "value check" in checks.reason
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
 
 
@@ -501,6 +501,6 @@ class Widening(Routed):
 def test_a_stream_kept_in_float32_is_replayed_in_float32():
     torch.manual_seed(0)
     model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
-    for l, (J, evidence) in enumerate(jacobians(model, x)):
-        assert evidence.sliced and evidence.value_error < 1e-6
+    for l, (J, checks) in enumerate(jacobians(model, x)):
+        assert checks.sliced and checks.value_error < 1e-6
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=5e-7, rtol=0)

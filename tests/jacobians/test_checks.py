@@ -1,4 +1,4 @@
-"""The derivative proof in a window of the sequence: it speaks for the whole, and planted faults fail it."""
+"""The derivative check in a window of the sequence: it speaks for the whole, and planted faults fail it."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tracker.capture.recording import preserve_global_state, record
 from tracker.capture.replica import Replica
 from tracker.jacobians.checks import derivative_error
 from tracker.jacobians.row_attention import by_formula, by_own_code
-from tracker.jacobians.slicing import Rows, window_of
+from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.comparison import TOLERANCE
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def windows(monkeypatch):
     monkeypatch.setattr(
         tracker.jacobians.checks,
         "_derivative_error_at",
-        lambda call, rows, answered: (lengths.append(call.x.shape[1]), at(call, rows, answered))[1],
+        lambda call, rows, row_attention: (lengths.append(call.x.shape[1]), at(call, rows, row_attention))[1],
     )
     with preserve_global_state(CPU):
         yield lengths
@@ -51,18 +51,18 @@ def test_every_family_is_proved_in_a_window(name, windows):
         assert set(windows) == {2}
 
 
-@pytest.mark.parametrize("answered", [by_formula, by_own_code])
+@pytest.mark.parametrize("row_attention", [by_formula, by_own_code])
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_fails_it(windows, planted, answered):
+def test_a_detached_key_or_value_fails_it(windows, planted, row_attention):
     replica, calls = recorded(*build("gpt_neox"))
 
     def detached(attend, query, key, value, frozen):
         key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
-        return answered(attend, query, key, value, frozen)
+        return row_attention(attend, query, key, value, frozen)
 
     rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 6]))
     with replica.materialize(calls[1].block):
-        assert derivative_error(calls[1], rows, answered) <= 1e-9
+        assert derivative_error(calls[1], rows, row_attention) <= 1e-9
         assert set(windows) == {2}
         assert derivative_error(calls[1], rows, detached) > 1e-4
 
@@ -81,9 +81,9 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
     with preserve_global_state(CPU):
         replica, calls = recorded(*build("llama, grouped keys"))
         rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 0]))
-        call, at = window_of(calls[0], rows, 3)
+        call, at = cut_windows(calls[0], rows, 3)
         assert at.token.tolist() == [2, 0] and at.sample.tolist() == [0, 1]
-        assert torch.equal(at.of(call.x), rows.of(calls[0].x))
+        assert torch.equal(at.select(call.x), rows.select(calls[0].x))
         with replica.materialize(call.block):
             y = call(call.x)
         torch.testing.assert_close(y[1, 0], calls[0].y[1, 0])  # at position 0 a causal row sees itself alone

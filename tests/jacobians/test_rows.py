@@ -72,9 +72,9 @@ def test_blocks_with_a_known_jacobian_give_it_back():
 def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
     M = [random(8, 8, seed=i) for i in range(3)]
     model, x = Stack(map(Mixing, M)), random(1, 5, 8)
-    with pytest.warns(UserWarning, match="full sequence.*value proof"):
+    with pytest.warns(UserWarning, match="full sequence.*value check"):
         ds = tracker.measure(model, x, k=8, dtype=torch.float64)
-    assert not ds.sliced.any() and "value proof" in ds.attrs["fallbacks"]
+    assert not ds.sliced.any() and "value check" in ds.attrs["fallbacks"]
     slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
     expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)  # M / n: a row's own share of the mean
     torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
@@ -83,19 +83,19 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
 @pytest.mark.parametrize("path", tracker.jacobians.rows.PATHS)
 @pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, planted, positions, path):
+def test_a_detached_key_or_value_is_caught_by_the_derivative_check(monkeypatch, planted, positions, path):
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
-    answered = tracker.jacobians.rows.PATHS[path]
+    row_attention = tracker.jacobians.rows.PATHS[path]
 
     def detached(attend, query, key, value, frozen):
         key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
-        return answered(attend, query, key, value, frozen)
+        return row_attention(attend, query, key, value, frozen)
 
     model, inputs = build("gpt_neox")
     honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert honest.sliced.all()
     monkeypatch.setattr(tracker.jacobians.rows, "PATHS", {path: detached})
-    with pytest.warns(UserWarning, match="derivative proof failed"):
+    with pytest.warns(UserWarning, match="derivative check failed"):
         ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
     assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
     torch.testing.assert_close(  # and the full sequence gives the right answer all the same
@@ -104,7 +104,7 @@ def test_a_detached_key_or_value_is_caught_by_the_derivative_proof(monkeypatch, 
 
 
 @pytest.mark.parametrize("fault", ["value", "derivative"])
-def test_where_the_formula_fails_its_proof_the_models_own_attention_serves(monkeypatch, fault):
+def test_where_the_formula_fails_its_check_the_models_own_attention_serves(monkeypatch, fault):
     def wrong(expansion, *live):
         out = honest(expansion, *live)
         return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
@@ -114,13 +114,13 @@ def test_where_the_formula_fails_its_proof_the_models_own_attention_serves(monke
     honest = tracker.jacobians.row_attention.Expansion.__call__
     monkeypatch.setattr(tracker.jacobians.row_attention.Expansion, "__call__", wrong)
     redone = jacobians_of(model, inputs)
-    for (J, evidence), (other, other_evidence) in zip(seen, redone, strict=True):
-        assert (evidence.path, other_evidence.path) == ("formula", "own code")
+    for (J, checks), (other, other_checks) in zip(seen, redone, strict=True):
+        assert (checks.path, other_checks.path) == ("formula", "own code")
         torch.testing.assert_close(J, other, atol=1e-10, rtol=0)
 
 
 def jacobians_of(model, inputs):
-    """Of every block at the last row of every sample, with their evidence."""
+    """Of every block at the last row of every sample, with their checks."""
     with preserve_global_state(torch.device("cpu")):
         replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
         calls = record(replica, [inputs], {}).calls
@@ -128,12 +128,12 @@ def jacobians_of(model, inputs):
         return [Jacobians(replica)([(call, rows)])[0] for call in calls]
 
 
-def test_two_blocks_named_as_one_are_caught_by_the_derivative_proof():
+def test_two_blocks_named_as_one_are_caught_by_the_derivative_check():
     """Rows frozen at the second attention did depend on the row in question, through the first."""
     model = timm_vit().double().eval()
     pairs = nn.Sequential(*(nn.Sequential(a, b) for a, b in (list(model.blocks)[:2], [model.blocks[2], timm_block()])))
     model.blocks = pairs.double()
-    with pytest.warns(UserWarning, match="derivative proof failed"):
+    with pytest.warns(UserWarning, match="derivative check failed"):
         ds = tracker.measure(model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64)
     assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
 
@@ -260,9 +260,9 @@ class Inner(nn.Module):
         return x + first + self.attend(x + first if self.flags[0] else x)
 
 
-def test_a_proof_of_one_block_is_no_proof_of_another():
+def test_a_check_of_one_block_is_not_used_for_another():
     torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="derivative proof failed"):
+    with pytest.warns(UserWarning, match="derivative check failed"):
         ds = tracker.measure(Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64)
     assert ds.sliced.values[0, 0].tolist() == [True, False]
 

@@ -58,10 +58,10 @@ def test_products_with_the_jacobian(name, monkeypatch):
     monkeypatch.setattr(tracker.jacobians.rows, "_enough_rows", lambda *_: 3 * 5)  # chunks of 5, the last one not full
     X = torch.randn(3, d, 7, dtype=torch.float64)
     for call in calls:
-        ((J, evidence),) = jacobians([(call, rows)])
+        ((J, checks),) = jacobians([(call, rows)])
         sketch = jacobians.sketch([(call, rows)])
-        operator, (other,) = sketch.operator, sketch.evidence
-        assert other.path == evidence.path
+        operator, (other,) = sketch.operator, sketch.checks
+        assert other.path == checks.path
         size = float(J.norm())
         torch.testing.assert_close(operator.apply(X) / size, J @ X / size, atol=TOLERANCE[name], rtol=0)
         torch.testing.assert_close(operator.apply_transpose(X) / size, J.mT @ X / size, atol=TOLERANCE[name], rtol=0)
@@ -103,14 +103,14 @@ def test_prompts_of_different_length_together_and_alone(name, dtype):
     rows = [Rows(torch.zeros(2, dtype=torch.long), torch.tensor([1, n - 1])) for n in LENGTHS]
     for calls in zip(*passes, strict=True):
         together = Jacobians(replica)(list(zip(calls, rows, strict=True)))
-        for (J, evidence), call, some in zip(together, calls, rows, strict=True):
+        for (J, checks), call, some in zip(together, calls, rows, strict=True):
             ((alone, other),) = Jacobians(replica)([(call, some)])
-            assert evidence.path == other.path
+            assert checks.path == other.path
             tolerance = 1e-12 if dtype == torch.float64 else 1e-5
             torch.testing.assert_close(J, alone, atol=tolerance, rtol=tolerance)
 
 
-def test_only_the_prompt_that_fails_its_proof_falls_back(monkeypatch):
+def test_only_the_prompt_that_fails_its_check_falls_back(monkeypatch):
     replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
     calls = [calls[1] for calls in passes]
     calls[1].attention[0].value = 1.5 * calls[1].attention[0].value  # as if frozen at another moment
@@ -118,11 +118,11 @@ def test_only_the_prompt_that_fails_its_proof_falls_back(monkeypatch):
     selections = list(zip(calls, rows, strict=True))
     jacobians = Jacobians(replica)
     found = jacobians(selections)
-    assert [evidence.path for _, evidence in found] == ["formula", "full sequence", "formula"]
+    assert [checks.path for _, checks in found] == ["formula", "full sequence", "formula"]
     assert list(jacobians.fallbacks) == [2]
     sketch = jacobians.sketch(selections)
-    operator, evidence = sketch.operator, sketch.evidence
-    assert [e.path for e in evidence] == ["formula", "full sequence", "formula"]
+    operator, checks = sketch.operator, sketch.checks
+    assert [e.path for e in checks] == ["formula", "full sequence", "formula"]
     V = torch.randn(3, calls[0].x.shape[-1], 4, dtype=torch.float64)
     torch.testing.assert_close(operator.apply(V), torch.cat([J for J, _ in found]) @ V)
 
@@ -148,9 +148,9 @@ def test_products_in_bfloat16_err_by_their_rounding_alone(name):
     replica, (calls,) = recorded(name, torch.float32)
     rows = Rows(torch.tensor([0, 1]), torch.tensor([calls[0].x.shape[1] - 1] * 2))
     for call in calls:
-        ((J, evidence),) = Jacobians(replica)([(call, rows)])
+        ((J, checks),) = Jacobians(replica)([(call, rows)])
         ((rough, other),) = Jacobians(replica, "bfloat16")([(call, rows)])
-        assert rough.dtype == torch.float32 and other == evidence  # the proofs are those of float32
+        assert rough.dtype == torch.float32 and other == checks  # the proofs are those of float32
         error = float((rough - J).norm() / J.norm())
         assert 1e-5 < error < 2e-2
 

@@ -51,8 +51,8 @@ def between(name, pairs, dtype=torch.float64):
 @pytest.mark.parametrize("name", [*CAUSAL, *BIDIRECTIONAL])
 def test_jacobians_between_tokens(name):
     found, truth = between(name, [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)])
-    for (J, evidence), expected in zip(found, truth, strict=True):
-        assert evidence.sliced is not FAMILIES[name].full
+    for (J, checks), expected in zip(found, truth, strict=True):
+        assert checks.sliced is not FAMILIES[name].full
         torch.testing.assert_close(J, expected, rtol=0, atol=1e-10 * max(1, float(expected.abs().max())))
         if name in CAUSAL:
             assert not J[3:].any() and J[:3].any()

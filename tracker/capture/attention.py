@@ -5,7 +5,7 @@ place where queries meet keys. Two doors lead there: the look-up of transformers
 and `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch). A
 third, on the replica's own modules, is the `_attn` method of families older than the look-up (GPT-J, GPT-Neo).
 
-Inside `answering(answer)` every attention of this thread is handed to
+Inside `intercept_attention(answer)` every attention of this thread is handed to
 
     answer(attend, query, key, value, mask, causal)
 
@@ -39,7 +39,7 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class Attend:
+class OriginalAttention:
     """A model's own attention, and its formula where the door knows one."""
 
     own: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
@@ -51,7 +51,7 @@ class Attend:
         return self.own(query, key, value, mask, causal)
 
 
-Answer = Callable[[Attend, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+Answer = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 
 # The doors are process-wide while open; the answer belongs to the thread that measures, so that a model running in
 # another thread passes through untouched. Whoever comes first opens them, whoever leaves last shuts them.
@@ -62,7 +62,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def answering(answer: Answer) -> Iterator[None]:
+def intercept_attention(answer: Answer) -> Iterator[None]:
     """Hand every attention of this thread to `answer` until the block ends; restores on error."""
     global _inside
     with _lock:
@@ -92,7 +92,7 @@ def _open_doors() -> None:
         _doors.callback(setattr, modeling.AttentionInterface, "get_interface", look_up)
 
 
-def _handed_over(answer: Answer, attend: Attend, *arguments: Any) -> Any:
+def _handed_over(answer: Answer, attend: OriginalAttention, *arguments: Any) -> Any:
     """Call the answer with the doors shut behind it: transformers' sdpa runs through torch's."""
     token = _answer.set(None)
     try:
@@ -112,7 +112,7 @@ def _torch_door(original: Callable) -> Callable:
         def attend(query, key, value, mask, causal):
             return original(query, key, value, mask, is_causal=causal, **given["settings"])
 
-        return _handed_over(answer, Attend(attend, Formula(given["settings"]["scale"])), *given["tensors"])
+        return _handed_over(answer, OriginalAttention(attend, Formula(given["settings"]["scale"])), *given["tensors"])
 
     return scaled_dot_product_attention
 
@@ -144,7 +144,7 @@ def _huggingface_door(look_up: Callable) -> Callable:
                 return function(module, query, key, value, mask, **changed)
 
             formula = Formula(settings.get("scaling"), settings.get("softcap"), settings.get("s_aux"))
-            door = Attend(attend, formula, lambda output: (output.transpose(1, 2), None))
+            door = OriginalAttention(attend, formula, lambda output: (output.transpose(1, 2), None))
             return _handed_over(answer, door, query, key, value, attention_mask, causal)
 
         return attention_interface
@@ -152,7 +152,7 @@ def _huggingface_door(look_up: Callable) -> Callable:
     return get_interface
 
 
-def method_door(module: nn.Module) -> None:
+def hook_attn_method(module: nn.Module) -> None:
     """Give a replica's attention module a door of its own, if its class has the older families' `_attn` method."""
     original = getattr(type(module), "_attn", None)
     if original is None or list(inspect.signature(original).parameters)[:5] != _ATTN_PARAMETERS:
@@ -165,7 +165,7 @@ def method_door(module: nn.Module) -> None:
         answer = _answer.get()
         if answer is None:
             return attend(query, key, value, attention_mask, False)
-        return _handed_over(answer, Attend(attend), query, key, value, attention_mask, False)
+        return _handed_over(answer, OriginalAttention(attend), query, key, value, attention_mask, False)
 
     module.__dict__["_attn"] = _attn
 

@@ -16,7 +16,7 @@ from torch import Tensor
 SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 
-def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """Copy `value` where it is a container or a plain data object; `leaf` gives what stands in for everything else.
 
     Args:
@@ -28,39 +28,39 @@ def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, tuple):
-        entries = [copied(entry, leaf, memo) for entry in value]
+        entries = [copy_nested(entry, leaf, memo) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if isinstance(value, (dict, list, deque)):
         new = memo[id(value)] = copy(value)
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            new[key] = copied(value[key], leaf, memo)
+            new[key] = copy_nested(value[key], leaf, memo)
         return new
     if isinstance(value, set):
         return memo.setdefault(id(value), copy(value))
     if is_data(value):
         new = memo[id(value)] = copy(value)
         for name, entry in vars(value).items():
-            new.__dict__[name] = copied(entry, leaf, memo)
+            new.__dict__[name] = copy_nested(entry, leaf, memo)
         return new
     return memo.setdefault(id(value), leaf(value))
 
 
-def cloned(value: Any) -> Any:
+def clone_if_tensor(value: Any) -> Any:
     """A tensor's clone, and any other value itself: a `leaf` of `copied`."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def holds_tensors(value: Any) -> bool:
+def contains_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or a container or plain data object that holds one."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, dict):
-        return any(map(holds_tensors, value.values()))
+        return any(map(contains_tensors, value.values()))
     if isinstance(value, (list, tuple, deque)):
-        return any(map(holds_tensors, value))
-    return is_data(value) and any(map(holds_tensors, vars(value).values()))
+        return any(map(contains_tensors, value))
+    return is_data(value) and any(map(contains_tensors, vars(value).values()))
 
 
 def is_data(value: Any, depth: int = 3) -> bool:

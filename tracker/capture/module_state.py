@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.capture.copies import SCALARS, cloned, copied, is_data
+from tracker.capture.copies import SCALARS, clone_if_tensor, copy_nested, is_data
 
 STATELESS = 1e-6  # of the largest entry: two runs of the same code may differ in rounding on some devices
 STRUCTURE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
@@ -48,7 +48,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    return {name: copied(value, cloned, memo) for name, value in attributes.items()}
+    return {name: copy_nested(value, clone_if_tensor, memo) for name, value in attributes.items()}
 
 
 def _same(now: Any, saved: Any) -> bool:

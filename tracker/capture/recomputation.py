@@ -15,7 +15,7 @@ from typing import Any
 
 
 @contextmanager
-def passed_through() -> Iterator[None]:
+def checkpointing_disabled() -> Iterator[None]:
     """Run checkpointed functions of this thread plainly until the block ends; one thread at a time may do so."""
     checkpoint: Any = sys.modules.get("torch.utils.checkpoint")  # where nobody imported it, nobody can call it
     with ExitStack() as stack:

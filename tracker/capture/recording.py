@@ -19,11 +19,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.capture import outputs, residual_pair
-from tracker.capture.attention import Attend, answering
-from tracker.capture.copies import cloned, copied
+from tracker.capture.attention import OriginalAttention, intercept_attention
+from tracker.capture.copies import clone_if_tensor, copy_nested
 from tracker.capture.module_state import STATELESS, ModuleState
 from tracker.capture.outputs import hidden_state
-from tracker.capture.recomputation import passed_through
+from tracker.capture.recomputation import checkpointing_disabled
 from tracker.capture.replica import Replica
 from tracker.capture.spill import Spill
 from tracker.errors import UsageError
@@ -78,7 +78,7 @@ class BlockCall:
             # What the model itself keeps in another precision stays in it.
             return value.to(device, dtype if value.dtype == self.replica.dtype else value.dtype)
 
-        arguments = {name: copied(value, convert, {}) for name, value in self.arguments.arguments.items()}
+        arguments = {name: copy_nested(value, convert, {}) for name, value in self.arguments.arguments.items()}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
         attention = [AttentionCall(convert(a.key), convert(a.value), convert(a.mask), a.causal) for a in self.attention]
         other = replace(self, arguments=bound, x=convert(self.x), attention=attention)
@@ -96,7 +96,7 @@ class BlockCall:
         # Copies: what the block writes into its arguments must not reach the next call.
         recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
-        bound.arguments.update(copied(recorded, cloned, {}) | dict(arguments))
+        bound.arguments.update(copy_nested(recorded, clone_if_tensor, {}) | dict(arguments))
         given = x if self.given_in in (None, self.replica.dtype) else x.to(self.given_in)
         bound.arguments[self.state] = given if self.batch_first else given.transpose(0, 1)
         if self.second_argument is not None:
@@ -156,7 +156,7 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
     with _ONE_AT_A_TIME, ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         stack.enter_context(float32_products("ieee"))
-        stack.enter_context(passed_through())
+        stack.enter_context(checkpointing_disabled())
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -187,7 +187,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         stack.enter_context(replica.materialize(replica.module, but=replica.blocks))
         for handle in recorder.hooks():
             stack.callback(handle.remove)
-        stack.enter_context(answering(recorder.attend))
+        stack.enter_context(intercept_attention(recorder.attend))
         stack.enter_context(recorded_products(replica.dtype))
         stack.enter_context(replica.guard())
         arguments, keywords = replica.own((list(arguments), dict(keywords)))
@@ -253,7 +253,7 @@ class _Recorder:
         if second is not None:
             residual_pair.put(bound, second, None)
         memo: dict[int, Any] = {}
-        given = {key: copied(value, self.copy_of, memo) for key, value in bound.arguments.items()}
+        given = {key: copy_nested(value, self.copy_of, memo) for key, value in bound.arguments.items()}
         bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
         layer = len(self.calls) + 1
         self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
@@ -292,7 +292,7 @@ class _Recorder:
         return place, second
 
     def attend(
-        self, attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        self, attend: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
     ) -> Any:
         if self.running is not None:
             self.running.attention.append(AttentionCall(key, value, mask, causal))

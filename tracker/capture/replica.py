@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, unwrap
-from tracker.capture.attention import method_door
-from tracker.capture.copies import cloned, copied
+from tracker.capture.attention import hook_attn_method
+from tracker.capture.copies import clone_if_tensor, copy_nested
 from tracker.capture.guard import Shared, WriteGuard
 from tracker.capture.weights import is_plain, plain_class, plain_tensor
 from tracker.errors import UsageError
@@ -35,7 +35,7 @@ class Replica:
         self._shared = Shared()
         self.module = _Copy(self._shared).of(model)
         for part in self.module.modules():
-            method_door(part)
+            hook_attn_method(part)
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # what a LightningModule says of itself
                 part.__dict__.update(_dtype=dtype, _device=device)
         _settle_configs(self.module)
@@ -112,9 +112,9 @@ class Replica:
 
         def leaf(entry: Any) -> Any:
             converted = self.convert(entry) if isinstance(entry, Tensor) else entry
-            return cloned(converted) if converted is entry else converted
+            return clone_if_tensor(converted) if converted is entry else converted
 
-        return copied(value, leaf, {})
+        return copy_nested(value, leaf, {})
 
     def convert(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """On the device; in the measuring dtype, or `dtype`, if it is floating."""
@@ -142,7 +142,7 @@ class _Copy:
             elif name in ("_parameters", "_buffers", "_modules"):
                 state[name] = {key: None if entry is None else self.leaf(entry) for key, entry in value.items()}
             else:
-                state[name] = copied(value, self.leaf, self.memo)
+                state[name] = copy_nested(value, self.leaf, self.memo)
         state.update(training=False, _compiled_call_impl=None)
         # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
         state["_weight_hooks"] = [

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from tracker.blocks.boundaries import Boundary, Span
-from tracker.capture.copies import copied
+from tracker.capture.copies import copy_nested
 from tracker.capture.outputs import hidden_state
 from tracker.capture.recording import BlockCall
 from tracker.capture.replica import Replica
@@ -72,7 +72,9 @@ def run(replica: Replica, arguments: BoundArguments, visits: Mapping[Boundary, V
     Raises:
         UsageError: if no tensor is found at a boundary.
     """
-    own = copied(dict(arguments.arguments), lambda value: value.clone() if isinstance(value, Tensor) else value, {})
+    own = copy_nested(
+        dict(arguments.arguments), lambda value: value.clone() if isinstance(value, Tensor) else value, {}
+    )
     bound = BoundArguments(arguments.signature, OrderedDict(own))
     exchange = _Exchange()
     with replica.guard(), replica.fresh_weights(replica.module), ExitStack() as stack:

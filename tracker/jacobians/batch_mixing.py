@@ -22,14 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.capture.recording import BlockCall, recorded_products
 from tracker.jacobians.checks import WINDOW, tolerance
-from tracker.jacobians.restriction import run_again, single_rows
-from tracker.jacobians.slicing import NotSliceable, Rows, window_of
+from tracker.jacobians.restriction import replay_errors_named, slicing_errors_caught
+from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.comparison import relative_error
 from tracker.linalg.jacobian import linearize
 from tracker.linalg.precision import Roundings
 
 
-def mixing(call: BlockCall, rows: Rows) -> str:
+def find_mixing(call: BlockCall, rows: Rows) -> str:
     """How the samples of the call mix; nothing where they do not. Windows end at rows asked for where they can."""
     B, n, _ = call.x.shape
     if n > 2 * WINDOW:
@@ -38,17 +38,17 @@ def mixing(call: BlockCall, rows: Rows) -> str:
         last = torch.stack([t.max() if len(t) else two.new_tensor(n - 1) for t in last])
         try:
             # No attention: what a block not known to be plain self-attention recorded may not be cut like this.
-            window, _ = window_of(replace(call, attention=[]), Rows(two, last), WINDOW)
-            with single_rows():
+            window, _ = cut_windows(replace(call, attention=[]), Rows(two, last), WINDOW)
+            with slicing_errors_caught():
                 return _by_derivative(window, two) or _by_value(window, two)
         except NotSliceable:  # the block wants its whole sequence
             pass
     samples = torch.arange(B, device=call.x.device)
-    with run_again(call):
+    with replay_errors_named(call):
         return _by_derivative(call, samples) or _by_value(call, samples)
 
 
-def halves(B: int, device: torch.device | None = None) -> Iterator[Bool[Tensor, " B"]]:
+def separating_sets(B: int, device: torch.device | None = None) -> Iterator[Bool[Tensor, " B"]]:
     """Sets K of samples such that for any two samples one K holds the first without the second."""
     numbers = torch.arange(B, device=device)
     for digit in range((B - 1).bit_length()):
@@ -62,7 +62,7 @@ def _by_derivative(call: BlockCall, samples: Tensor) -> str:
     with sdpa_kernel(SDPBackend.MATH):
         block = linearize(lambda x: call(x.view(shape)).flatten(0, 1), call.x.flatten(0, 1))
     u = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(call.x)
-    for kept in halves(len(u), u.device):
+    for kept in separating_sets(len(u), u.device):
         found = block.pullback((u * kept[:, None, None]).flatten(0, 1)[None]).view(shape)
         # 0 times the infinite derivative of a row that sees nothing is not mixing.
         leaked = found[~kept].nan_to_num(0, 0, 0).abs()
@@ -78,7 +78,7 @@ def _by_value(call: BlockCall, samples: Tensor) -> str:
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
     with torch.no_grad(), recorded_products(x.dtype), Roundings() as roundings:
         y = call(x.clone())  # a copy: a block may work in place
-        for kept in halves(len(x), x.device):
+        for kept in separating_sets(len(x), x.device):
             # All other tokens like one that is kept: where room is limited, they take it.
             row = x[kept][0, -1]
             others = row + 1e-3 * row.square().mean().sqrt() * noise

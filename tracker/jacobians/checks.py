@@ -26,8 +26,15 @@ from torch import Tensor
 
 from tracker.capture.recording import BlockCall, recorded_products
 from tracker.errors import UsageError
-from tracker.jacobians.restriction import Answered, on_full_sequence, on_single_rows, restrict, run_again, single_rows
-from tracker.jacobians.slicing import NotSliceable, Rows, window_of
+from tracker.jacobians.restriction import (
+    RowAttention,
+    linearize_full_sequence,
+    linearize_rows,
+    replay_errors_named,
+    restrict,
+    slicing_errors_caught,
+)
+from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.comparison import FLOOR, TOLERANCE, relative_error
 from tracker.linalg.jacobian import LinearOperator
 
@@ -41,7 +48,7 @@ def tolerance(dtype: torch.dtype, rounded: bool) -> float:
     return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
 
 
-def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
+def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
     """Relative difference of J^T u, sliced against full sequence, for random u at the first and the last row asked for
     of every sample; the last position of the sequence instead, where only position 0 is asked for.
 
@@ -49,49 +56,49 @@ def derivative_error(call: BlockCall, rows: Rows, answered: Answered) -> float:
     """
     if rows.source is not None:
         groups = [group for _, group in rows.disjoint_groups()]
-        return max(_derivative_error_at(call, group, answered)[0] for group in (groups[0], groups[-1]))
+        return max(_derivative_error_at(call, group, row_attention)[0] for group in (groups[0], groups[-1]))
     n, device = call.x.shape[1], call.x.device
     samples = rows.sample.unique()
     asked = [rows.token[rows.sample == sample] for sample in samples]
     last = [int(t.max()) or n - 1 for t in asked]
     first = [min(int(t.min()), l) or l for t, l in zip(asked, last, strict=True)]
     return max(
-        _derivative_error_in_window(call, Rows(samples, torch.tensor(at, device=device)), answered)
+        _derivative_error_in_window(call, Rows(samples, torch.tensor(at, device=device)), row_attention)
         for at in {*map(tuple, (first, last))}
     )
 
 
-def _derivative_error_in_window(call: BlockCall, rows: Rows, answered: Answered) -> float:
+def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
     """In the full sequence, unless the window does: padding within it may see nothing, and unknown arguments can't be cut."""
     if call.x.shape[1] > 2 * WINDOW:
         try:
-            error, rounded = _derivative_error_at(*window_of(call, rows, WINDOW), answered)
+            error, rounded = _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention)
         except (NotSliceable, UsageError):
             error, rounded = float("nan"), False
         if error <= tolerance(call.x.dtype, rounded):
             return error
-    return _derivative_error_at(call, rows, answered)[0]
+    return _derivative_error_at(call, rows, row_attention)[0]
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows, answered: Answered) -> tuple[float, bool]:
+def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[float, bool]:
     """And whether the block rounds inside."""
-    x = rows.sources_of(call.x)
+    x = rows.select_sources(call.x)
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-    block = on_single_rows(restrict([(call, rows)], answered), x)
-    with single_rows():
+    block = linearize_rows(restrict([(call, rows)], row_attention), x)
+    with slicing_errors_caught():
         found = block.pullback(u[None])[0]
-    with run_again(call):
-        expected = on_full_sequence(call, rows).pullback(u[None])[0]
+    with replay_errors_named(call):
+        expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
     return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded
 
 
-def reproduction_error(call: BlockCall, recorded_in: torch.dtype) -> float:
+def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
     """How far the block's output is from the recorded one where it is run in the same way: 0, or a rounding or two."""
-    with run_again(call), torch.no_grad(), recorded_products(recorded_in):
+    with replay_errors_named(call), torch.no_grad(), recorded_products(recorded_dtype):
         y = call(call.x.clone())  # a block may work in place
-    return relative_error(y - call.x, call.y - call.x, call.y, recorded_in)
+    return relative_error(y - call.x, call.y - call.x, call.y, recorded_dtype)
 
 
 def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
@@ -111,13 +118,13 @@ def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
     return float((difference / size).max())
 
 
-def is_same_again(call: BlockCall, recorded_in: torch.dtype) -> bool:
+def reproduces_recorded_output(call: BlockCall, recorded_dtype: torch.dtype) -> bool:
     """Whether the block, run in the way it was recorded, gives the recorded output: else it is random, or keeps state."""
     # Sums of a GPU have no fixed order: there a block that rounds inside may differ by that much.
-    return reproduction_error(call, recorded_in) <= tolerance(recorded_in, rounded=call.x.device.type != "cpu")
+    return reproduction_error(call, recorded_dtype) <= tolerance(recorded_dtype, rounded=call.x.device.type != "cpu")
 
 
-def reproduced(call: BlockCall, f: Tensor, reference: Tensor, recorded: Tensor, recorded_in: torch.dtype) -> float:
+def reproduced(call: BlockCall, f: Tensor, reference: Tensor, recorded: Tensor, recorded_dtype: torch.dtype) -> float:
     """The relative error of the residual function as the full sequence gives it.
 
     By other kernels a block that rounds inside gives another output, if not by much; in the same way it must not.
@@ -125,10 +132,10 @@ def reproduced(call: BlockCall, f: Tensor, reference: Tensor, recorded: Tensor, 
     Raises:
         UsageError: if the block does not reproduce its output.
     """
-    error = relative_error(f, reference, recorded, recorded_in)
-    if error <= TOLERANCE[recorded_in]:
+    error = relative_error(f, reference, recorded, recorded_dtype)
+    if error <= TOLERANCE[recorded_dtype]:
         return error
-    if not is_same_again(call, recorded_in):
+    if not reproduces_recorded_output(call, recorded_dtype):
         raise UsageError(
             f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {error:.1e}): "
             "it is random or keeps state between calls, so it has no Jacobian to measure"
@@ -141,7 +148,7 @@ def reproduced(call: BlockCall, f: Tensor, reference: Tensor, recorded: Tensor, 
     return error
 
 
-def kind_of(call: BlockCall) -> Any:
+def check_key(call: BlockCall) -> Any:
     """What a derivative proof holds for: one block, with or without the final norm, and how it and its attention are called."""
     given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)

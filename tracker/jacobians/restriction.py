@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import OutOfMemoryError, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.capture.attention import Attend, answering
+from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.errors import UsageError
-from tracker.jacobians.slicing import NotSliceable, Rows, join, of_rows
+from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FrozenLinear, Spare
 from tracker.linalg.precision import Roundings
@@ -37,10 +37,10 @@ FAILURES = (
     ValueError,
 )
 Selection = tuple[BlockCall, Rows]
-Answered = Callable[[Attend, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
+RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
-def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction:
+def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
     """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
 
     Rows that are differentiated by others are of one call; the function is then of the sources.
@@ -51,13 +51,17 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
     """
     if selections[0][1].source is not None:
         ((call, rows),) = selections
-        return _restrict_to_sources(call, rows, answered)
+        return _restrict_to_sources(call, rows, row_attention)
     call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
     divided = [
-        {name: of_rows(name, v, call, rows) for name, v in call.arguments.arguments.items() if name != call.state}
+        {
+            name: slice_argument(name, v, call, rows)
+            for name, v in call.arguments.arguments.items()
+            if name != call.state
+        }
         for call, rows in selections
     ]
-    arguments = divided[0] if len(divided) == 1 else join("arguments", divided, sizes)
+    arguments = divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     if len({len(call.attention) for call, _ in selections}) > 1:
         raise NotSliceable("samples that do not pass through the same attentions")
@@ -69,14 +73,16 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         expected = iter(recorded)
 
-        def answer(attend: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Any:
+        def answer(
+            attend: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
+        ) -> Any:
             frozen = next(expected, [])
             own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
             if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
                 raise NotSliceable("attention over something other than the block's own tokens")
-            return answered(attend, query, key, value, frozen)
+            return row_attention(attend, query, key, value, frozen)
 
-        with answering(answer):
+        with intercept_attention(answer):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
@@ -85,17 +91,21 @@ def restrict(selections: Sequence[Selection], answered: Answered) -> RowFunction
     return f
 
 
-def _restrict_to_sources(call: BlockCall, rows: Rows, answered: Answered) -> RowFunction:
+def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttention) -> RowFunction:
     """What reaches the rows through attention: sources and targets run as 2 R sequences of length one, and a target's
     query meets its source's live key.
     """
-    R, targets = len(rows.sample), rows.of(call.x)
+    R, targets = len(rows.sample), rows.select(call.x)
     both = Rows(rows.sample.repeat(2), torch.cat([rows.live, rows.token]))
 
     def of_targets(
-        attend: Attend, query: Tensor, key: Tensor, value: Tensor, frozen: Sequence[tuple[AttentionCall, Rows]]
+        attend: OriginalAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        frozen: Sequence[tuple[AttentionCall, Rows]],
     ) -> Any:
-        output = answered(attend, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
+        output = row_attention(attend, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
         found = output[0] if isinstance(output, tuple) else output
         padded = torch.cat([torch.zeros_like(found), found])  # nobody asks for what the sources see
         return (padded, *output[1:]) if isinstance(output, tuple) else padded
@@ -109,12 +119,12 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         X = call.x.index_put((rows.sample, rows.live), x)
-        return rows.of(call(X))
+        return rows.select(call(X))
 
     return f
 
 
-def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
+def linearize_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
 
     Args:
@@ -123,26 +133,26 @@ def on_single_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Lin
     Raises:
         NotSliceable: with what the block's code says of sequences of length one.
     """
-    with single_rows():
+    with slicing_errors_caught():
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
         with sdpa_kernel(SDPBackend.MATH), FrozenLinear(spare), Roundings() as roundings:
             block = linearize(f, x)
         return replace(block, rounded=roundings.seen)
 
 
-def on_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
+def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
     """Linearize a block at rows within their full sequences, no two of one sample, by its own code alone.
 
     Raises:
         UsageError: with what the block's code says of being run again.
     """
-    with run_again(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
-        block = linearize(full_sequence(call, rows), rows.sources_of(call.x))
+    with replay_errors_named(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
+        block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
     return replace(block, rounded=roundings.seen)
 
 
 @contextmanager
-def single_rows() -> Iterator[None]:
+def slicing_errors_caught() -> Iterator[None]:
     """Take what a block's code raises on sequences of length one as a reason not to slice."""
     try:
         yield
@@ -153,7 +163,9 @@ def single_rows() -> Iterator[None]:
 
 
 @contextmanager
-def run_again(call: BlockCall, how: str = "again on what the model gave it, with gradients") -> Iterator[None]:
+def replay_errors_named(
+    call: BlockCall, how: str = "again on what the model gave it, with gradients"
+) -> Iterator[None]:
     """Name the block in what its code raises when it runs outside of its model.
 
     Raises:

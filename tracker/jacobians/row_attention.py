@@ -22,13 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.attention import Attend, Formula
+from tracker.capture.attention import Formula, OriginalAttention
 from tracker.capture.recording import AttentionCall
-from tracker.jacobians.slicing import NotSliceable, Rows, mask_of_rows, samples_of
+from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows, sample_indices
 
 
 def by_formula(
-    attend: Attend,
+    attend: OriginalAttention,
     query: Float[Tensor, "R H 1 e"],
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
@@ -54,9 +54,9 @@ def by_formula(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
-            mask = mask_of_rows(past.mask, past.causal, past.key.shape[-2], rows)
+            mask = mask_rows(past.mask, past.causal, past.key.shape[-2], rows)
             for index, group in rows.disjoint_groups():
-                K, V = past.key[samples_of(past.key, group)], past.value[samples_of(past.value, group)]
+                K, V = past.key[sample_indices(past.key, group)], past.value[sample_indices(past.value, group)]
                 K[range(len(index)), :, group.live] = key[start + index, :, 0]
                 V[range(len(index)), :, group.live] = value[start + index, :, 0]
                 seen = None if mask is None else mask[index]
@@ -67,7 +67,7 @@ def by_formula(
 
 
 def by_own_code(
-    attend: Attend,
+    attend: OriginalAttention,
     query: Float[Tensor, "R H 1 e"],
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
@@ -79,9 +79,9 @@ def by_own_code(
     for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         n = past.key.shape[-2]
         own = (torch.arange(n, device=q.device) == rows.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
-        K = torch.where(own, k, past.key[samples_of(past.key, rows)])
-        V = torch.where(own, v, past.value[samples_of(past.value, rows)])
-        outputs.append(attend(q, K, V, mask_of_rows(past.mask, past.causal, n, rows), False))
+        K = torch.where(own, k, past.key[sample_indices(past.key, rows)])
+        V = torch.where(own, v, past.value[sample_indices(past.value, rows)])
+        outputs.append(attend(q, K, V, mask_rows(past.mask, past.causal, n, rows), False))
     if isinstance(outputs[0], tuple):  # the output and what else the model is told, such as the weights
         return torch.cat([output for output, *_ in outputs]), *outputs[0][1:]
     return torch.cat(outputs)

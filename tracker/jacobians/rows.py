@@ -4,7 +4,7 @@ Three paths, tried in this order for every block (`frozen`, `restriction`):
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must give back the recorded output.
-The value is proved at every use, the derivative once per block and way of calling it (`proof`). The evidence says which
+The value is proved at every use, the derivative once per block and way of calling it (`proof`). The checks says which
 path served, and why the full sequence.
 """
 
@@ -22,7 +22,14 @@ from tracker.capture.replica import Replica
 from tracker.capture.spans import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
 from tracker.jacobians.checks import FAST, reproduced, tolerance
-from tracker.jacobians.restriction import Answered, Selection, on_full_sequence, on_single_rows, restrict, run_again
+from tracker.jacobians.restriction import (
+    RowAttention,
+    Selection,
+    linearize_full_sequence,
+    linearize_rows,
+    replay_errors_named,
+    restrict,
+)
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.comparison import FLOOR, relative_error
@@ -44,7 +51,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CheckResults:
     """How a block's Jacobians were found, and the proofs' errors."""
 
     path: Literal["formula", "own code", "full sequence"]  # what answered the rows' queries
@@ -63,13 +70,13 @@ class Sketch:
     """Jacobians at R rows known by their products."""
 
     operator: LinearOperator
-    evidence: list[Evidence]  # one for each selection
+    checks: list[CheckResults]  # one for each selection
     signs: Float[Tensor, "R d m"]  # random, of 1 and -1
     products: Float[Tensor, "R d m"]  # J^T signs
-    inside: torch.dtype  # in which the products are computed
+    compute_dtype: torch.dtype  # in which the products are computed
 
 
-PATHS: dict[Any, Answered] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
+PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 
 class Jacobians:
@@ -86,10 +93,10 @@ class Jacobians:
         self.precision = precision
         self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
-        self._examined = CheckCache(replica.dtype)
+        self._checks = CheckCache(replica.dtype)
         self._spare: Spare = []
 
-    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], Evidence]]:
+    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
         The calls are of one block, in one recording or several; their rows pass through its weights together. At rows
@@ -101,14 +108,14 @@ class Jacobians:
         """
         dtype = selections[0][0].x.dtype
         results = []
-        for operator, some, evidence in self._operators(dtype, selections):
+        for operator, some, checks in self._operators(dtype, selections):
             J = operator.dense().split([len(rows.sample) for _, rows in some])
-            results += zip(J, evidence, strict=True)
+            results += zip(J, checks, strict=True)
         for i, (J, _) in enumerate(results):
             # Where rows have other sources no identity was subtracted, in which small entries could have drowned.
             if selections[i][1].source is None and _hidden_by_rounding(J, dtype):
-                ((operator, _, (evidence,)),) = self._operators(torch.float64, selections[i : i + 1])
-                results[i] = operator.dense().to(dtype), evidence
+                ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1])
+                results[i] = operator.dense().to(dtype), checks
             _check_finite(results[i][0], selections[i][0])
         return results
 
@@ -123,49 +130,51 @@ class Jacobians:
             FloatingPointError: as above, so far as random products show it.
         """
         call, dtype = selections[0][0], selections[0][0].x.dtype
-        for inside in (dtype, torch.float64):
-            operator, evidence = self._operator(inside, selections)
+        for compute_dtype in (dtype, torch.float64):
+            operator, checks = self._operator(compute_dtype, selections)
             R, d = sum(len(rows.sample) for _, rows in selections), call.x.shape[-1]
             generator = torch.Generator().manual_seed(0)
             signs = (torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1).to(self.replica.device, dtype)
             products = operator.apply_transpose(signs)
             _check_finite(products, call)
             # as large as J itself, on average
-            if inside == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
+            if compute_dtype == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
                 break
-        return Sketch(operator, evidence, signs, products, inside)
+        return Sketch(operator, checks, signs, products, compute_dtype)
 
-    def product(self, selections: Sequence[Selection], inside: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
+    def product(self, selections: Sequence[Selection], compute_dtype: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
         """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
-        return self._operator(inside, selections)[0].apply(V)
+        return self._operator(compute_dtype, selections)[0].apply(V)
 
-    def _operator(self, inside: torch.dtype, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
-        operators, parts, evidence = zip(*self._operators(inside, selections), strict=True)
+    def _operator(
+        self, compute_dtype: torch.dtype, selections: Sequence[Selection]
+    ) -> tuple[LinearOperator, list[CheckResults]]:
+        operators, parts, checks = zip(*self._operators(compute_dtype, selections), strict=True)
         operator = stacked_operator(operators, [sum(len(rows.sample) for _, rows in part) for part in parts])
         dtype = selections[0][0].x.dtype
-        converted = operator if inside == dtype else converting_operator(operator, inside, dtype)
-        return converted, [of_one for some in evidence for of_one in some]
+        converted = operator if compute_dtype == dtype else converting_operator(operator, compute_dtype, dtype)
+        return converted, [of_one for some in checks for of_one in some]
 
     def _operators(
         self, dtype: torch.dtype, selections: Sequence[Selection]
-    ) -> list[tuple[LinearOperator, Sequence[Selection], list[Evidence]]]:
+    ) -> list[tuple[LinearOperator, Sequence[Selection], list[CheckResults]]]:
         """For all selections together where some path proves itself on them all, else for each by itself."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
             for selection in selections:
-                self._examined.require_unmixed(*selection)
+                self._checks.require_independent_samples(*selection)
             try:
-                operator, evidence = self._sliced(selections)
-                return [(operator, selections, evidence)]
+                operator, checks = self._sliced(selections)
+                return [(operator, selections, checks)]
             except NotSliceable as why:
                 reason = str(why)
             if len(selections) == 1:
-                operator, evidence = self._full(*selections[0], reason)
-                return [(operator, selections, [evidence])]
+                operator, checks = self._full(*selections[0], reason)
+                return [(operator, selections, [checks])]
         return [part for selection in selections for part in self._operators(dtype, [selection])]
 
-    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[Evidence]]:
+    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[CheckResults]]:
         """By the first path that proves itself; where none does in full, by the first whose error is no more than what the
         block rounds inside.
         """
@@ -185,56 +194,56 @@ class Jacobians:
                 reason = why
         raise reason
 
-    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, Evidence]:
-        J, value_error = full(call, rows, self.replica.dtype, self.memory)
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, CheckResults]:
+        J, value_error = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory)
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
             warnings.warn(
                 f"block {call.layer} ({call.name}) is measured over the full sequence, slowly: {reason}", stacklevel=5
             )
         self.fallbacks[call.layer] = reason
-        return matrix_operator(J), Evidence("full sequence", value_error, float("nan"), reason)
+        return matrix_operator(J), CheckResults("full sequence", value_error, float("nan"), reason)
 
     def _by_path(
         self, path: Any, selections: Sequence[Selection], rounded: bool = False
-    ) -> tuple[LinearOperator, list[Evidence]]:
+    ) -> tuple[LinearOperator, list[CheckResults]]:
         """Where `rounded`, an error that is no more than what the block rounds inside is allowed for."""
         sizes = [len(rows.sample) for _, rows in selections]
-        x = torch.cat([rows.sources_of(call.x) for call, rows in selections])
-        block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
-        evidence, keys = [], 0
+        x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
+        block = linearize_rows(restrict(selections, PATHS[path]), x, self._spare)
+        checks, keys = [], 0
         for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
-            before, recorded = rows.of(call.x), rows.of(call.y)
+            before, recorded = rows.select(call.x), rows.select(call.y)
             value_error = relative_error(y - before, recorded - before, recorded, self.replica.dtype)
             allowed = block.rounded and rounded
             if not value_error <= tolerance(self.replica.dtype, allowed):
-                raise _failed("value", value_error, self.replica.dtype, block.rounded)
-            error = self._examined.derivative_error(path, PATHS[path], call, rows)
+                raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
+            error = self._checks.derivative_error(path, PATHS[path], call, rows)
             if not error <= tolerance(x.dtype, allowed):
-                raise _failed("derivative", error, x.dtype, block.rounded)
-            if allowed and not self._examined.is_same_again(call):
+                raise _check_failed("derivative", error, x.dtype, block.rounded)
+            if allowed and not self._checks.reproduces_recorded_output(call):
                 raise NotSliceable("run again in the same way, the block gives another output")
-            evidence.append(Evidence(path, value_error, error))
+            checks.append(CheckResults(path, value_error, error))
             if path == "own code":
                 keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = on_single_rows(restrict(selections, PATHS[path]), x, self._spare)
+                block = linearize_rows(restrict(selections, PATHS[path]), x, self._spare)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
         operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
-        known_to = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-        operator = self._examined.with_adjoint_check(operator, path, *selections[0], x, known_to)
-        return tf32_operator(operator) if self.precision == "tf32" else operator, evidence
+        allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
+        operator = self._checks.with_adjoint_check(operator, path, *selections[0], x, allowed_error)
+        return tf32_operator(operator) if self.precision == "tf32" else operator, checks
 
 
 class RoundedInside(NotSliceable):
     """A proof's error is no more than what the block's own code rounds to float32."""
 
 
-def _failed(proof: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
-    what = ": the rows alone give another output" if proof == "value" else ""
+def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
+    what = ": the rows alone give another output" if check == "value" else ""
     kind = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
-    return kind(f"{proof} proof failed{what} (error {error:.1e})")
+    return kind(f"{check} check failed{what} (error {error:.1e})")
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
@@ -264,20 +273,20 @@ def _check_finite(J: Tensor, call: BlockCall) -> None:
         )
 
 
-def full(
-    call: BlockCall, rows: Rows, recorded_in: torch.dtype, memory: int = 1 << 28
+def full_sequence_jacobian(
+    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 28
 ) -> tuple[Float[Tensor, "R d d"], float]:
     """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
 
     One row of every sample at a time: samples do not mix in a block, tokens do.
     """
-    x, before, recorded = rows.sources_of(call.x), rows.of(call.x), rows.of(call.y)
+    x, before, recorded = rows.select_sources(call.x), rows.select(call.x), rows.select(call.y)
     J = x.new_empty(*x.shape, x.shape[-1])
     B, n, d = call.x.shape
     y = torch.empty_like(x)
     for index, group in rows.disjoint_groups():
-        block = on_full_sequence(call, group)
-        with run_again(call):
+        block = linearize_full_sequence(call, group)
+        with replay_errors_named(call):
             J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
         y[index] = block.y
-    return J, reproduced(call, y - before, recorded - before, recorded, recorded_in)
+    return J, reproduced(call, y - before, recorded - before, recorded, recorded_dtype)

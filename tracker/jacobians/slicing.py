@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tracker.capture.copies import holds_tensors
+from tracker.capture.copies import contains_tensors
 from tracker.capture.recording import AttentionCall, BlockCall
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
@@ -41,15 +41,15 @@ class Rows:
         """The position whose key and value are not frozen."""
         return self.token if self.source is None else self.source
 
-    def of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+    def select(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """These rows of a hidden state."""
         return X[self.sample.to(X.device), self.token.to(X.device)]
 
-    def sources_of(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
+    def select_sources(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """The rows of a hidden state that these are differentiated by."""
         return X[self.sample.to(X.device), self.live.to(X.device)]
 
-    def at(self, index: Tensor | slice) -> "Rows":
+    def subset(self, index: Tensor | slice) -> "Rows":
         """Some of the rows."""
         return Rows(self.sample[index], self.token[index], None if self.source is None else self.source[index])
 
@@ -58,14 +58,14 @@ class Rows:
         order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # how many rows of its sample come before
         for group in order.unique():
             index = torch.nonzero(order == group).squeeze(-1)
-            yield index, self.at(index)
+            yield index, self.subset(index)
 
 
-def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
+def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     """An argument of the block, restricted to the rows; only arguments known by name are divided."""
     if isinstance(value, dict):  # what the signature collects as **kwargs
-        return {key: of_rows(str(key), entry, call, rows) for key, entry in value.items()}
-    if not holds_tensors(value):
+        return {key: slice_argument(str(key), entry, call, rows) for key, entry in value.items()}
+    if not contains_tensors(value):
         return value
     n = call.x.shape[1]
     if name in PER_TOKEN:
@@ -75,15 +75,15 @@ def of_rows(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
         # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
         if value.dim() == 4:
-            return value[samples_of(value, rows)][..., :1, :1]
+            return value[sample_indices(value, rows)][..., :1, :1]
         if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
-            return value[samples_of(value, rows)][:, :1]
+            return value[sample_indices(value, rows)][:, :1]
         if value.dim() == 2:
             return value[:1, :1]
     raise _unknown(name)
 
 
-def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """One argument of several recordings, each divided into rows already, for all their rows together.
 
     Raises:
@@ -93,9 +93,9 @@ def join(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if any(type(part) is not type(first) for part in parts):
         pass
     elif isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
-        return {key: join(str(key), [part[key] for part in parts], sizes) for key in first}
+        return {key: concatenate_argument(str(key), [part[key] for part in parts], sizes) for key in first}
     elif isinstance(first, (tuple, list)) and all(len(part) == len(first) for part in parts):
-        return type(first)(join(name, entries, sizes) for entries in zip(*parts, strict=True))
+        return type(first)(concatenate_argument(name, entries, sizes) for entries in zip(*parts, strict=True))
     elif isinstance(first, Tensor):
         if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
             return torch.cat(list(parts))
@@ -110,11 +110,11 @@ def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
         return value[rows.token[:1]]  # has no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-        return value[samples_of(value, rows), rows.token][:, None]
+        return value[sample_indices(value, rows), rows.token][:, None]
     raise _unknown(name)
 
 
-def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
+def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
     """The call on windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
 
     Frozen keys and values stay those that were recorded. The call has no output: what the block gives there is not
@@ -133,16 +133,16 @@ def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]
         if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((start == start[0]).all()):
             return value[tokens[0]]
         if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-            return value[samples_of(value, rows)[:, None], tokens]
+            return value[sample_indices(value, rows)[:, None], tokens]
         raise _unknown(name)
 
     def mask(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
-            value = value[samples_of(value, rows)].take_along_dim(tokens[:, None, None], -1)
+            value = value[sample_indices(value, rows)].take_along_dim(tokens[:, None, None], -1)
             return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
             if name.endswith("padding_mask") or value.shape[0] != n:
-                return value[samples_of(value, rows)[:, None], tokens]
+                return value[sample_indices(value, rows)[:, None], tokens]
             if bool((start == start[0]).all()):
                 return value[tokens[0]][:, tokens[0]]
         raise _unknown(name)
@@ -150,7 +150,7 @@ def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]
     def cut(name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: cut(str(key), entry) for key, entry in value.items()}
-        if name == call.state or not holds_tensors(value):
+        if name == call.state or not contains_tensors(value):
             return value
         if name in PER_TOKEN:
             return per_token(name, value)
@@ -159,7 +159,7 @@ def window_of(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]
         raise _unknown(name)
 
     def keys(value: Tensor) -> Tensor:
-        return value[samples_of(value, rows)].take_along_dim(tokens[:, None, :, None], -2)
+        return value[sample_indices(value, rows)].take_along_dim(tokens[:, None, :, None], -2)
 
     arguments = OrderedDict((name, cut(name, value)) for name, value in call.arguments.arguments.items())
     attention = [
@@ -179,12 +179,12 @@ def _unknown(name: str) -> NotSliceable:
     return NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
 
 
-def samples_of(tensor: Tensor, rows: Rows) -> Tensor:
+def sample_indices(tensor: Tensor, rows: Rows) -> Tensor:
     """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
     return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
 
 
-def mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
+def mask_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
     """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
     if mask is not None and not isinstance(mask, Tensor):
         raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
@@ -192,4 +192,4 @@ def mask_of_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
         return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
-    return mask[samples_of(mask, rows), :, token][:, :, None, :n]
+    return mask[sample_indices(mask, rows), :, token][:, :, None, :n]

@@ -21,7 +21,7 @@ def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
     return made
 
 
-def rows_of_identity(x: Float[Tensor, "C *B d"]) -> slice | None:
+def rows_of_identity(x: Tensor) -> slice | None:
     """Which rows of such an identity x consists of, x[c] being one of them all over B; None if it is not known to be any."""
     if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
         return None

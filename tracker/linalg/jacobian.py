@@ -121,12 +121,12 @@ def matrix_operator(J: Float[Tensor, "R d d"]) -> LinearOperator:
     return LinearOperator(lambda V: J @ V, lambda U: J.mT @ U, lambda: J)
 
 
-def converting_operator(operator: LinearOperator, inside: torch.dtype, outside: torch.dtype) -> LinearOperator:
+def converting_operator(operator: LinearOperator, compute_dtype: torch.dtype, dtype: torch.dtype) -> LinearOperator:
     """An operator that works in another dtype than those who ask it."""
     return LinearOperator(
-        lambda V: operator.apply(V.to(inside)).to(outside),
-        lambda U: operator.apply_transpose(U.to(inside)).to(outside),
-        lambda: operator.dense().to(outside),
+        lambda V: operator.apply(V.to(compute_dtype)).to(dtype),
+        lambda U: operator.apply_transpose(U.to(compute_dtype)).to(dtype),
+        lambda: operator.dense().to(dtype),
     )
 
 

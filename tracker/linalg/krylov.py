@@ -39,7 +39,7 @@ def basis_size(d: int, K: int) -> int:
     return min(d // BLOCK - 1, ceil((100 + 3 * K) / BLOCK)) * BLOCK
 
 
-def has_room(d: int, K: int) -> bool:
+def basis_fits(d: int, K: int) -> bool:
     """Whether the bases can hold K triplets and grow."""
     return basis_size(d, K) >= K + 2 * BLOCK
 

@@ -64,7 +64,7 @@ class FrozenProduct(torch.autograd.Function):
             columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
             # A copy: a backward pass that writes into its gradient must not write into the weight.
             return columns.clone(memory_format=torch.contiguous_format)
-        if not by_onednn(x):
+        if not uses_onednn(x):
             return torch.nn.functional.linear(x, weight)
         few = weight.numel() >= LARGE and 0 < x.numel() <= FEW * x.shape[-1]
         if few and (rows := own.of(weight)) is not None:
@@ -83,7 +83,7 @@ class FrozenProduct(torch.autograd.Function):
         return FrozenProduct.apply(gradients[0], ctx.weight.mT, ctx.other, ctx.own), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
         """The same product of the tangent."""
         return FrozenProduct.apply(x, ctx.weight, ctx.own, ctx.other)
 
@@ -105,7 +105,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def by_onednn(x: Tensor) -> bool:
+def uses_onednn(x: Tensor) -> bool:
     """Whether products of such tensors are oneDNN's."""
     onednn: Any = torch.backends.mkldnn
     return x.dtype == torch.float32 and x.device.type == "cpu" and onednn.is_available() and onednn.enabled
@@ -119,7 +119,7 @@ def row_products(M: Float[Tensor, "o i"]) -> tuple[Callable[[Tensor], Tensor], C
 
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
     """X Y^T; not differentiable."""
-    return stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if by_onednn(X) else X @ Y.mT
+    return stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from tracker.linalg.krylov import (
     Product,
+    basis_fits,
     basis_size,
     block_golub_kahan,
     block_lanczos,
     expected_columns,
-    has_room,
     start_block,
 )
-from tracker.linalg.linear import by_onednn, inner_products, row_products, stacked
+from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # of the residual: what the Krylov iteration must reach
@@ -75,7 +75,7 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
         raise ValueError("the Jacobian has entries that are not finite (overflow or NaN); nothing can be decomposed")
     d = J.shape[-1]
     krylov = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype))
-    way = _krylov if krylov and has_room(d, K) else _full
+    way = _krylov if krylov and basis_fits(d, K) else _full
     with float32_products("ieee"):
         groups = [way(some, K) for some in J.split(max(1, GROUP // d**2))]
     return Triplets(*(torch.cat([getattr(group, field.name) for group in groups]) for field in fields(Triplets)))
@@ -101,7 +101,7 @@ def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[T
     Raises:
         ValueError: if K leaves the iteration no room, or a product is not finite.
     """
-    if not has_room(like.shape[-1], K):
+    if not basis_fits(like.shape[-1], K):
         raise ValueError(
             f"K={K} triplets are too many to find by products where d = {like.shape[-1]}; decompose in full"
         )
@@ -228,7 +228,7 @@ def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
 
 def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
     """V -> J V and U -> J^T U."""
-    if not by_onednn(J):
+    if not uses_onednn(J):
         return lambda V: (V.mT @ J.mT).mT, lambda U: (U.mT @ J).mT
     forward, back = zip(*map(row_products, J), strict=True)
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tracker.capture.recording import BlockCall, Recording
 from tracker.jacobians.restriction import Selection
-from tracker.jacobians.rows import PROBES, Evidence, Jacobians, Rows, Sketch
-from tracker.linalg.krylov import basis_size, expected_columns, has_room
+from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Rows, Sketch
+from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures import coupling
 
@@ -44,7 +44,7 @@ class Layer:
     triplets: Triplets
     product: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J V
     frobenius: Float[Tensor, " R"]
-    evidence: list[Evidence]  # one for each row
+    checks: list[CheckResults]  # one for each row
     formed: bool  # the Jacobian, entry by entry
 
 
@@ -61,7 +61,7 @@ def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Meth
     # A product of few columns has to read all of a block's weights: measured on two cores at d = 2048 to 4096, a column
     # costs 1.6 times what it costs among many for one row, where 16 go together, and 1.3 times for four; 1 + 1 / R is
     # cautious. Dense costs 0.7 d columns among many, decomposition included, where last layers are saved (`identity`).
-    return has_room(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 1 / R) * columns < 0.7 * d))
+    return basis_fits(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 1 / R) * columns < 0.7 * d))
 
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
@@ -128,7 +128,7 @@ def _found(layers: Sequence[Layer], r: int) -> dict[str, Tensor]:
     }
     values["formed"] = torch.tensor([layer.formed for layer in layers])
     for name in ("sliced", "value_error", "derivative_error"):
-        values[name] = torch.tensor([getattr(layer.evidence[r], name) for layer in layers])
+        values[name] = torch.tensor([getattr(layer.checks[r], name) for layer in layers])
     return values
 
 
@@ -205,7 +205,7 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
     for recording, rows in selected:
         start = 0
         while start < len(rows.sample):
-            some = rows.at(slice(start, start + room))
+            some = rows.subset(slice(start, start + room))
             group.append((recording, some))
             start, room = start + len(some.sample), room - len(some.sample)
             if room == 0:
@@ -217,17 +217,17 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
 
 def _dense(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], K: int, method: Method) -> list[Layer]:
     """Layers that keep their Jacobians."""
-    Js, evidence = zip(*(_formed(jacobians, selections) for selections in blocks), strict=True)
+    Js, checks = zip(*(_formed(jacobians, selections) for selections in blocks), strict=True)
     triplets = triplets_of_each(Js, K, "auto" if method == "matrix-free" else method)
     return [
-        Layer(found, J.matmul, torch.linalg.matrix_norm(J), proved, True)
-        for found, J, proved in zip(triplets, Js, evidence, strict=True)
+        Layer(found, J.matmul, torch.linalg.matrix_norm(J), of_rows, True)
+        for found, J, of_rows in zip(triplets, Js, checks, strict=True)
     ]
 
 
-def _formed(jacobians: Jacobians, selections: Sequence[Selection]) -> tuple[Float[Tensor, "R d d"], list[Evidence]]:
-    Js, evidence = zip(*jacobians(selections), strict=True)
-    return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(evidence, selections)
+def _formed(jacobians: Jacobians, selections: Sequence[Selection]) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
+    Js, checks = zip(*jacobians(selections), strict=True)
+    return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
 
 
 def _passing(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
@@ -242,8 +242,8 @@ def _by_products(jacobians: Jacobians, selections: Sequence[Selection], K: int, 
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():  # not converged: the dense Jacobians have to be asked
         return _passing(jacobians, selections, K, "full")
-    product = partial(jacobians.product, selections, sketch.inside)
-    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.evidence, selections), False)
+    product = partial(jacobians.product, selections, sketch.compute_dtype)
+    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections), False)
 
 
 def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
@@ -255,5 +255,5 @@ def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
     return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
 
 
-def _for_each_row(evidence: Sequence[Evidence], selections: Sequence[Selection]) -> list[Evidence]:
-    return [found for found, (_, rows) in zip(evidence, selections, strict=True) for _ in rows.sample]
+def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[Selection]) -> list[CheckResults]:
+    return [found for found, (_, rows) in zip(checks, selections, strict=True) for _ in rows.sample]
