@@ -91,10 +91,10 @@ def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> s
 
 
 def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
-    from tracker.analysis.regression import averaged, linear_fit
+    from tracker.analysis.regression import group_means, linear_fit
     from vit.statistics import settings
 
-    points = averaged(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)
+    points = group_means(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)
     fit = linear_fit(*points)  # of the means over seeds
     return (
         f"{what} has r = {fit['r']:.2f} (95 % interval {fit['r_low']:.2f} to {fit['r_high']:.2f}, p = {fit['p']:.2g})"

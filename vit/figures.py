@@ -8,7 +8,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from tracker.analysis.regression import FEWEST
+from tracker.analysis.regression import MIN_POINTS
 from tracker.figures.comparisons import what_follows
 from tracker.figures.drawing import PAIR_WORDS, panels, shades, training_axis
 from tracker.figures.palette import BLUE, GREY, ORANGE
@@ -37,7 +37,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
             if np.isfinite(fit.get("cluster_p", np.nan)):
                 title += f"\nseeds averaged: R² = {fit.cluster_r2:.2f}, p = {fit.cluster_p:.2g}"
         else:
-            title += f"\nno line: fewer than {FEWEST} cells, or no spread"
+            title += f"\nno line: fewer than {MIN_POINTS} cells, or no spread"
         panel.set_title(title, fontsize=8)
     figure.supxlabel(coupling_label(at), fontsize=9)
     figure.supylabel("test accuracy", fontsize=9)

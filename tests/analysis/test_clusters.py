@@ -1,4 +1,4 @@
-"""Which results are not independent, and what is said of them in tables, figures and on the page."""
+"""Clusters of results that are not independent, in tables, in figures and on the page."""
 
 import json
 import re
@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from tests.stores import unit
-from tracker.analysis.across_models import across
-from tracker.analysis.clusters import assigned, clusters, independence
+from tracker.analysis.across_models import compare_models
+from tracker.analysis.clusters import assign_clusters, cluster_labels, independence_note
 from tracker.figures.comparisons import against_score, definitions, sizes, subsets
 from tracker.figures.write import main
 from tracker.report.summary import summary
@@ -18,17 +18,17 @@ from tracker.report.write import main as report
 from tracker.results import Store, open_results
 
 NAMES = ["70m", "70m-deduped", "160m", "160m-deduped", "410m", "1b", "1b-seed3"]
-ONCE = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]
+LABELS = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]
 
 
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     """Seven Pythias of four sizes."""
-    place = tmp_path_factory.mktemp("twins")
+    place = tmp_path_factory.mktemp("variants")
     for i, name in enumerate(NAMES):
         store = Store(place / name)
         store.settle({"model": name})
-        size = sorted(set(ONCE)).index(ONCE[i])
+        size = sorted(set(LABELS)).index(LABELS[i])
         attributes = {"suite": f"pythia-{name}", "parameters": 1000 * (size + 1) ** 2, "width": 64 * (size + 1)}
         store.write(1, unit(1, 3 + size, (4,), 5, False, i, **attributes))
     return [place / name for name in NAMES]
@@ -39,8 +39,8 @@ def results(stores):
     return {path.name: open_results(path) for path in stores}
 
 
-def test_twins_are_told_by_name_and_sizes(results):
-    assert clusters(results).tolist() == ONCE
+def test_variants_of_one_model_are_recognised_by_name_and_sizes(results):
+    assert cluster_labels(results).tolist() == LABELS
     ds = results["70m"]
     named = {
         "a": ds.assign_attrs(suite="", model_name="EleutherAI/pythia-70m-deduped"),
@@ -51,38 +51,38 @@ def test_twins_are_told_by_name_and_sizes(results):
         "nameless": ds.assign_attrs(suite="", model_name=""),
         "nameless too": ds.assign_attrs(suite="", model_name=""),
     }
-    assert clusters(named).tolist() == ["a", "a", *list(named)[2:]]
+    assert cluster_labels(named).tolist() == ["a", "a", *list(named)[2:]]
 
 
-def test_a_user_s_clusters_go_first(results):
-    given = assigned(results, "70m=small, 160m=small")
-    assert clusters(given).tolist() == ["small", "70m-deduped", "small", "160m-deduped", "410m", "1b", "1b"]
-    assert assigned(results, None).keys() == results.keys()
+def test_given_clusters_take_precedence(results):
+    given = assign_clusters(results, "70m=small, 160m=small")
+    assert cluster_labels(given).tolist() == ["small", "70m-deduped", "small", "160m-deduped", "410m", "1b", "1b"]
+    assert assign_clusters(results, None).keys() == results.keys()
     for wrong in ("70m", "9b=x", "70m="):
         with pytest.raises(ValueError, match=re.escape(f"--clusters {wrong}: ")):
-            assigned(results, wrong)
+            assign_clusters(results, wrong)
 
 
-def test_what_a_reader_is_told(results):
-    said = independence(results)
-    assert said.startswith("7 models of 1 architecture: p and intervals take models as independent")
-    assert said.endswith("Averaged, to count once: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3.")
-    assert "Averaged" not in independence({name: results[name] for name in ("70m", "160m", "410m", "1b")})
+def test_the_note_states_independence_and_averaged_clusters(results):
+    said = independence_note(results)
+    assert said.startswith("7 models of 1 architecture: p and intervals treat models as independent")
+    assert said.endswith("Clusters averaged in the second fit: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3.")
+    assert "averaged" not in independence_note({name: results[name] for name in ("70m", "160m", "410m", "1b")})
 
 
 def means(values):
-    return pd.Series(np.asarray(values, float)).groupby(ONCE, sort=False).mean().to_numpy()
+    return pd.Series(np.asarray(values, float)).groupby(LABELS, sort=False).mean().to_numpy()
 
 
-def test_figures_fit_the_means_of_twins_too(results):
+def test_figures_also_fit_the_means_of_clusters(results):
     figure, table = against_score(results, 4)
-    assert table["cluster"].tolist() == ONCE
+    assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
     once = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
     assert once in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
-    assert "take models as independent" in sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
+    assert "treat models as independent" in sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
 
     _, table = subsets(results, 4)
     assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[:2] == [7, 4]
@@ -95,25 +95,25 @@ def test_figures_fit_the_means_of_twins_too(results):
     )
 
 
-def test_without_twins_nothing_is_averaged(results):
+def test_without_clusters_nothing_is_averaged(results):
     alone = {name: results[name] for name in ("70m", "160m", "410m", "1b")}
     figure, _ = against_score(alone, 4)
     assert "averaged" not in figure.axes[0].get_title() and "averaged" not in figure.get_supxlabel()
     assert subsets(alone, 4)[1].subset.tolist() == ["all"] and "cluster_p" not in definitions(alone, 4)[1]
-    assert across({name: summary(ds) for name, ds in alone.items()})["on"]["width"]["once"] is None
+    assert compare_models({name: summary(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None
 
 
 def test_the_page_has_both_fits(results):
-    found = across({name: summary(ds) for name, ds in results.items()})
-    assert found["clusters"] == ONCE and found["independence"] == independence(results)
+    found = compare_models({name: summary(ds) for name, ds in results.items()})
+    assert found["clusters"] == LABELS and found["independence"] == independence_note(results)
     at = found["coupling"]["offdiag_normalized"][4]["mean_offdiag"]
     fit = stats.linregress(means(at["values"]), means(found["score"]))
-    assert at["fit"]["once"]["p"] == pytest.approx(fit.pvalue) and at["fit"]["n"] == 7
+    assert at["fit"]["averaged"]["p"] == pytest.approx(fit.pvalue) and at["fit"]["n"] == 7
     whole = stats.linregress(at["values"], found["score"])
     assert at["fit"]["p"] == pytest.approx(whole.pvalue) and at["fit"]["intercept"] == pytest.approx(whole.intercept)
-    assert at["held"]["once"]["n"] == 4 and at["subsets"]["subset"][1] == "all, clusters averaged"
+    assert at["controlled"]["averaged"]["n"] == 4 and at["subsets"]["subset"][1] == "all, clusters averaged"
     fit = stats.linregress(means(found["sizes"]["width"]), means(at["values"]))
-    assert at["on"]["width"]["once"]["p"] == pytest.approx(fit.pvalue)
+    assert at["size_fits"]["width"]["averaged"]["p"] == pytest.approx(fit.pvalue)
 
 
 def test_clusters_on_the_command_lines(stores, tmp_path, capsys):

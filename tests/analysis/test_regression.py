@@ -6,11 +6,10 @@ import statsmodels.api as sm
 from scipy import stats
 
 from tracker.analysis.regression import (
-    averaged,
+    clustered_mean,
     exponential_fit,
     holm,
     linear_fit,
-    mean_error,
     mean_interval,
     onset,
     partial_correlation,
@@ -83,7 +82,7 @@ def test_holm_by_its_definition():
         np.testing.assert_array_equal(holm(p) <= alpha, rejected)
 
 
-def test_other_variables_held_fixed_are_those_of_a_multiple_regression():
+def test_partial_correlation_is_that_of_a_multiple_regression():
     random = np.random.default_rng(4)
     depth, width = random.standard_normal((2, 20))
     x = depth + 0.3 * random.standard_normal(20)
@@ -179,7 +178,7 @@ def test_errors_of_clusters_are_cr2_with_bell_and_mccaffrey_s_degrees_of_freedom
     """By matrices: the cluster's part of the projection, to the power of minus one half."""
     values = np.random.default_rng(23).random(11)
     label = np.array([0, 0, 0, 0, 1, 1, 2, 3, 3, 3, 3])
-    mean, error, df = mean_error(values, label)
+    mean, error, df = clustered_mean(values, label)
     N, X = 11, np.ones((11, 1))
     left = np.eye(N) - X @ X.T / N
     parts = []
@@ -197,7 +196,7 @@ def test_errors_of_clusters_of_one_size_are_statsmodels_sandwich():
     values, label = np.random.default_rng(23).random(12), np.arange(12) % 4
     options = {"groups": label, "use_correction": False}
     sandwich = sm.OLS(values, np.ones(12)).fit(cov_type="cluster", cov_kwds=options)
-    assert mean_error(values, label)[1] == pytest.approx(sandwich.bse[0] * np.sqrt(4 / 3))
+    assert clustered_mean(values, label)[1] == pytest.approx(sandwich.bse[0] * np.sqrt(4 / 3))
 
 
 def test_the_interval_of_r_is_scipy_s():
@@ -242,12 +241,12 @@ def test_one_degree_of_freedom_excludes_no_correlation():
     assert (fit["r_low"], fit["r_high"], fit["r2_low"], fit["r2_high"]) == (-1, 1, 0, 1) and np.isfinite(fit["p"])
 
 
-def test_twins_that_are_averaged_count_once():
+def test_averaged_copies_count_as_one_point():
     """Of pairs that are copies, p is that of half as many points."""
     random = np.random.default_rng(26)
     label = np.repeat(list("abcdef"), 2)
     x, y = (np.repeat(v, 2) for v in random.standard_normal((2, 6)))
-    fit, oracle = linear_fit(*averaged(label, x, y)), stats.linregress(x[::2], y[::2])
+    fit, oracle = linear_fit(*group_means(label, x, y)), stats.linregress(x[::2], y[::2])
     assert fit["n"] == 6 and fit["p"] == pytest.approx(oracle.pvalue)
     assert linear_fit(x, y)["p"] < fit["p"]
 

@@ -514,7 +514,7 @@ class TestBetween:
             whole = [ds.offdiag_normalized.sel(k=8).values.astype(float)[:, 0] for ds in last]
             couplings = [-np.nanmean(off_diagonal(A.mean(0))) if pairs == "mean_offdiag" else -A.mean() for A in whole]
             assert_line(page, "fit", couplings, score)
-            assert "Blocks, width and parameters held fixed: R² = " in page.inner_text("#fit-caption")
+            assert "Blocks, width and parameters controlled for: R² = " in page.inner_text("#fit-caption")
         assert page.inner_text("#fit-title") == "Score against coupling, off-diagonal, normalized, K = 8, all pairs"
         for name, x in of.items():
             page.select_option("#against", name)
@@ -561,8 +561,8 @@ class TestBetween:
         assert (
             f"With clusters averaged, n = 5: R² = {fit['r2']:.2f} ({fit['r2_low']:.2f} to {fit['r2_high']:.2f})" in said
         )
-        assert "6 models of 2 architectures: p and intervals take models as independent" in said
-        assert "Averaged, to count once: model0, model1." in said
+        assert "6 models of 2 architectures: p and intervals treat models as independent" in said
+        assert "Clusters averaged in the second fit: model0, model1." in said
         assert "With clusters averaged, n = 5" in page.inner_text("#sizes-caption")
         assert "all, clusters averaged (n = 5)" in shown(page, "subsets")[0]["y"]
 
@@ -579,7 +579,7 @@ class TestBetween:
         bare.settle({})
         bare.write(1, tracker.open_results(several[0]).isel(step=-1).drop_vars("score").assign_coords(step=1))
         write_report([*several[:3], bare.path], tmp_path / "few.html")
-        said = "Fits between results: 3 of 4 results have scores and layer pairs; it takes 4"
+        said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
         assert said in (tmp_path / "few.html").read_text()
 
 

@@ -1,8 +1,8 @@
-"""Which results are of models that are not independent, so that a fit over models may count them once.
+"""Clusters of results that are not independent. A fit over models is repeated with one point per cluster, its mean.
 
-Twins have the same architecture, sizes and name but for `-deduped` or `-seedN` (Pythia 70m and 70m-deduped; one model measured
-twice). Sizes of one suite share data and recipe, which no name proves: the attribute `cluster` of results, or `--clusters`, says
-of any others that they belong together.
+Variants of one model form a cluster: same class, depth, width, parameter count, and name up to `-deduped` or `-seedN` (Pythia
+70m and 70m-deduped; one model measured twice). Models of one suite also share data and recipe, which their names do not show:
+the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
 """
 
 import re
@@ -12,48 +12,48 @@ import numpy as np
 import xarray as xr
 
 CLUSTERS_HELP = (
-    "which results are not independent, as NAME=CLUSTER,NAME=CLUSTER: fits are also made of each cluster's mean; default: "
-    "twins, told by their names (-deduped, -seedN) and sizes"
+    "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "
+    "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
 )
-TWIN = re.compile(r"[-_](deduped|seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
+VARIANT = re.compile(r"[-_](deduped|seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
 
 
-def clusters(results: Mapping[str, xr.Dataset]) -> np.ndarray:
-    """A label for each of the results: its attribute `cluster`, else the name of its first twin, often itself."""
+def cluster_labels(results: Mapping[str, xr.Dataset]) -> np.ndarray:
+    """Return a label for each result: its attribute `cluster`, else the name of the first variant of the same model."""
     first: dict[tuple, str] = {}
     return np.array(
-        [str(ds.attrs.get("cluster") or first.setdefault(_twin(name, ds), name)) for name, ds in results.items()]
+        [str(ds.attrs.get("cluster") or first.setdefault(_model(name, ds), name)) for name, ds in results.items()]
     )
 
 
-def _twin(result: str, ds: xr.Dataset) -> tuple:
-    """What twins share; results whose model has no name have none."""
+def _model(result: str, ds: xr.Dataset) -> tuple:
+    """Return a key that variants of one model share; a model without a name has no variants."""
     name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "").rstrip("/").rpartition("/")[2].lower()
     if not name:
         return (result,)
     sizes = (ds.attrs.get("model_class"), ds.sizes.get("layer"), ds.attrs.get("width"), ds.attrs.get("parameters"))
-    return (TWIN.sub("", name), *map(str, sizes))
+    return (VARIANT.sub("", name), *map(str, sizes))
 
 
-def independence(results: Mapping[str, xr.Dataset]) -> str:
-    """What a reader of a fit over these results should know, in one or two sentences."""
-    classes, labels = {ds.attrs.get("model_class") for ds in results.values()}, clusters(results)
-    several = "s" if len(classes) > 1 else ""
-    said = (
-        f"{len(results)} models of {len(classes)} architecture{several}: p and intervals take models as independent, "
-        "which sizes of one suite are not quite."
+def independence_note(results: Mapping[str, xr.Dataset]) -> str:
+    """State, for readers of a fit over these results, how independent they are and which of them are averaged."""
+    classes, labels = {ds.attrs.get("model_class") for ds in results.values()}, cluster_labels(results)
+    plural = "s" if len(classes) > 1 else ""
+    note = (
+        f"{len(results)} models of {len(classes)} architecture{plural}: p and intervals treat models as independent, although "
+        "models of one suite share data and training recipe."
     )
     names = np.array(list(results))
-    together = [names[labels == label] for label in dict.fromkeys(labels)]
-    same = "; ".join(", ".join(members) for members in together if len(members) > 1)
-    return f"{said} Averaged, to count once: {same}." if same else said
+    clusters = [names[labels == label] for label in dict.fromkeys(labels)]
+    averaged = "; ".join(", ".join(members) for members in clusters if len(members) > 1)
+    return f"{note} Clusters averaged in the second fit: {averaged}." if averaged else note
 
 
-def assigned(results: Mapping[str, xr.Dataset], given: str | None) -> dict[str, xr.Dataset]:
-    """The results with the attribute `cluster` as "NAME=CLUSTER,NAME=CLUSTER" gives it; others keep what they have.
+def assign_clusters(results: Mapping[str, xr.Dataset], given: str | None) -> dict[str, xr.Dataset]:
+    """Set the attribute `cluster` of results as "NAME=CLUSTER,NAME=CLUSTER" gives it; the others are returned as they are.
 
     Raises:
-        ValueError: for what is not of this form, or names none of the results.
+        ValueError: for an entry not of this form, or with a name that is not among the results.
     """
     pairs = [pair.strip().rpartition("=") for pair in (given or "").split(",") if pair.strip()]
     for name, equals, cluster in pairs:

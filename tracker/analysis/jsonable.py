@@ -1,4 +1,4 @@
-"""Numbers as JSON has them."""
+"""Conversion of numbers to JSON."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def jsonable(value: Any) -> Any:
-    """Numbers, arrays, lists and dictionaries of them as JSON has them: null where a value is undefined."""
+    """Convert numbers, arrays, and lists and mappings of them to JSON values; NaN and infinities become null."""
     if isinstance(value, Mapping):
         return {key: jsonable(entry) for key, entry in value.items()}
     if isinstance(value, (list, np.ndarray)):

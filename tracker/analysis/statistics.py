@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 import xarray as xr
 
-from tracker.analysis.regression import averaged, holm, linear_fit
+from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.measures.coupling import MEASURES, depth_means
 from tracker.measures.dataset import TOKENWISE, pair_layers
 
@@ -213,7 +213,7 @@ def correlations(
     for i, (measure, k, pairs) in enumerate(stacked["which"].values):
         row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
         if clusters is not None and len(np.unique(clusters)) < len(y):
-            x, of_y, *kinds = averaged(clusters, stacked.values[:, i], y, *([] if groups is None else [groups]))
+            x, of_y, *kinds = group_means(clusters, stacked.values[:, i], y, *([] if groups is None else [groups]))
             fit = linear_fit(x, of_y, *kinds)
             row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
         rows.append(row)

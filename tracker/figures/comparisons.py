@@ -14,19 +14,19 @@ import xarray as xr
 
 from tracker.analysis.across_models import (
     SIZES,
-    TOKENS,
+    TRAINING_TOKENS,
     Property,
-    family,
-    held_fixed,
-    last_couplings,
-    line,
+    architecture,
+    controlled_fit,
+    final_couplings,
+    fit_line,
     mean_score,
     shared_ks,
     subset_fits,
     tokens_seen,
 )
-from tracker.analysis.clusters import clusters, independence
-from tracker.analysis.regression import FEWEST, exponential_fit, holm, mean_interval
+from tracker.analysis.clusters import cluster_labels, independence_note
+from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
 from tracker.analysis.statistics import correlations, curves, sources
 from tracker.figures.drawing import PAIR_WORDS, fit_words, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
@@ -63,10 +63,10 @@ def sizes(results: Results, k: int) -> "Plotted":
     coupling, scored = _scored(results, k)
     shown = [(name, "score") for name in (*SIZES, coupling)]
     figure, table = _models(results, SIZES | scored, shown)
-    fit = held_fixed(table, coupling)
+    fit = controlled_fit(table, coupling)
     said = f"coupling and score, blocks, width and parameters held fixed: {fit_words(fit)} (uncorrected)"
-    if fit["once"]:
-        said += f"; clusters averaged (n = {fit['once']['n']}): {fit_words(fit['once'])}"
+    if fit["averaged"]:
+        said += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_words(fit['averaged'])}"
     _note(figure, results, table, said)
     return figure, table
 
@@ -74,7 +74,9 @@ def sizes(results: Results, k: int) -> "Plotted":
 def over_tokens(results: Results, k: int) -> "Plotted":
     """Coupling and score against the tokens trained on (Fig. 8)."""
     coupling, scored = _scored(results, k)
-    return _models(results, {TOKENS: tokens_seen} | scored, [(TOKENS, coupling), (TOKENS, "score")])
+    return _models(
+        results, {TRAINING_TOKENS: tokens_seen} | scored, [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
+    )
 
 
 def against_the_mean(results: Results) -> "Plotted":
@@ -100,8 +102,8 @@ def against_the_mean(results: Results) -> "Plotted":
 def subsets(results: Results, k: int) -> "Plotted":
     """R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, scored = _scored(results, k)
-    table = _table(results, scored | {"parameters": SIZES["parameters"], "family": family})
-    fits = subset_fits(table, coupling, "score", "family", "parameters", "cluster")
+    table = _table(results, scored | {"parameters": SIZES["parameters"], "architecture": architecture})
+    fits = subset_fits(table, coupling, "score", "architecture", "parameters", "cluster")
     figure = _of_subsets(fits)
     _note(figure, results, table)
     figure.axes[0].set_xlabel(f"R² of score on {coupling}", fontsize=8)
@@ -112,10 +114,10 @@ def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     score = mean_score(results)[1]
     measures = [*MEASURES, *(f"{name}_raw" for name in MEASURES)]
-    coupling = last_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
-    table = correlations(coupling, np.array([score(ds) for ds in results.values()]), clusters=clusters(results))
+    coupling = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
+    table = correlations(coupling, np.array([score(ds) for ds in results.values()]), clusters=cluster_labels(results))
     figure = what_follows(table, "score")
-    figure.supxlabel(fill(independence(results), int(WRAPPED * figure.get_figwidth())), fontsize=7)
+    figure.supxlabel(fill(independence_note(results), int(WRAPPED * figure.get_figwidth())), fontsize=7)
     return figure, table
 
 
@@ -151,7 +153,7 @@ def _models(
     """
     table = _table(results, properties)
     figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
-    lines = [line(table, x, y) for x, y in shown]
+    lines = [fit_line(table, x, y) for x, y in shown]
     tried = holm(np.array([found["p"] for found in lines]))
     for panel, (name, against), found, corrected in zip(axes, shown, lines, tried, strict=True):
         x, y = table[name].to_numpy(), table[against].to_numpy()
@@ -159,8 +161,8 @@ def _models(
         panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
         said = fitted_line(panel, x, y, found, corrected if len(shown) > 1 else None)
-        if found["once"]:
-            said += f"\nclusters averaged (n = {found['once']['n']}):\n{fit_words(found['once'])}"
+        if found["averaged"]:
+            said += f"\nclusters averaged (n = {found['averaged']['n']}):\n{fit_words(found['averaged'])}"
         if exponential:
             fit = exponential_fit(x, y)
             said = f"exponential fit: R² = {fit['r2']:.2f}\n{said}"
@@ -176,13 +178,13 @@ def _models(
 def _note(figure: "Figure", results: Results, table: pd.DataFrame, said: str = "") -> None:
     """Below a figure: what is said, and how far the results in the table are independent."""
     compared = {name: results[name] for name in table["result"]}
-    lines = [*([said] if said else []), independence(compared)]
+    lines = [*([said] if said else []), independence_note(compared)]
     width = int(WRAPPED * figure.get_figwidth())
     figure.supxlabel("\n".join(fill(line, width) for line in lines), fontsize=7)
 
 
 def _of_subsets(table: pd.DataFrame) -> "Figure":
-    """R^2 of each of `across.subset_fits`."""
+    """R^2 of each of `subset_fits`."""
     figure, (axes,) = panels(1)
     figure.set_size_inches(6.4, 1.2 + 0.32 * len(table))
     place = np.arange(len(table))[::-1]
@@ -212,13 +214,13 @@ def _table(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame
     """
     rows = [
         {"result": name, "cluster": cluster, **{p: take(ds) for p, take in properties.items()}}
-        for (name, ds), cluster in zip(results.items(), clusters(results), strict=True)
+        for (name, ds), cluster in zip(results.items(), cluster_labels(results), strict=True)
     ]
     needed = [name for name in properties if not name.endswith((" low", " high"))]
     table = pd.DataFrame(rows).dropna(subset=needed, ignore_index=True)
-    if len(table) < FEWEST:
+    if len(table) < MIN_POINTS:
         raise ValueError(
-            f"{len(table)} of {len(results)} results have all that is compared ({', '.join(needed)}); it takes {FEWEST}"
+            f"{len(table)} of {len(results)} results have all that is compared ({', '.join(needed)}); it takes {MIN_POINTS}"
         )
     return table
 

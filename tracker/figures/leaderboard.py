@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from tracker.analysis.across_models import SIZES, TOKENS, Results, family, mean_score, tokens_seen
+from tracker.analysis.across_models import SIZES, TRAINING_TOKENS, Results, architecture, mean_score, tokens_seen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,9 +24,9 @@ def table_of_models(results: Results) -> "Plotted":
         [
             {
                 "result": name,
-                "architecture": family(ds),
+                "architecture": architecture(ds),
                 **{size: int(take(ds)) for size, take in SIZES.items()},
-                TOKENS: tokens_seen(ds),
+                TRAINING_TOKENS: tokens_seen(ds),
                 "score": score(ds) if name in scored else float("nan"),
             }
             for name, ds in results.items()
@@ -44,7 +44,7 @@ def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
             return "—"
         if column == "score":
             return f"{value:.4f}"
-        return f"{value:.4g}" if column == TOKENS else f"{value:,}" if isinstance(value, int) else str(value)
+        return f"{value:.4g}" if column == TRAINING_TOKENS else f"{value:,}" if isinstance(value, int) else str(value)
 
     cells = [[said(column, value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *of))) for column, of in zip(table, zip(*cells, strict=True), strict=True)]
@@ -56,7 +56,7 @@ def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8)
     lacking = [] if benchmarks else ["scores: --scores FILE"]
-    if np.isnan(table[TOKENS].to_numpy(float)).any():
+    if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
         lacking.append("training tokens: names of checkpoints that say them, --revisions")
     of = [f"score: mean of {', '.join(benchmarks)}"] if benchmarks else []
     figure.supxlabel("; ".join(of + [f"to add {what}" for what in lacking]), fontsize=7)

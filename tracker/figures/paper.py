@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracker.analysis.across_models import ALIKE
+from tracker.analysis.across_models import CONVENTIONS
 from tracker.figures import comparisons, leaderboard, plots, tiles
 from tracker.figures.comparisons import NORMALISED, PAIRS
 
@@ -26,7 +26,7 @@ class PaperFigure:
     untrained: bool = False  # whether the first step has to be step 0
     results: int = 1
     differs: str = ""  # from the paper's
-    may_differ: tuple[str, ...] = ()  # of `ALIKE`, what is being compared
+    may_differ: tuple[str, ...] = ()  # of `CONVENTIONS`, what is being compared
 
 
 def _matrices(variable: str) -> "Callable[[plots.Results, int], Plotted]":
@@ -226,7 +226,7 @@ FIGURES: Mapping[str, PaperFigure] = {
             "the mean is over the benchmarks that all results have, GSM8K among them, after the last step; with a straight "
             "line"
         ),
-        may_differ=ALIKE,
+        may_differ=CONVENTIONS,
     ),
     "32": PaperFigure(
         "Response to noise on the embeddings",
@@ -279,7 +279,7 @@ FIGURES: Mapping[str, PaperFigure] = {
             "with architecture and number of blocks; score: mean over the benchmarks that all scored results have, after the "
             "last step"
         ),
-        may_differ=ALIKE,
+        may_differ=CONVENTIONS,
     ),
     "table4": PaperFigure(
         "R² of coupling and score for subsets of models",
@@ -323,7 +323,7 @@ def lacks(figure: PaperFigure, results: "plots.Results") -> str:
             return f"{name} has {ds.sizes['step']} step(s), it takes {figure.steps}; walk more: --steps ..."
     if len(results) < figure.results:
         return f"it compares at least {figure.results} results; {len(results)} given"
-    for key in ALIKE:
+    for key in CONVENTIONS:
         held = {name: ds.attrs.get(key) for name, ds in results.items()}
         if key not in figure.may_differ and len(set(held.values())) > 1:
             said = ", ".join(f"{name}: {value}" for name, value in held.items())

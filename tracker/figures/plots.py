@@ -2,7 +2,7 @@
 
 Results come by name, each with a `step` dimension; "first" and "last" are its first and last steps. Coupling is minus
 mis-coupling. Bands and bars: 95 % t intervals of means over prompts, clustered by their sources where results know them
-(`regression.mean_error`); quartiles where medians are drawn.
+(`regression.clustered_mean`); quartiles where medians are drawn.
 """
 
 from collections.abc import Mapping, Sequence

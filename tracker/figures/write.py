@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from tracker.analysis.across_models import shared_ks
-from tracker.analysis.clusters import CLUSTERS_HELP, assigned
+from tracker.analysis.clusters import CLUSTERS_HELP, assign_clusters
 from tracker.results import distinct_names, open_results
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
     try:
-        results = assigned(_open(parsed.results), parsed.clusters)
+        results = assign_clusters(_open(parsed.results), parsed.clusters)
         return _run(parsed.name, results, parsed.k, parsed.out)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

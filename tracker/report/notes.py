@@ -9,7 +9,7 @@ import xarray as xr
 
 from checkpoints.integrity import explained
 from checkpoints.suites import UNTRAINED
-from tracker.analysis.across_models import ALIKE
+from tracker.analysis.across_models import CONVENTIONS
 from tracker.analysis.statistics import layers_in_words, suspect
 from tracker.report import quantize
 from tracker.results import Store
@@ -73,7 +73,7 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
 def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
     """What stores on one page do not share and would have to, for their curves to be compared."""
     lines = []
-    for key in ALIKE:
+    for key in CONVENTIONS:
         held = {name: ", ".join(_values(ds, key)) or "not recorded" for name, ds in results.items()}
         if len(set(held.values())) > 1:
             shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}

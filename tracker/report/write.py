@@ -55,11 +55,11 @@ def write_page(
     """Write the page of what a reader knows or reads; with `refresh`, it loads itself again after so many seconds."""
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
-    from tracker.analysis.clusters import assigned
+    from tracker.analysis.clusters import assign_clusters
 
     names = distinct_names(directories)
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
-    summaries = assigned(read, clusters)
+    summaries = assign_clusters(read, clusters)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
     return out
@@ -165,15 +165,15 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
 def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
     """Fits between results, or why there are none; of a few results nobody expects any."""
-    from tracker.analysis.across_models import across
-    from tracker.analysis.regression import FEWEST
+    from tracker.analysis.across_models import compare_models
+    from tracker.analysis.regression import MIN_POINTS
 
-    if len(summaries) < FEWEST:
+    if len(summaries) < MIN_POINTS:
         return None, ""
     if differences:
         return None, f"they were not measured alike, in {'; '.join(differences)}"
     try:
-        return across(summaries), ""
+        return compare_models(summaries), ""
     except ValueError as why:
         return None, str(why)
 

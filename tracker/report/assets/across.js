@@ -7,14 +7,14 @@ const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExp
 function said(fit) {
   if (fit.r2 === null) return "No line: no spread.";
   const corrected = fit.p_holm === undefined ? "" :
-    `, ${p(fit.p_holm)} corrected for all ${data.across.tried} definitions on this page (Holm)`;
+    `, ${p(fit.p_holm)} corrected for all ${data.across.tests} definitions on this page (Holm)`;
   return `R² = ${fit.r2.toFixed(2)} (95 % interval over results: ${fit.r2_low.toFixed(2)} to ${fit.r2_high.toFixed(2)}), ` +
     `p = ${p(fit.p)}${corrected}.${averaged(fit)}`;
 }
 
 function averaged(fit) {
-  if (!fit.once) return "";
-  const o = fit.once;
+  if (!fit.averaged) return "";
+  const o = fit.averaged;
   return ` With clusters averaged, n = ${o.n}: ` + (o.r2 === null ? "too few to say." :
     `R² = ${o.r2.toFixed(2)} (${o.r2_low.toFixed(2)} to ${o.r2_high.toFixed(2)}), p = ${p(o.p)}.`);
 }
@@ -45,12 +45,12 @@ figures.fit = {
       c = couplingAcross(),
       of = state.against === "coupling",
       x = of ? c.values : a.sizes[state.against],
-      fit = of ? c.fit : a.on[state.against];
-    const held = c.held.r2 === null ? "too few results or no spread" :
-      `R² = ${c.held.r2.toFixed(2)} (${c.held.r2_low.toFixed(2)} to ${c.held.r2_high.toFixed(2)}), p = ${p(c.held.p)} (uncorrected)`;
+      fit = of ? c.fit : a.size_fits[state.against];
+    const controlled = c.controlled.r2 === null ? "too few results or no spread" :
+      `R² = ${c.controlled.r2.toFixed(2)} (${c.controlled.r2_low.toFixed(2)} to ${c.controlled.r2_high.toFixed(2)}), p = ${p(c.controlled.p)} (uncorrected)`;
     $("fit-caption").textContent = `${said(fit)} The score is the mean over ${a.benchmarks.join(", ")}.` + (of ?
-      ` Exponential: ${c.exponential.r2 === null ? "no fit" : `R² = ${c.exponential.r2.toFixed(2)}`}. Blocks, width and parameters held fixed: ${held}.` +
-      averaged(c.held) + (c.interval ? " Bars: 95 % interval over prompts." : "") : "") + ` ${a.independence}`;
+      ` Exponential: ${c.exponential.r2 === null ? "no fit" : `R² = ${c.exponential.r2.toFixed(2)}`}. Blocks, width and parameters controlled for: ${controlled}.` +
+      averaged(c.controlled) + (c.interval ? " Bars: 95 % interval over prompts." : "") : "") + ` ${a.independence}`;
     return {
       title: `Score against ${of ? `coupling, ${chosen()}, ${PAIRS[state.pairs]}` : state.against}`,
       traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
@@ -66,10 +66,10 @@ figures.sizes = {
     const a = data.across,
       c = couplingAcross(),
       name = state.against === "coupling" ? "blocks" : state.against;
-    $("sizes-caption").textContent = `${said(c.on[name])} ${a.independence}`;
+    $("sizes-caption").textContent = `${said(c.size_fits[name])} ${a.independence}`;
     return {
       title: `Coupling against ${name}, ${chosen()}, ${PAIRS[state.pairs]}`,
-      traces: points(a.sizes[name], c.values, c.on[name]),
+      traces: points(a.sizes[name], c.values, c.size_fits[name]),
       layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
     };
   },
