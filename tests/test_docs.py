@@ -1,4 +1,4 @@
-"""What the documents point to is there: links, headings, files of the tree, commands and their options."""
+"""Links, headings, packages, commands and options that the documents name exist."""
 
 import importlib.util
 import re
@@ -12,11 +12,15 @@ import pytest
 
 from tests.conftest import ROOT
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
-HISTORY = ("CHANGELOG.md", "log.md")  # commands as they were at the time
+HISTORY = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").iterdir()]  # commands as they were at the time
+
+
+def path(document: Path) -> str:
+    return str(document.relative_to(ROOT))
 
 
 @cache
@@ -25,12 +29,12 @@ def text(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """Of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text(document)), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=path)
 def test_links_lead_somewhere(document):
     for link in LINK.findall(FENCED.sub("", text(document))):
         parts = urlsplit(link)
@@ -48,32 +52,39 @@ def test_the_anchors_of_a_document(tmp_path):
     assert anchors(document) == {"what-it-costs-k10", "beside-these-more"}
 
 
-def tree() -> dict[str, str]:
-    """The lines under each directory of the README's tree."""
-    (block,) = re.findall(r"^## The tree\n\n```\n(.*?)^```", text(ROOT / "README.md"), re.MULTILINE | re.DOTALL)
-    parts = re.split(r"^(\w+)/", block, flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+def packages() -> list[str]:
+    """Return the rows of the README's table of packages, without its head."""
+    (table,) = re.findall(r"^## Packages\n\n((?:\|.*\n)*)", text(ROOT / "README.md"), re.MULTILINE)
+    return table.splitlines()[2:]
 
 
-def test_the_files_of_the_tree_are_there():
-    named = [(directory, name) for directory, lines in tree().items() for name in re.findall(r"[\w/]+\.\w+\b", lines)]
-    files = [(directory, name) for directory, name in named if name.endswith((".py", ".md", ".toml", ".ipynb"))]
-    assert len(files) > 60
-    assert [pair for pair in files if not Path(ROOT, *pair).is_file()] == []
+def named() -> list[str]:
+    return [name for row in packages() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
 
 
-@pytest.mark.parametrize("directory", ["tracker", "checkpoints", "docs"])
-def test_the_tree_names_every_file(directory):
-    files = {file.name for file in (ROOT / directory).iterdir() if file.suffix in (".py", ".md")}
-    assert {name for name in files - {"__init__.py", "__main__.py"} if name not in tree()[directory]} == set()
+def test_the_table_names_every_package_and_top_level_directory():
+    public = [entry for entry in ROOT.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    top_level = {entry.name for entry in public if [*entry.glob("*.py"), *entry.glob("*.md")]}
+    subpackages = {f"tracker.{init.parent.name}" for init in (ROOT / "tracker").glob("*/__init__.py")}
+    assert sorted(named()) == sorted(top_level | subpackages)
+
+
+def test_the_table_is_short():
+    assert len(packages()) + 2 <= 15
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if document not in HISTORY], ids=path)
+def test_the_files_that_a_document_names_exist(document):
+    files = re.findall(r"`((?:tracker|checkpoints|vit|benchmarks|tests|examples|docs)/[\w./-]*)`", text(document))
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
-    """Every `python -m MODULE` that a reader is told to run, with its options."""
+    """Return every `python -m MODULE` that the documents tell a reader to run, with its options."""
     found = {
         (module.rstrip("."), tuple(re.findall(r"(?<!\S)(--[\w-]+)", arguments)))
         for document in DOCUMENTS
-        if document.name not in HISTORY
+        if document not in HISTORY
         for module, arguments in COMMAND.findall(text(document))
     }
     return sorted(found)
@@ -87,7 +98,7 @@ def usage(module: str) -> str:
 
 
 @pytest.mark.parametrize("module, options", commands(), ids=lambda value: value if isinstance(value, str) else "")
-def test_commands_are_there_and_know_their_options(module, options):
+def test_commands_exist_and_know_their_options(module, options):
     assert importlib.util.find_spec(module) is not None
     unknown = [option for option in options if not re.search(rf"(?<!\S){option}\b", usage(module))]
     assert unknown == [] or module == "pytest"
