@@ -290,9 +290,9 @@ def _certificate(dataset: "xr.Dataset") -> dict[str, Any]:
 
 def _differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
     """Largest difference of the measures and, relative to s_1, of the singular values."""
-    from tracker.measures.coupling import MEASURES
+    from tracker.measures.registry import MISCOUPLINGS
 
-    found = {name: float(abs(dataset[name] - other[name]).max()) for name in MEASURES}
+    found = {name: float(abs(dataset[name] - other[name]).max()) for name in MISCOUPLINGS}
     s, t = dataset["singular_value"], other["singular_value"]
     return found | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
 

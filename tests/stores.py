@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.statistics import TRAJECTORY
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
 
@@ -48,8 +48,8 @@ def unit(
     pair, depth = ("prompt", "token", "k", "layer", "layer_other"), ("prompt", "depth", "position")
     window = ("prompt", "layer", "position")
     L, n, diagonal = layers, positions, np.eye(layers, dtype=bool)
-    variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MEASURES}
-    variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MEASURES}
+    variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MISCOUPLINGS}
+    variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MISCOUPLINGS}
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
     for name in TRAJECTORY:
         variables[name] = (("prompt", "position"), values(1, 5, n))

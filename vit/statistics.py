@@ -20,7 +20,7 @@ import xarray as xr
 from tracker.analysis.regression import holm
 from tracker.analysis.statistics import correlations as fits
 from tracker.analysis.statistics import curves
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import open_results
 from vit.cells import read
 
@@ -44,7 +44,7 @@ def read_grid(directory: Path) -> xr.Dataset:
             unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
             continue
         points = curves(open_results(cell / "coupling"))
-        measure = xr.IndexVariable("measure", [name for name in MEASURES if name in points])
+        measure = xr.IndexVariable("measure", [name for name in MISCOUPLINGS if name in points])
         recipe, images = result["recipe"], result["images"]["test"]
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
         recipes[cell.name] = recipe
@@ -72,7 +72,7 @@ def read_grid(directory: Path) -> xr.Dataset:
                 "of one recipe"
             )
     # Cells measured before a mis-coupling was added lack it.
-    shared = [name for name in MEASURES if all(name in cell["measure"] for cell in finished)]
+    shared = [name for name in MISCOUPLINGS if all(name in cell["measure"] for cell in finished)]
     grid = xr.concat([cell.sel(measure=shared) for cell in finished], "cell", coords="all", join="exact")
     return grid.assign_attrs(unfinished=unfinished, images=images, data=first[1]["data"])
 

@@ -17,7 +17,7 @@ from tracker.analysis.statistics import (
     scalars,
     sources,
 )
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.summary import summary
 from tracker.results import Store, open_results
 
@@ -34,7 +34,7 @@ def test_means_over_pairs_and_prompts(ds):
         "mean_offdiag": [(l, m) for l in range(L) for m in range(L) if l != m],
         "mean_adjacent": [(l, m) for l in range(L) for m in range(L) if abs(l - m) == 1],
     }
-    for measure in MEASURES:
+    for measure in MISCOUPLINGS:
         values = ds[measure].sel(k=4).values  # (prompt, token, l, m)
         for name, chosen in pairs.items():
             per_prompt = np.mean([values[:, :, l, m] for l, m in chosen], 0)

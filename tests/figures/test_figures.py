@@ -14,7 +14,7 @@ from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
 from tracker.figures.paper import ELSEWHERE, FIGURES, SAME
 from tracker.figures.write import draw, main
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store, open_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
@@ -348,7 +348,7 @@ def test_definitions(several, tmp_path):
     from scipy import stats
 
     table = drawn("definitions", several, tmp_path)
-    assert len(table) == 2 * len(MEASURES) * 2 * 3  # each before the final norm too
+    assert len(table) == 2 * len(MISCOUPLINGS) * 2 * 3  # each before the final norm too
     row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
     last = [open_results(path).sel(step=2000) for path in several]
     couplings = [

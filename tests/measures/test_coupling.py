@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.brute_force import couplings
 from tracker.linalg.svd import top_singular_triplets
-from tracker.measures.coupling import MEASURES, depth_means, in_bases, miscouplings, null_levels, side_by_side
+from tracker.measures.coupling import depth_means, in_bases, miscouplings, null_levels, side_by_side
+from tracker.measures.registry import MISCOUPLINGS
 
 
 def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
@@ -65,10 +66,10 @@ def test_invariances(seed, K, scale):
     before = measured(J, K)
     Q, R = rotation(seed + 1, 12), rotation(seed + 2, 12)
     rotated = measured(Q @ J @ R.T, K)  # a common change of basis
-    for name in MEASURES:
+    for name in MISCOUPLINGS:
         torch.testing.assert_close(before[name], rotated[name], atol=1e-7, rtol=1e-7)
     scaled = measured(scale * J, K)
-    for name in set(MEASURES) - {"offdiag"}:
+    for name in set(MISCOUPLINGS) - {"offdiag"}:
         torch.testing.assert_close(before[name], scaled[name], atol=1e-7, rtol=1e-7)
 
 
@@ -80,7 +81,7 @@ def test_joint_sign_flips_change_nothing(seed, signs):
     flip = torch.tensor(signs, dtype=torch.float64).view(3, 1, 6)
     before = miscouplings(coupling_matrices(J, t.U, t.V), t.S, 12)
     after = miscouplings(coupling_matrices(J, t.U * flip, t.V * flip), t.S, 12)
-    for name in MEASURES:
+    for name in MISCOUPLINGS:
         torch.testing.assert_close(before[name], after[name])
 
 
@@ -90,7 +91,7 @@ def test_null_levels_agree_with_simulation():
     s = torch.exp(-torch.arange(d, dtype=torch.float64) / 40)
     J = rotation(0, d) * s @ rotation(1, d).T
     for K in (1, 10, 30):
-        squares = {name: [] for name in MEASURES}
+        squares = {name: [] for name in MISCOUPLINGS}
         for seed in range(draws):
             U, V = rotation(10 + 2 * seed, d)[:, :K], rotation(11 + 2 * seed, d)[:, :K]
             for name, m in miscouplings(coupling_matrices(J[None], U[None], V[None]), s[None, :K], d).items():

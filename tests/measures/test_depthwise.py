@@ -10,9 +10,9 @@ import tracker
 from tests.models import Size, build, tokens
 from tracker.linalg import svd
 from tracker.measures import depthwise
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 
-EXACT = (*MEASURES, "singular_value", "lss")
+EXACT = (*MISCOUPLINGS, "singular_value", "lss")
 
 
 def both(name, dtype, prompts=None, **options):
@@ -34,7 +34,7 @@ def test_matrix_free_equals_dense(name, dtype, tolerance):
     assert float(free.residual.max()) <= svd.TOLERANCE[dtype]
     for variable in EXACT:
         np.testing.assert_allclose(free[variable], dense[variable], atol=tolerance, err_msg=variable)
-    for variable in (f"{measure}_null" for measure in MEASURES):
+    for variable in (f"{measure}_null" for measure in MISCOUPLINGS):
         np.testing.assert_allclose(free[variable], dense[variable], rtol=2e-2, err_msg=variable)
 
 
@@ -50,11 +50,11 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
         included = tracker.measure(model, given, **options, measures=beside, final_norm="include")
         excluded = tracker.measure(model, given, **options, measures=beside, final_norm="exclude")
     certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
-    for variable in (*MEASURES, "singular_value", *certificate):
+    for variable in (*MISCOUPLINGS, "singular_value", *certificate):
         raw = included[f"{variable}_raw"]
         assert raw.dims == included[variable].dims
         np.testing.assert_allclose(raw, excluded[variable], rtol=0, atol=1e-10, err_msg=variable)
-        if variable in MEASURES:
+        if variable in MISCOUPLINGS:
             np.testing.assert_allclose(
                 included[f"{variable}_raw_null"], excluded[f"{variable}_null"], rtol=1e-10, err_msg=variable
             )

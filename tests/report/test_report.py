@@ -19,7 +19,7 @@ from tests.stores import generated, unit
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import by_distance, curves
 from tracker.figures.comparisons import against_score
-from tracker.measures.coupling import MEASURES, VARIANTS
+from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import page_data
 from tracker.report.write import distinct_names, main, write_report
 from tracker.results import Store
@@ -228,7 +228,7 @@ class TestNumbers:
                     stored = ds[of].sel(k=int(k)).astype(float).mean(("prompt", "token")).values
                     stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
                 np.testing.assert_allclose(numbers(values).reshape(stored.shape), stored, **TO_16_BITS)
-        for name in MEASURES:
+        for name in MISCOUPLINGS:
             carried = page.evaluate("(name) => data.models[0].curves[name]", name)
             for k in (4, 8):
                 for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
@@ -544,7 +544,7 @@ class TestBetween:
             list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
         ]
         np.testing.assert_allclose(numbers(trace["z"]), ordered.values)
-        assert f"corrected for all {len(MEASURES) * 2 * 3} definitions" in page.inner_text("#fit-caption")
+        assert f"corrected for all {len(MISCOUPLINGS) * 2 * 3} definitions" in page.inner_text("#fit-caption")
 
     def test_twins_are_averaged_in_a_second_fit(self, open_page, several, tmp_path):
         given = ",".join(f"model{i}={'twins' if i < 2 else i}" for i in range(6))
@@ -649,7 +649,7 @@ class TestHonesty:
         fallen, noise = {1024: 0.2, 4096: 0.4}, np.random.default_rng(0)
         for step in store.steps():
             unit = store.read(step)
-            for name in MEASURES:
+            for name in MISCOUPLINGS:
                 by_prompt = 1e-4 * noise.standard_normal(4) - fallen.get(step, 0)
                 level = unit[f"{name}_null"] + xr.DataArray(by_prompt, dims="prompt")
                 unit[name] = level.where(unit["layer"] != unit["layer_other"], 0).transpose(*unit[name].dims)

@@ -8,7 +8,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.statistics import PAIRS
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from vit.analysis import main, write_analysis
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.statistics import cell_table, correlations
@@ -22,10 +22,10 @@ def planted(seed: int = 0) -> xr.Dataset:
     decays, rates = (np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS))
     decay, rate = (v.ravel() for v in np.meshgrid(decays, rates, indexing="ij"))
     steps, ks = [0, 1, 2, 4, 8, 1000], [10, 30, 50]
-    shape = (len(decay), len(steps), len(MEASURES), len(ks), len(PAIRS))
+    shape = (len(decay), len(steps), len(MISCOUPLINGS), len(ks), len(PAIRS))
     miscoupling = 0.9 + 0.01 * random.standard_normal(shape)
     accuracy = 0.9 - 0.05 * rate + 0.01 * random.standard_normal(len(decay))
-    i, j = list(MEASURES).index(AT["measure"]), PAIRS.index(AT["pairs"])
+    i, j = list(MISCOUPLINGS).index(AT["measure"]), PAIRS.index(AT["pairs"])
     miscoupling[:, -1, i, 0, j] = 0.8 - 0.4 * rate - 2 * (accuracy + 0.05 * rate - 0.9)
     dims = ("cell", "step", "measure", "k", "pairs")
     return xr.Dataset(
@@ -40,7 +40,7 @@ def planted(seed: int = 0) -> xr.Dataset:
             "drop_path": ("cell", rate),
             "seed": ("cell", np.zeros(len(decay), int)),
             "step": steps,
-            "measure": list(MEASURES),
+            "measure": list(MISCOUPLINGS),
             "k": ks,
             "pairs": list(PAIRS),
         },
@@ -50,7 +50,7 @@ def planted(seed: int = 0) -> xr.Dataset:
 
 def test_the_planted_relation_is_found_and_nothing_else():
     table = correlations(planted())
-    assert len(table) == (8 + 1) * len(MEASURES) * 3 * len(PAIRS)
+    assert len(table) == (8 + 1) * len(MISCOUPLINGS) * 3 * len(PAIRS)
     found = table[table.p_holm < 0.05]
     assert set(zip(found.measure, found.k, found.pairs, strict=True)) == {tuple(AT.values())}
     assert len(found) == 9 and (found.r > 0.99).all()
@@ -87,7 +87,7 @@ def test_tables_figures_and_page(tmp_path):
     assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png")
     for said in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "405 correlations"):
         assert said in page
-    assert cell_table(grid).shape == (64, 5 + len(MEASURES) * 3 * 3)
+    assert cell_table(grid).shape == (64, 5 + len(MISCOUPLINGS) * 3 * 3)
 
 
 def test_command_line_says_what_is_missing(tmp_path, capsys):

@@ -19,8 +19,8 @@ from checkpoints.hub import CheckpointError
 from checkpoints.load import load
 from tracker import pythia
 from tracker.analysis.statistics import scalars
-from tracker.measures.coupling import MEASURES
-from tracker.measures.dataset import CERTIFICATE
+from tracker.measures.families import CERTIFICATE
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import page_data
 from tracker.results import VOLATILE, Store
 
@@ -141,7 +141,7 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
     store = Store(out)
     for step in (2, 4):
         unit = store.read(step)
-        raw = [f"{name}_raw" for name in (*MEASURES, "singular_value", "singular_gap", *CERTIFICATE)]
+        raw = [f"{name}_raw" for name in (*MISCOUPLINGS, "singular_value", "singular_gap", *CERTIFICATE)]
         added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
         assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 7
         unit = unit.drop_vars(added).drop_vars(("undefined", "quantity"))

@@ -25,7 +25,7 @@ from tracker.analysis.regression import (
     partial_correlation,
 )
 from tracker.analysis.statistics import PAIRS, correlations, sources
-from tracker.measures.coupling import VARIANTS
+from tracker.measures.registry import VARIANTS
 
 Results = Mapping[str, xr.Dataset]
 Property = Callable[[xr.Dataset], float]

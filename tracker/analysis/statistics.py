@@ -22,8 +22,9 @@ import torch
 import xarray as xr
 
 from tracker.analysis.regression import group_means, holm, linear_fit
-from tracker.measures.coupling import MEASURES, depth_means
-from tracker.measures.dataset import TOKENWISE, pair_layers
+from tracker.measures.coupling import depth_means
+from tracker.measures.dataset import pair_layers
+from tracker.measures.registry import KINDS, MISCOUPLINGS
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 TRAJECTORY = (
@@ -40,7 +41,7 @@ BEFORE_NORM = ("miscoupling_raw", "offdiag_normalized_raw")  # in logs, of the m
 HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
-def curves(results: xr.Dataset, measures: Sequence[str] = MEASURES) -> xr.Dataset:
+def curves(results: xr.Dataset, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
     """Curve points of a Dataset, with or without a `step` dimension.
 
     Args:
@@ -82,10 +83,10 @@ def curves_beside(results: xr.Dataset) -> xr.Dataset:
     for name in (name for name in BEFORE_NORM if name in results):
         for m, values in ((name, results[name]), (f"{name}_null", null_matrix(results, name))):
             out[m] = over_pairs(values).mean(("prompt", "token"))
-    for name in MEASURES:
+    for name in MISCOUPLINGS:
         if f"{name}_vju" in results:
             out[f"{name}_vju"] = over_pairs(results[f"{name}_vju"]).mean(("prompt", "token"))
-        for kind in TOKENWISE:
+        for kind in KINDS:
             if f"{kind}_{name}" in results:
                 measured = results[f"{kind}_{name}"]
                 null = results[f"{kind}_{name}_null"].where(measured.notnull())
@@ -275,9 +276,9 @@ def noise_label(level: float) -> str:
 
 
 def _group(name: str) -> str:
-    for kind in TOKENWISE:
+    for kind in KINDS:
         if name.startswith(f"{kind}_"):
             return f"tokens/{kind}/{name.removeprefix(f'{kind}_')}"
-    if name.startswith(MEASURES):
+    if name.startswith(MISCOUPLINGS):
         return f"coupling/{name}"
     return name if name == "score" else f"trajectory/{name}"

@@ -31,7 +31,7 @@ from tracker.analysis.statistics import correlations, curves, sources
 from tracker.figures.drawing import PAIR_WORDS, fit_words, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
 from tracker.figures.plots import Results, prompt_couplings
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ def subsets(results: Results, k: int) -> "Plotted":
 def definitions(results: Results, _: int) -> "Plotted":
     """How well the score follows each mis-coupling, K and choice of layer pairs after the last step."""
     score = mean_score(results)[1]
-    measures = [*MEASURES, *(f"{name}_raw" for name in MEASURES)]
+    measures = [*MISCOUPLINGS, *(f"{name}_raw" for name in MISCOUPLINGS)]
     coupling = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     table = correlations(coupling, np.array([score(ds) for ds in results.values()]), clusters=cluster_labels(results))
     figure = what_follows(table, "score")

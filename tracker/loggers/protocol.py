@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.statistics import scalars
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
 SAMPLES = ("prompt", "token")
@@ -34,7 +34,7 @@ class Row:
             checkpoint["checkpoint/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords:
             checkpoint["checkpoint/tokens"] = int(unit["tokens_seen"])
-        measured = [name for name in MEASURES if name in unit]
+        measured = [name for name in MISCOUPLINGS if name in unit]
         matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
         return cls(int(unit["step"]), scalars(unit), checkpoint, matrices)
 

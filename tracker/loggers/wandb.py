@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from checkpoints.files import write_whole
 from tracker.analysis.statistics import HEADLINE
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
-from tracker.measures.coupling import MEASURES
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _artifact(store: Store) -> "wandb.Artifact":
 def _pairs_table(row: Row) -> "wandb.Table":
     import wandb
 
-    measured = [name for name in MEASURES if name in row.matrices]
+    measured = [name for name in MISCOUPLINGS if name in row.matrices]
     pairs = row.matrices[measured].mean(SAMPLES).to_dataframe().reset_index()
     columns = ["k", "layer", "layer_other", *measured]
     return wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())

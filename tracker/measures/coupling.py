@@ -1,6 +1,6 @@
-"""Coupling matrices and their five measures.
+"""Coupling matrices and the definitions of mis-coupling.
 
-J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Described in the top-K basis of block l' (eq. 10):
+J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Expressed in the top-K basis of block l' (eq. 10):
 
     A^{l l'} = U^{l'}_K^T  J^l  V^{l'}_K                                    (K, K)
 
@@ -13,88 +13,189 @@ Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
     offdiag_normalized          |A - Diag A|_F / |A|_F           paper eq. 14
 
 Each has a *null level*: the root of its expected square for an unrelated basis (U', V' independent and Haar-random).
+`DEFINITIONS` declares them: formula, null level, and the texts that the Dataset, the logs and the page show.
 The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import pi, sqrt
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
+CouplingMatrices = Float[Tensor, "*#pairs K K"]
+SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
+Values = Float[Tensor, "*#pairs"]
 
-# Of layer pairs, results may hold each with the last block before the final norm, and with the sides of the bases swapped.
-VARIANTS = tuple(f"{name}{end}" for name in MEASURES for end in ("", "_raw", "_vju"))
+
+def page(A: CouplingMatrices, s: SingularValues) -> Values:
+    """Return m_K of the project page."""
+    return _ratio(_frobenius(A - torch.diag_embed(s)), _norm(s))
+
+
+def page_null(s: SingularValues, frobenius: Values, d: int) -> Values:
+    """Return the null level of `page`."""
+    return _page_null_squared(s, frobenius, d).sqrt()
+
+
+def release(A: CouplingMatrices, s: SingularValues) -> Values:
+    """Return the release's measure with p = 2."""
+    return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), _norm(s))
+
+
+def release_null(s: SingularValues, frobenius: Values, d: int) -> Values:
+    """Return the null level of `release`."""
+    overlap = 2 * sqrt(2 / pi) * _ratio(frobenius * s.sum(-1), d * _norm(s) ** 2)
+    return (_page_null_squared(s, frobenius, d) - overlap).sqrt()
+
+
+def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
+    """Return the release's measure with p = 1."""
+    return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), s.sum(-1))
+
+
+def release_trace_null(s: SingularValues, frobenius: Values, d: int) -> Values:
+    """Return the null level of `release_trace`."""
+    return release_null(s, frobenius, d) * _ratio(_norm(s), s.sum(-1))
+
+
+def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
+    """Return the norm of the off-diagonal entries."""
+    return _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+
+
+def offdiag_null(s: SingularValues, frobenius: Values, d: int) -> Values:
+    """Return the null level of `offdiag`."""
+    K = s.shape[-1]
+    return sqrt(K * (K - 1)) * frobenius * _one_where_positive(frobenius).to(s) / d
+
+
+def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
+    """Return the share of the off-diagonal entries in |A|_F."""
+    return _ratio(offdiag(A, s), _frobenius(A))
+
+
+def offdiag_normalized_null(s: SingularValues, frobenius: Values, d: int) -> Values:
+    """Return the null level of `offdiag_normalized`."""
+    K = s.shape[-1]
+    return sqrt((K - 1) / K) * _one_where_positive(frobenius).to(s)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A definition of mis-coupling.
+
+    Attributes:
+        name: the name of its variable.
+        label: a short name for charts.
+        formula: (A, s) -> its value for each pair of Jacobian and basis.
+        null: (s, |J|_F, d) -> its null level.
+        text: the definition in one sentence, for captions.
+        dashboard: the variants that have a panel on the W&B dashboard: "", "raw", "vju", "tokens" (see `registry`). A
+            definition with a panel for "" is shown by default in W&B, and its "raw" variant is logged.
+    """
+
+    name: str
+    label: str
+    formula: Callable[[Tensor, Tensor], Tensor]
+    null: Callable[[Tensor, Tensor, int], Tensor]
+    text: str
+    dashboard: tuple[str, ...] = ()
+
+
+DEFINITIONS = (
+    Definition(
+        "miscoupling",
+        "mis-coupling m_K",
+        page,
+        page_null,
+        "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
+        dashboard=("", "vju"),
+    ),
+    Definition(
+        "miscoupling_release",
+        "mis-coupling, release",
+        release,
+        release_null,
+        "Mis-coupling as the authors' release defines it: | |A| − S |_F / |s|₂.",
+    ),
+    Definition(
+        "miscoupling_release_trace",
+        "mis-coupling, release, trace",
+        release_trace,
+        release_trace_null,
+        "Mis-coupling as the authors' release defines it with p = 1: | |A| − S |_F / |s|₁.",
+    ),
+    Definition(
+        "offdiag",
+        "off-diagonal norm",
+        offdiag,
+        offdiag_null,
+        "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
+    ),
+    Definition(
+        "offdiag_normalized",
+        "off-diagonal, normalized",
+        offdiag_normalized,
+        offdiag_normalized_null,
+        "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
+        dashboard=("", "raw", "tokens"),
+    ),
+)
 
 
 def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
-    """All bases as the columns of one matrix, so that a Jacobian meets them in one product."""
+    """Return all bases as the columns of one matrix, so that one product applies a Jacobian to all of them."""
     return V.transpose(-3, -2).flatten(-2)
 
 
 def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Float[Tensor, "*B M K K"]:
-    """A[m] = U[m]^T (J V[m]) of one Jacobian, from its product with all bases."""
+    """Return A[m] = U[m]^T (J V[m]) of one Jacobian, from its product with all bases."""
     return torch.einsum("...mdi,...dmj->...mij", U, JV.unflatten(-1, (U.shape[-3], U.shape[-1])))
 
 
 def miscouplings(
     A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"], d: int, s_basis: Float[Tensor, "M K"] | None = None
 ) -> dict[str, Float[Tensor, "L M"]]:
-    """All five measures of every pair.
+    """Return every definition's value of every pair of Jacobian and basis.
 
-    NaN where there is nothing to describe (a zero Jacobian) or no basis to describe it in: a Jacobian of rank below K
-    leaves some of its top K singular vectors undetermined.
+    A value is NaN where the Jacobian is zero, or where the basis is undetermined: a Jacobian of rank below K leaves some
+    of its top K singular vectors undetermined.
 
     Args:
-        s: of the Jacobians described.
-        s_basis: of those that lend their bases, where these are others.
+        A: coupling matrices.
+        s: top K singular values of the L Jacobians.
+        d: width of the model.
+        s_basis: top K singular values of the Jacobians that the M bases come from; None: `s`.
     """
     s_basis = s if s_basis is None else s_basis
-    S = torch.diag_embed(s)[:, None]
-    norm_s = torch.linalg.vector_norm(s, dim=-1)[:, None]
-    release = _frobenius(A.abs() - S)
-    offdiag = _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
-    measures = {
-        "miscoupling": _ratio(_frobenius(A - S), norm_s),
-        "miscoupling_release": _ratio(release, norm_s),
-        "miscoupling_release_trace": _ratio(release, s.sum(-1)[:, None]),
-        "offdiag": offdiag,
-        "offdiag_normalized": _ratio(offdiag, _frobenius(A)),
-    }
     determined = s_basis[:, -1] > d * torch.finfo(s.dtype).eps * s_basis[:, 0]
     defined = (s[:, 0] > 0)[:, None] & determined[None, :]
-    return {name: torch.where(defined, values, torch.nan) for name, values in measures.items()}
+    return {
+        definition.name: torch.where(defined, definition.formula(A, s[:, None]), torch.nan)
+        for definition in DEFINITIONS
+    }
 
 
 def null_levels(
     s: Float[Tensor, "*batch K"], frobenius: Float[Tensor, "*batch"], d: int
 ) -> dict[str, Float[Tensor, "*batch"]]:
-    """The level of each measure for a basis unrelated to the Jacobian described.
+    """Return every definition's null level: its level for a basis unrelated to the Jacobian.
 
     Args:
-        s: its top K singular values.
+        s: top K singular values of the Jacobian.
         frobenius: |J|_F, over all d singular values.
-        d: the model's width.
+        d: width of the model.
     """
-    K = s.shape[-1]
-    norm_s = torch.linalg.vector_norm(s, dim=-1)
-    page_squared = 1 + _ratio(K * frobenius, d * norm_s) ** 2
-    overlap = 2 * sqrt(2 / pi) * _ratio(frobenius * s.sum(-1), d * norm_s**2)
-    release = (page_squared - overlap).sqrt()
-    some = torch.where(frobenius > 0, 1.0, torch.nan).to(s)
-    return {
-        "miscoupling": page_squared.sqrt(),
-        "miscoupling_release": release,
-        "miscoupling_release_trace": release * _ratio(norm_s, s.sum(-1)),
-        "offdiag": sqrt(K * (K - 1)) * frobenius * some / d,
-        "offdiag_normalized": sqrt((K - 1) / K) * some,
-    }
+    return {definition.name: definition.null(s, frobenius, d) for definition in DEFINITIONS}
 
 
 def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """Means over layer pairs: all, off the trivial diagonal, adjacent. NaN entries (undefined pairs) are left out."""
-    distance = layer_distance(m.shape[-1]).to(m.device)
+    """Return means over layer pairs: all, off the trivial diagonal, adjacent. NaN entries (undefined pairs) are left out."""
+    l = torch.arange(m.shape[-1], device=m.device)
+    distance = (l[:, None] - l).abs()
     return {
         "mean": _mean_where(m, distance >= 0),
         "mean_offdiag": _mean_where(m, distance > 0),
@@ -102,14 +203,20 @@ def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*bat
     }
 
 
-def layer_distance(L: int) -> Tensor:
-    """|l - l'| as an (L, L) matrix."""
-    l = torch.arange(L)
-    return (l[:, None] - l).abs()
+def _page_null_squared(s: SingularValues, frobenius: Values, d: int) -> Values:
+    return 1 + _ratio(s.shape[-1] * frobenius, d * _norm(s)) ** 2
+
+
+def _one_where_positive(frobenius: Tensor) -> Tensor:
+    return torch.where(frobenius > 0, 1.0, torch.nan)
 
 
 def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen, m, torch.nan).nanmean((-2, -1))
+
+
+def _norm(s: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(s, dim=-1)
 
 
 def _frobenius(A: Tensor) -> Tensor:

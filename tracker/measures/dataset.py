@@ -8,40 +8,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.measures.coupling import MEASURES as COUPLINGS
-from tracker.measures.coupling import VARIANTS
+from tracker.measures.registry import BY_NAME, COORDINATES, DIMS, MEASURES
 
-PAIR = ("token", "k", "layer", "layer_other")
-TOKENS = ("k", "layer", "pair_token", "pair_token_other")  # in block `layer`, the basis in block `pair_layer_other`
-TOKENWISE = ("self", "fixed_input", "fixed_output")
-CERTIFICATE = ("residual", "complete", "formed", "full_svd", "sliced", "value_error", "derivative_error")
-DIMS: dict[str, tuple[str, ...]] = {
-    "token_position": ("token",),
-    **{name: PAIR for name in COUPLINGS},
-    **{f"{name}_null": PAIR[:-1] for name in COUPLINGS},
-    **{f"{name}_vju": PAIR for name in COUPLINGS},
-    **{f"{name}_raw": PAIR for name in COUPLINGS},
-    **{f"{name}_raw_null": PAIR[:-1] for name in COUPLINGS},
-    "matrix": ("token", "layer", "layer_other", "row", "column"),
-    "pair_position": ("pair_token",),
-    **{f"{kind}_{name}": TOKENS for kind in TOKENWISE for name in COUPLINGS},
-    **{f"{kind}_{name}_null": TOKENS[:-1] for kind in TOKENWISE for name in COUPLINGS},
-    **{f"{kind}_{name}": TOKENS[1:3] for kind in TOKENWISE for name in ("residual", "complete")},
-    **{f"{kind}_singular_value": (*TOKENS[1:3], "rank") for kind in TOKENWISE},
-    **{f"{kind}_matrix": (*TOKENS[1:], "row", "column") for kind in TOKENWISE},
-    **{name + end: ("token", "layer", "rank") for end in ("", "_raw") for name in ("singular_value", "singular_gap")},
-    **{name + end: ("token", "layer") for end in ("", "_raw") for name in CERTIFICATE},
-    **dict.fromkeys(("lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"), ("position",)),
-    **dict.fromkeys(("equidistance", "equidistance_raw"), ("position",)),
-    **dict.fromkeys(("lss_window", "expodistance_window", "expodistance_raw_window"), ("layer", "position")),
-    **dict.fromkeys(("equidistance_window", "equidistance_raw_window"), ("layer", "position")),
-    **dict.fromkeys(("norm", "norm_raw", "entropy"), ("depth", "position")),
-    "pca": ("depth", "position", "component"),
-    "noise_similarity": ("noise", "depth", "position"),
-}
 FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
-READ = ("entropy", "pca", "noise_similarity")
-BY_POSITION = tuple(name for name, dims in DIMS.items() if dims == ("position",))
 
 
 @dataclass
@@ -87,6 +56,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
     dataset["undefined"] = _undefined(dataset)
+    dataset = _described(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
     if "formed" in dataset:  # of Jacobians known by their products alone nothing proves that no triplet was missed
@@ -112,15 +82,29 @@ def _padded(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) ->
 
 
 def _undefined(dataset: xr.Dataset) -> xr.DataArray:
-    """How many values of each measure are undefined, not counting what a shorter prompt lacks."""
-    there: dict[str, xr.DataArray] = {}
+    """Count the undefined values of each measure, not counting what a shorter prompt lacks."""
+    expected: dict[str, xr.DataArray] = {}  # by dimension: where a value is expected
     if "norm_raw" in dataset:
-        there |= dict.fromkeys((*BY_POSITION, *READ), dataset["norm_raw"].isel(depth=0, drop=True).notnull())
+        expected["position"] = dataset["norm_raw"].isel(depth=0, drop=True).notnull()
     if "token_position" in dataset:
-        there |= dict.fromkeys(VARIANTS, dataset["token_position"].notnull())
+        expected["token"] = dataset["token_position"].notnull()
     if "pair_position" in dataset:
-        compared = dataset["pair_position"].notnull()
-        compared = compared & compared.rename(pair_token="pair_token_other") & pair_layers(dataset).notnull()
-        there |= {f"{kind}_{name}": compared for kind in TOKENWISE for name in COUPLINGS}
-    counts = {name: int((dataset[name].isnull() & where).sum()) for name, where in there.items() if name in dataset}
+        t = dataset["pair_position"].notnull()
+        expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers(dataset).notnull()
+    counts = {
+        measure.name: int((dataset[measure.name].isnull() & expected[dim]).sum())
+        for measure in MEASURES
+        if measure.counted and measure.name in dataset
+        for dim in measure.dims
+        if dim in expected
+    }
     return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")
+
+
+def _described(dataset: xr.Dataset) -> xr.Dataset:
+    """Give every variable and coordinate its label and unit."""
+    for name, values in dataset.variables.items():
+        measure = BY_NAME.get(str(name))
+        label, unit = (measure.label, measure.unit) if measure else (COORDINATES[str(name)], "1")
+        values.attrs = {"long_name": label, "units": unit}
+    return dataset

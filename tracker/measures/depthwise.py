@@ -32,6 +32,7 @@ from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Rows, Sketch
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures import coupling
+from tracker.measures.registry import MISCOUPLINGS
 
 Method = Literal["auto", "full", "krylov", "matrix-free"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -95,7 +96,7 @@ def depthwise_couplings(
     memory: int,
     beside: Sequence[str] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The coupling measures of every row selected of the recordings, with the dimensions of `dataset.DIMS`.
+    """The coupling measures of every row selected of the recordings, with the dimensions of `registry.DIMS`.
 
     Args:
         beside: as in `pairs`.
@@ -159,7 +160,7 @@ def pairs(
             values = _both_conventions(values, L)
         if swapped is not None:
             of_swapped = _of_each_k(swapped[r], S_r[:L], S_lent[:L], norm[:L], U.shape[-2], ks)
-            values |= {f"{name}_vju": of_swapped[name] for name in coupling.MEASURES}
+            values |= {f"{name}_vju": of_swapped[name] for name in MISCOUPLINGS}
         if "matrices" in beside:
             values["matrix"] = A_r[:L, :L, : ks[0], : ks[0]]
         rows.append(values)
@@ -170,7 +171,7 @@ def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
     """Of the first L layers, and under `_raw` with the one after them in the place of the last."""
     of_layers = {name: _of_layers(value, range(L)) for name, value in values.items()}
     raw = {name: _of_layers(value, [*range(L - 1), L]) for name, value in values.items()}
-    for name in coupling.MEASURES:
+    for name in MISCOUPLINGS:
         of_layers |= {f"{name}_raw": raw[name], f"{name}_raw_null": raw[f"{name}_null"]}
     return of_layers
 

@@ -13,12 +13,12 @@ from tracker.capture.inputs import positions, whole_numbers
 from tracker.capture.recording import Recording
 from tracker.errors import UsageError
 from tracker.jacobians.rows import PRECISIONS, Precision
+from tracker.measures import registry
 from tracker.measures.depthwise import METHODS, Method
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
-USUAL = ("coupling", "trajectory")
-MEASURES = (*USUAL, "vju", "matrices", "tokenwise", "entropy", "pca", "noise")
+USUAL, MEASURES = registry.defaults(), registry.choices()
 PAIR_TOKENS = 6
 PAIR_LAYERS = 1  # l' = l + 1
 

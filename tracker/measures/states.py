@@ -18,7 +18,7 @@ from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
 from tracker.errors import UsageError
 from tracker.measures import trajectory
-from tracker.measures.dataset import DIMS
+from tracker.measures.registry import DIMS, TRAJECTORY
 from tracker.measures.settings import Settings
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise over the embedding's
@@ -112,22 +112,12 @@ def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n
 
 
 def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
-    return {
-        "lss": trajectory.lss(states),
-        "lss_window": trajectory.lss_window(states, window),
-        "expodistance": trajectory.expodistance(states),
-        "expodistance_raw": trajectory.expodistance(raw),
-        "expodistance_window": trajectory.expodistance_window(states, window),
-        "expodistance_raw_window": trajectory.expodistance_window(raw, window),
-        "alpha_mean": trajectory.alphas(states).mean(0),
-        "alpha_mean_raw": trajectory.alphas(raw).mean(0),
-        "equidistance": trajectory.equidistance(states),
-        "equidistance_raw": trajectory.equidistance(raw),
-        "equidistance_window": trajectory.equidistance_window(states, window),
-        "equidistance_raw_window": trajectory.equidistance_window(raw, window),
-        "norm": trajectory.norms(states),
-        "norm_raw": trajectory.norms(raw),
-    }
+    values = {}
+    for measure in TRAJECTORY:
+        assert measure.formula is not None
+        X = raw if measure.raw else states
+        values[measure.name] = measure.formula(X, window) if measure.windowed else measure.formula(X)
+    return values
 
 
 def _all(asked: Sequence[Reading], b: int, part: slice) -> dict[str, np.ndarray]:

@@ -28,8 +28,8 @@ from tracker.capture.recording import BlockCall, Recording
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets, triplets_of_each
-from tracker.measures.dataset import DIMS, TOKENWISE
 from tracker.measures.depthwise import Layer, Method, pairs
+from tracker.measures.registry import DIMS, KINDS
 
 Link = tuple[int, int]  # from the token t1 to the token t2
 CERTIFICATES = {"singular_value": "S", "residual": "residual", "complete": "complete"}
@@ -46,7 +46,7 @@ def tokenwise_couplings(
     matrices: bool,
     memory: int,
 ) -> dict[str, np.ndarray]:
-    """All kinds at these tokens of a sample, with the dimensions of `dataset.DIMS`; NaN at blocks that are not compared.
+    """All kinds at these tokens of a sample, with the dimensions of `registry.DIMS`; NaN at blocks that are not compared.
 
     Args:
         basis_layers: each block that is described, and the block that lends it the basis, from 1.
@@ -64,7 +64,7 @@ def tokenwise_couplings(
 
     def describe(l: int, layers: Mapping[Link, Layer]) -> None:
         for link, layer in layers.items():
-            for kind in (kind for kind in TOKENWISE if link in kinds[kind]):
+            for kind in (kind for kind in KINDS if link in kinds[kind]):
                 bases = [lent[basis_layers[l]][other] for other in kinds[kind]]
                 (rows[l, kind, link],) = pairs([layer], ks, beside, lending=bases)
 
@@ -97,7 +97,7 @@ def _links(tokens: Sequence[int]) -> dict[str, list[Link]]:
         "fixed_input": [(first, t) for t in tokens],
         "fixed_output": [(t, last) for t in tokens],
     }
-    return {kind: links[kind] for kind in TOKENWISE}
+    return {kind: links[kind] for kind in KINDS}
 
 
 def _order(basis_layers: Mapping[int, int]) -> list[int]:

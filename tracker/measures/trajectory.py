@@ -60,6 +60,11 @@ def alphas(X: States) -> Float[Tensor, "L n"]:
     return (norm[1:] / norm[:-1]).log()
 
 
+def alpha_mean(X: States) -> Float[Tensor, " n"]:
+    """Mean of alpha over depth."""
+    return alphas(X).mean(0)
+
+
 def expodistance(X: States) -> Float[Tensor, " n"]:
     """Squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean growth is zero to rounding."""
     return _squared_variation(alphas(X).movedim(0, -1), _alpha_rounding(X))

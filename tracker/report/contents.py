@@ -10,8 +10,8 @@ import xarray as xr
 from tracker.analysis.jsonable import jsonable
 from tracker.analysis.regression import onset
 from tracker.analysis.statistics import PAIRS, TRAJECTORY, inverse_fit, layers_in_words, middle_layers, sources, suspect
-from tracker.measures.coupling import MEASURES, VARIANTS
-from tracker.measures.dataset import TOKENWISE, pair_layers
+from tracker.measures.dataset import pair_layers
+from tracker.measures.registry import KINDS, MISCOUPLINGS, VARIANTS
 from tracker.report.quantize import pack
 from tracker.report.summary import BY_DEPTH, summary
 
@@ -34,7 +34,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]
     whole = [name for name in names if not name.endswith("_raw")]
-    kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}_matrix" in ds]
+    kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}_matrix" in ds]
     ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
     budget = MATRICES // max(1, len(whole) * len(ks))
     data: dict[str, Any] = {
@@ -70,7 +70,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         else {},
         "absolute": _packed(ds, "absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE) if "absolute" in ds else None,
         "prompts": _prompts(ds, names, ks),
-        "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MEASURES) * len(ks))) for kind in kinds},
+        "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks))) for kind in kinds},
         "token_positions": _positions(ds) if kinds else None,
         "token_layers": _token_layers(ds) if kinds else None,
         "plane": _packed(ds, "plane", ("path", "depth", "component"), 16, 1, PATHS) if "plane" in ds else None,
@@ -150,7 +150,7 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
     texts = [str(text) for text in ds["prompt_text"].values] if "prompt_text" in ds.coords else [""] * len(lengths)
     by_prompt = {
         name: {k: pack(ds[f"{name}_by_prompt"].sel(k=k).transpose("step", "prompt").values, 32) for k in ks}
-        for name in MEASURES
+        for name in MISCOUPLINGS
         if name in names
     }
     difficulty = _numbers(ds["difficulty"]) if "difficulty" in ds.coords else None
@@ -159,7 +159,7 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
     data: dict[str, Any] = {"curves": {}, "matrices": {}}
-    for name in (name for name in MEASURES if f"{kind}_{name}" in ds):
+    for name in (name for name in MISCOUPLINGS if f"{kind}_{name}" in ds):
         of = f"{kind}_{name}"
         data["curves"][name], data["matrices"][name] = {}, {}
         for k in ks:

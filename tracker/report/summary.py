@@ -18,8 +18,7 @@ from tracker.analysis.statistics import (
     over_pairs,
     quartiles,
 )
-from tracker.measures.coupling import MEASURES, VARIANTS
-from tracker.measures.dataset import TOKENWISE
+from tracker.measures.registry import KINDS, MISCOUPLINGS, VARIANTS
 
 SAMPLES = ("prompt", "token")
 PAIRS = ("layer", "layer_other")
@@ -44,12 +43,12 @@ def summary(results: xr.Dataset) -> xr.Dataset:
     """Of one unit, or of several along `step`.
 
     Returns:
-        The curve points of `statistics.curves`, and for each of `coupling.VARIANTS`, m: `m_matrix` (k,
+        The curve points of `statistics.curves`, and for each of `registry.VARIANTS`, m: `m_matrix` (k,
         layer, layer_other) and `m_level` (k, layer), means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt`
         (k, prompt), means over l != l'. By depth: quartiles. Attributes and coordinates are kept.
     """
     with_swapped = results.assign(
-        {f"{name}_vju_null": results[f"{name}_null"] for name in MEASURES if f"{name}_vju" in results}
+        {f"{name}_vju_null": results[f"{name}_null"] for name in MISCOUPLINGS if f"{name}_vju" in results}
     )
     points = curves(with_swapped, VARIANTS)
     found = dict(points.data_vars)
@@ -81,9 +80,9 @@ def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     |A| is of the middle block, in units of the largest singular value of the Jacobian described.
     """
     found: dict[Hashable, xr.DataArray] = {}
-    kinds = [kind for kind in TOKENWISE if f"{kind}_{MEASURES[0]}" in results]
+    kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}" in results]
     for kind in kinds:
-        for name in (name for name in MEASURES if f"{kind}_{name}" in results):
+        for name in (name for name in MISCOUPLINGS if f"{kind}_{name}" in results):
             matrices = results[f"{kind}_{name}"].astype(float)
             compared = compared_tokens(results)
             null = results[f"{kind}_{name}_null"].astype(float).where(compared & matrices.notnull())

@@ -1,0 +1,76 @@
+"""What is declared of a measured variable, and of a choice of `measures=`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
+Axis = Literal["linear", "logarithmic", "from zero"]
+Chart = Literal["training", "depth", "blocks"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice of `measures=`."""
+
+    name: str
+    text: str
+    default: bool = False
+    needs: str = ""  # the option that it extends
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A variable of a measured Dataset.
+
+    Attributes:
+        dims: its dimensions after `prompt`.
+        label: its name for people: `long_name` in the Dataset, the title of its charts.
+        unit: "1" for pure numbers.
+        option: the choice of `measures=` that enables it; "" for variables of every measurement.
+        formula: states -> values, for variables that the states alone determine.
+        windowed: whether the formula takes the size of a window as its second argument.
+        raw: whether the formula takes the states before the final norm.
+        variant: "raw": the last block is taken before the final norm; "vju": the sides of the bases are swapped; a key of
+            `KINDS`: across tokens; "": neither.
+        base: the variable that this one is a variant of; "" if it is none.
+        curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
+        null: the variable with its null level; "" if it has none.
+        counted: whether its undefined values are counted.
+        metric: its name in logs; "" if its curve is not logged.
+        logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
+        shown: whether W&B shows its metric by default.
+        dashboard: the section of the W&B dashboard that has its panel; "" for none.
+        text: its definition in a sentence, the caption of its charts.
+        charts: its charts on the page: "training", its curve; "depth", its values by depth at one step; "blocks", its values
+            at an early, a middle and a late block over training. Its variant "raw" shares them.
+        axis: the scale of its axis in charts.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    label: str
+    unit: str = "1"
+    option: str = ""
+    formula: Callable[..., Tensor] | None = None
+    windowed: bool = False
+    raw: bool = False
+    variant: str = ""
+    base: str = ""
+    curve: Reduction | None = None
+    null: str = ""
+    counted: bool = False
+    metric: str = ""
+    logged: tuple[str, ...] = ()
+    shown: bool = False
+    dashboard: str = ""
+    text: str = ""
+    charts: tuple[Chart, ...] = ()
+    axis: Axis = "linear"
+
+    @property
+    def by_depth(self) -> bool:
+        """Whether it has one value for each position and block or state."""
+        return self.dims in (("layer", "position"), ("depth", "position"))

@@ -1,0 +1,230 @@
+"""The measured variables, each declared once.
+
+`MEASURES` lists every variable of a measured Dataset: its dimensions, its texts and unit, how it is computed from the states
+(where one formula gives it), how it is reduced to the points of a curve, and where logs, dashboard and page show it. What the
+rest of the package needs is derived from it: the dimensions and attributes of a Dataset, the counts of undefined values, the
+curves, the names of metrics, the dashboard, the charts of the page and the choices of `measures=`.
+
+To add a variable that is read off the states, write its formula in `trajectory` and an entry in `TRAJECTORY`. To add a
+definition of mis-coupling, add it to `coupling.DEFINITIONS`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from tracker.measures import trajectory
+from tracker.measures.coupling import DEFINITIONS
+from tracker.measures.declaration import Measure, Option
+from tracker.measures.families import BEFORE_NORM, EXTRAS, KINDS, across_tokens, couplings, jacobians
+
+__all__ = [
+    "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "Measure", "Option", "choices",
+    "defaults",
+]  # fmt: skip
+
+OPTIONS = (
+    Option("coupling", "coupling of the blocks", default=True),
+    Option("trajectory", "trajectory measures", default=True),
+    Option("vju", "coupling with the sides of the bases swapped, V^T J U", needs="coupling"),
+    Option("matrices", "the coupling matrices A, for the smallest K", needs="coupling"),
+    Option("tokenwise", "coupling across tokens"),
+    Option("entropy", "entropy of the next token by depth"),
+    Option("pca", "states on the principal plane of the last states"),
+    Option("noise", "response of the states to noise on the embeddings"),
+)
+
+
+POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
+HIDDEN_STATE = "units of the hidden state"
+
+
+def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False, **more: Any) -> tuple[Measure, ...]:
+    """Return a variable of `TRAJECTORY`, with quartiles as its curve if it has one, and if `both` also before the final norm."""
+    if "curve" in more:
+        more |= {"metric": f"trajectory/{name}", "logged": ("",), "shown": True}
+    measure = Measure(name, dims, label, option="trajectory", **more)
+    if not both:
+        return (measure,)
+    base, window, _ = name.partition("_window")
+    raw_name = f"{base}_raw{window}"
+    raw = replace(
+        measure, name=raw_name, label=f"{label}, {BEFORE_NORM}", variant="raw", base=name, raw=True, charts=()
+    )
+    return measure, replace(raw, metric=f"trajectory/{raw_name}" if measure.metric else "")
+
+
+IN_WINDOW = "Over a window of states around each block; near the ends no window fits."
+TRAJECTORY = (
+    *_of_states(
+        "lss",
+        POSITION,
+        "line-shape score",
+        formula=trajectory.lss,
+        text="1 is a straight trajectory.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+    ),
+    *_of_states(
+        "expodistance",
+        POSITION,
+        "expodistance",
+        both=True,
+        formula=trajectory.expodistance,
+        text="0 is exponential growth of the norm with depth. It diverges where the mean growth rate nears zero.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+        axis="logarithmic",
+    ),
+    *_of_states(
+        "alpha_mean",
+        POSITION,
+        "mean growth rate α",
+        both=True,
+        formula=trajectory.alpha_mean,
+        text="Mean over depth of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+    ),
+    *_of_states(
+        "equidistance",
+        POSITION,
+        "variation of step lengths",
+        both=True,
+        formula=trajectory.equidistance,
+        text="Coefficient of variation over depth of the length of the steps between states; 0 is equal steps.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+        axis="from zero",
+    ),
+    *_of_states(
+        "lss_window",
+        BLOCK,
+        "line-shape score in a window",
+        formula=trajectory.lss_window,
+        windowed=True,
+        text=IN_WINDOW,
+        charts=("depth", "blocks"),
+    ),
+    *_of_states(
+        "expodistance_window",
+        BLOCK,
+        "expodistance in a window",
+        both=True,
+        formula=trajectory.expodistance_window,
+        windowed=True,
+        text=IN_WINDOW,
+        charts=("depth", "blocks"),
+        axis="logarithmic",
+    ),
+    *_of_states(
+        "equidistance_window",
+        BLOCK,
+        "variation of step lengths in a window",
+        both=True,
+        formula=trajectory.equidistance_window,
+        windowed=True,
+        text=f"{IN_WINDOW} 0 is equal steps.",
+        charts=("depth",),
+    ),
+    *_of_states(
+        "norm",
+        STATE,
+        "norm of the states",
+        both=True,
+        unit=HIDDEN_STATE,
+        formula=trajectory.norms,
+        text="‖xˡ‖.",
+        charts=("depth",),
+        axis="logarithmic",
+    ),
+)
+OTHERS = (
+    Measure(
+        "entropy",
+        STATE,
+        "entropy of the next token",
+        "nats",
+        option="entropy",
+        curve="last quartiles",
+        counted=True,
+        metric="trajectory/entropy",
+        logged=("",),
+        shown=True,
+        dashboard=EXTRAS,
+        text="The prediction from each state, through the final norm and the unembedding.",
+        charts=("depth",),
+    ),
+    Measure(
+        "pca",
+        (*STATE, "component"),
+        "state on the principal axes of the last states",
+        HIDDEN_STATE,
+        option="pca",
+        counted=True,
+    ),
+    Measure(
+        "noise_similarity",
+        ("noise", *STATE),
+        "cosine to the states without noise",
+        option="noise",
+        curve="last mean",
+        counted=True,
+        metric="trajectory/noise_similarity",
+        logged=("",),
+        shown=True,
+        dashboard=EXTRAS,
+    ),
+)
+MEASURES: tuple[Measure, ...] = (
+    Measure("token_position", ("token",), "position of the token"),
+    *couplings(),
+    Measure("matrix", ("token", "layer", "layer_other", "row", "column"), "coupling matrix A", option="matrices"),
+    Measure("pair_position", ("pair_token",), "position of a token compared across tokens", option="tokenwise"),
+    *across_tokens(),
+    *jacobians(),
+    *TRAJECTORY,
+    *OTHERS,
+)
+BY_NAME = {measure.name: measure for measure in MEASURES}
+DIMS = {measure.name: measure.dims for measure in MEASURES}
+MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
+VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", "_raw", "_vju"))  # over layer pairs
+
+COORDINATES = {  # and what else a Dataset holds: label, unit
+    "prompt": "prompt or input",
+    "prompt_text": "text of the prompt",
+    "token": "index among the chosen tokens",
+    "position": "position in the sequence",
+    "k": "number of top singular vectors K",
+    "layer": "block l, whose Jacobian is expressed in a basis",
+    "layer_other": "block l', whose singular vectors are the basis",
+    "pair_layer_other": "block l' of the basis, across tokens",
+    "pair_token": "index among the tokens compared: the token t of the Jacobian",
+    "pair_token_other": "index among the tokens compared: the token t' of the basis",
+    "rank": "rank of the singular value",
+    "row": "row of A",
+    "column": "column of A",
+    "depth": "state after this many blocks",
+    "component": "principal axis",
+    "noise": "length of the noise relative to the embedding",
+    "quantity": "variable",
+    "undefined": "number of undefined values",
+}
+
+
+def choices() -> tuple[str, ...]:
+    """Return the names that `measures=` takes besides "all"."""
+    return tuple(option.name for option in OPTIONS)
+
+
+def defaults() -> tuple[str, ...]:
+    """Return the names that are measured where `measures=` is not given."""
+    return tuple(option.name for option in OPTIONS if option.default)
