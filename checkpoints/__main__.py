@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from checkpoints import integrity
-from checkpoints.disk import absent
-from checkpoints.fetch import snapshot
+from checkpoints.disk import missing_files
+from checkpoints.fetch import snapshot_dir
 from checkpoints.files import hash_file
 from checkpoints.hub import CheckpointError, File, Listing
 from checkpoints.integrity import Examination, examine
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, notify=_notify)
-        chosen = suite.chosen(parsed.steps)
+        chosen = suite.select(parsed.steps)
         examination = examine(suite, chosen, _notify)
     except (ValueError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -60,14 +60,14 @@ def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -
                 "+".join(listing.formats) if listing else "?",
                 f"{listing.bytes / 1e9:.3g} GB" if listing else "?",
                 _held(suite, checkpoint, listing),
-                examination.doubted.get(checkpoint.step, ""),
+                examination.suspect.get(checkpoint.step, ""),
             )
         )
     _print_table(rows)
     print(
-        f"{len(chosen)} of {len(suite.checkpoints)} checkpoints of {suite.source}; {len(examination.doubted)} doubted"
+        f"{len(chosen)} of {len(suite.checkpoints)} checkpoints of {suite.source}; {len(examination.suspect)} doubted"
     )
-    return WRONG if examination.doubted else FINE
+    return WRONG if examination.suspect else FINE
 
 
 def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:
@@ -78,10 +78,10 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
     for checkpoint in chosen:
         listing = _listing(suite, checkpoint, examination)
         directory = _place(suite, checkpoint, listing)
-        lacking = {file.name for file in absent(directory, listing)} if listing else set()
+        lacking = {file.name for file in missing_files(directory, listing)} if listing else set()
         held = [file for file in listing.weights if file.name not in lacking] if listing else []
         damaged = [file.name for file in held if file.sha256 and hash_file(directory / file.name) != file.sha256]
-        doubt = examination.doubted.get(checkpoint.step)
+        doubt = examination.suspect.get(checkpoint.step)
         verdict = "; ".join(filter(None, [f"DAMAGED: {', '.join(damaged)}" if damaged else "", doubt or ""]))
         wrong |= bool(verdict)
         if held and not lacking:
@@ -90,9 +90,9 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
             (checkpoint.name, f"{len(held)} of {len(listing.weights) if listing else '?'}", verdict or _fine(held))
         )
     _print_table(rows)
-    for step, earlier in integrity.repeats(contents).items():
+    for step, earlier in integrity.find_repeats(contents).items():
         wrong |= (earlier, step) != (0, 1)
-        print(f"note: {integrity.explained(step, earlier)}")
+        print(f"note: {integrity.describe_repeat(step, earlier)}")
     return WRONG if wrong else FINE
 
 
@@ -115,7 +115,7 @@ def _place(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> Pat
     if checkpoint.revision is None:
         return Path(checkpoint.source)
     revision = listing.commit if listing is not None and listing.commit else checkpoint.revision
-    return snapshot(checkpoint.source, revision, suite.cache_dir)
+    return snapshot_dir(checkpoint.source, revision, suite.cache_dir)
 
 
 def _tokens(count: int | None) -> str:
@@ -127,7 +127,7 @@ def _tokens(count: int | None) -> str:
 def _held(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) -> str:
     if listing is None:
         return "no"
-    lacking = absent(_place(suite, checkpoint, listing), listing)
+    lacking = missing_files(_place(suite, checkpoint, listing), listing)
     return "whole" if not lacking else "no" if len(lacking) == len(listing.needed) else "partly"
 
 

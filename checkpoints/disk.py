@@ -12,24 +12,24 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from checkpoints.files import Lock, cache_root, write_whole
-from checkpoints.hub import CheckpointError, File, Listing, referred, repository
+from checkpoints.files import Lock, cache_root, write_atomic
+from checkpoints.hub import CheckpointError, File, Listing, read_ref, repo_dir
 
 Files = dict[str, tuple[int, str | None]]  # bytes and SHA-256 of files, by their place in the cache
 
 
-def partial(blob: Path) -> Path:
+def partial_file(blob: Path) -> Path:
     """Where a blob is while it is being downloaded."""
     return blob.with_name(f"{blob.name}.tracker.incomplete")
 
 
-def absent(directory: Path, listing: Listing) -> list[File]:
+def missing_files(directory: Path, listing: Listing) -> list[File]:
     """The needed files that a snapshot lacks, or holds cut short."""
     paths = {file: directory / file.name for file in listing.needed}
     return [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
 
 
-class Disk:
+class DiskBudget:
     """Our share of a hub cache: what this program has fetched.
 
     Args:
@@ -38,11 +38,11 @@ class Disk:
     """
 
     def __init__(self, cache_dir: Path | None = None, budget: int | None = None):
-        self.cache = repository("any/any", cache_dir).parent
+        self.cache = repo_dir("any/any", cache_dir).parent
         self.budget = budget
         self.records = cache_root() / "fetched" / hashlib.sha256(str(self.cache.resolve()).encode()).hexdigest()[:16]
 
-    def reserve(self, repo: str, listing: Listing, upcoming: Collection[str] = ()) -> Lock | None:
+    def try_reserve(self, repo: str, listing: Listing, upcoming: Collection[str] = ()) -> Lock | None:
         """Make room for a revision and hold it until the lock is released; None while others in use leave no room.
 
         Args:
@@ -65,16 +65,16 @@ class Disk:
                 use.release()
                 return None
             if files:
-                write_whole(self._record(listing.commit), json.dumps(files).encode())
+                write_atomic(self._record(listing.commit), json.dumps(files).encode())
             return use
 
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of what this program fetched or has begun to fetch."""
         return sum(_bytes(self._read(commit)) for commit in self._commits())
 
     def _to_fetch(self, repo: str, listing: Listing) -> Files:
         """The files that the cache lacks; what is there already is not ours."""
-        place = repository(repo, self.cache)
+        place = repo_dir(repo, self.cache)
         files: Files = {}
         for file in listing.needed:
             pointer = place / "snapshots" / listing.commit / file.name
@@ -110,7 +110,7 @@ class Disk:
             linked = {path.resolve() for path in (place / "snapshots").rglob("*")}
             if blob.resolve() not in linked and sha not in elsewhere - {None}:
                 blob.unlink(missing_ok=True)
-                partial(blob).unlink(missing_ok=True)
+                partial_file(blob).unlink(missing_ok=True)
             if snapshot.is_dir() and not any(snapshot.iterdir()):
                 _remove(snapshot)
         self._record(commit).unlink()
@@ -140,7 +140,7 @@ def _remove(snapshot: Path) -> None:
     """Remove an empty snapshot, and the references to it."""
     snapshot.rmdir()
     for reference in list((snapshot.parent.parent / "refs").rglob("*")):
-        if not reference.name.startswith(".") and referred(reference) == snapshot.name:  # else it is being written
+        if not reference.name.startswith(".") and read_ref(reference) == snapshot.name:  # else it is being written
             reference.unlink(missing_ok=True)
 
 

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoints.disk import absent, partial
-from checkpoints.files import write_whole
+from checkpoints.disk import missing_files, partial_file
+from checkpoints.files import write_atomic
 from checkpoints.hub import (
     TIMEOUT,
     CheckpointError,
@@ -23,8 +23,8 @@ from checkpoints.hub import (
     Unreachable,
     first_line,
     pause_or_raise,
-    referred,
-    repository,
+    read_ref,
+    repo_dir,
     with_retries,
 )
 
@@ -32,25 +32,25 @@ BLOCK = 1 << 20  # bytes
 Count = Callable[[int], None]  # takes bytes as they arrive, or that were there
 
 
-def cached(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
+def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
     """The directory of a revision that must be in the cache.
 
     Raises:
         CheckpointError: if it is not.
     """
-    directory = snapshot(repo, revision, cache_dir)
+    directory = snapshot_dir(repo, revision, cache_dir)
     if not directory.is_dir():
         raise CheckpointError(
-            f"{repo} at {revision} is not in the cache {repository(repo, cache_dir).parent}; go online, or choose cached "
+            f"{repo} at {revision} is not in the cache {repo_dir(repo, cache_dir).parent}; go online, or choose cached "
             "revisions"
         )
     return directory
 
 
-def snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
+def snapshot_dir(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
     """Where the cache has a revision, or would have it if it is a commit; nothing is asked of the hub."""
-    place = repository(repo, cache_dir)
-    return place / "snapshots" / (referred(place / "refs" / revision) or revision)
+    place = repo_dir(repo, cache_dir)
+    return place / "snapshots" / (read_ref(place / "refs" / revision) or revision)
 
 
 def fetch(
@@ -76,9 +76,9 @@ def fetch(
             kept for the next time.
     """
     stop = stop or threading.Event()
-    place = repository(repo, cache_dir)
+    place = repo_dir(repo, cache_dir)
     directory = place / "snapshots" / listing.commit
-    lacking = absent(directory, listing)
+    lacking = missing_files(directory, listing)
     if lacking and offline:
         names = ", ".join(file.name for file in lacking)
         raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {place.parent}")
@@ -133,11 +133,11 @@ def _download(
         if blob.exists() and blob.stat().st_size == file.size:  # another process was quicker
             return
         for attempt in (1, 2):
-            digest = _receive(repo, commit, file, partial(blob), what, notify, count, stop)
+            digest = _receive(repo, commit, file, partial_file(blob), what, notify, count, stop)
             if digest == file.sha256:
-                partial(blob).replace(blob)
+                partial_file(blob).replace(blob)
                 return
-            partial(blob).unlink()
+            partial_file(blob).unlink()
             count(-file.size)
             if attempt == 1:
                 notify(f"{what}: the content does not have the hash that the hub gives for it; fetching it anew")
@@ -202,11 +202,11 @@ def _counted(count: Count, size: int) -> int:
 
 def _refer(reference: Path, commit: str, required: bool) -> None:
     """Let the branch's name lead to the commit, so that offline walks find it."""
-    if referred(reference) == commit:
+    if read_ref(reference) == commit:
         return
     try:
         reference.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(reference, commit.encode())
+        write_atomic(reference, commit.encode())
     except OSError:
         if required:
             raise

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
-# What `write_whole` writes to before it renames it; an earlier form named no writer, and was not locked.
+# What `write_atomic` writes to before it renames it; an earlier form named no writer, and was not locked.
 TEMPORARY = re.compile(r"\.(?P<name>.+?)(?P<writer>\.\d+-\d+-[0-9a-f]{16})?\.tmp")
 ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file has no writer, where no lock says so
 
@@ -32,14 +32,14 @@ def cache_root() -> Path:
     return Path(root) / "block-coupling-tracker"
 
 
-def write_whole(file: Path, content: bytes | memoryview) -> None:
+def write_atomic(file: Path, content: bytes | memoryview) -> None:
     """Write a file whole or not at all: also if others write it at once, the disk is full or the process is killed.
 
     The last writer's content stays. What killed writers of the same file left behind is removed.
     """
     while not _written(file, content):
         pass
-    remove_temporaries(file.parent, file.name)
+    remove_stale_temporaries(file.parent, file.name)
     directory = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -69,7 +69,7 @@ def _written(file: Path, content: bytes | memoryview) -> bool:
     return True
 
 
-def remove_temporaries(directory: Path, name: str | None = None) -> None:
+def remove_stale_temporaries(directory: Path, name: str | None = None) -> None:
     """Remove what killed writers left in a directory, of the file `name` or of all; not what is being written."""
     for left in directory.glob(".*.tmp"):
         match = TEMPORARY.fullmatch(left.name)
@@ -169,7 +169,7 @@ def sha256(file: Path) -> str:
     digest = hash_file(file)
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(memory, json.dumps([*signature, digest]).encode())
+        write_atomic(memory, json.dumps([*signature, digest]).encode())
     except OSError:
         pass  # it is read again next time
     return digest

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoints.files import cache_root, write_whole
+from checkpoints.files import cache_root, write_atomic
 
 ATTEMPTS, ATTEMPTS_TO_CONNECT = 6, 3
 LONGEST_WAIT = 60.0  # seconds, where the hub names no time itself
@@ -104,7 +104,7 @@ def missing_shards(files: Iterable[File]) -> list[str]:
     return sorted(expected - names)
 
 
-def branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], str]:
+def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], str]:
     """The commit that each branch of a repository points to: asked of the hub, or, where it can't be, of the cache.
 
     Returns:
@@ -119,15 +119,15 @@ def branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], str]:
         found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
         return {reference.name: reference.target_commit for reference in found.branches}, ""
     except Unreachable as error:
-        references = repository(repo) / "refs"
+        references = repo_dir(repo) / "refs"
         files = (file for file in references.rglob("*") if not file.name.startswith("."))  # those are being written
-        cached = {str(file.relative_to(references)): commit for file in files if (commit := referred(file))}
+        cached = {str(file.relative_to(references)): commit for file in files if (commit := read_ref(file))}
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
 
 
-def listings(
+def list_files(
     repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
 ) -> dict[str, Listing]:
     """The files of each revision.
@@ -164,7 +164,7 @@ def _ask(repo: str, commit: str, notify: Notify) -> Listing | None:
     listing = Listing(commit, tuple(files))
     try:
         _memory(repo, commit).parent.mkdir(parents=True, exist_ok=True)
-        write_whole(_memory(repo, commit), json.dumps([asdict(file) for file in files]).encode())
+        write_atomic(_memory(repo, commit), json.dumps([asdict(file) for file in files]).encode())
     except OSError:
         pass  # it is asked for again next time
     return listing
@@ -183,7 +183,7 @@ def _memory(repo: str, commit: str) -> Path:
 
 def _in_cache(repo: str, commit: str, cache_dir: Path | None) -> Listing | None:
     """What a snapshot in the cache holds; a blob's name is its hash."""
-    snapshot = repository(repo, cache_dir) / "snapshots" / commit
+    snapshot = repo_dir(repo, cache_dir) / "snapshots" / commit
     if not snapshot.is_dir():
         return None
     files = []
@@ -194,14 +194,14 @@ def _in_cache(repo: str, commit: str, cache_dir: Path | None) -> Listing | None:
     return Listing(commit, tuple(files))
 
 
-def repository(repo: str, cache_dir: Path | None = None) -> Path:
+def repo_dir(repo: str, cache_dir: Path | None = None) -> Path:
     """The directory of a repository in the hub's cache."""
     from huggingface_hub import constants
 
     return Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
-def referred(reference: Path) -> str:
+def read_ref(reference: Path) -> str:
     """The commit that a file in the cache's `refs` names; "" if there is no such file: others write and evict meanwhile."""
     try:
         return reference.read_text().strip()

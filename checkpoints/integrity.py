@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints import files, hub
 from checkpoints.hub import CheckpointError, File, Listing, missing_shards
-from checkpoints.suites import Checkpoint, Suite, listed
+from checkpoints.suites import Checkpoint, Suite, join_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class Examination:
     """What the hub says about a suite, before any download."""
 
     listings: dict[str, Listing]  # by revision
-    doubted: dict[int, str]  # the chosen steps that are not to be trusted, and why
+    suspect: dict[int, str]  # the chosen steps that are not to be trusted, and why
     offline: str = ""  # why the hub could not be asked, or ""
 
 
@@ -51,18 +51,20 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: hub.Notify = pri
     if not suite.on_hub:
         return Examination({}, {})
     try:
-        commits, offline = hub.branches(suite.source, notify)
+        commits, offline = hub.list_branches(suite.source, notify)
     except hub.Unreachable as error:  # what others have found wrong is known all the same
         commits, offline = {}, str(error)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     there = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings = hub.listings(suite.source, there, suite.cache_dir, bool(offline), notify)
-    doubted = suspects(compared, listings, online=not offline)
+    listings = hub.list_files(suite.source, there, suite.cache_dir, bool(offline), notify)
+    doubted = find_suspects(compared, listings, online=not offline)
     return Examination(listings, {c.step: doubted[c.step] for c in chosen if c.step in doubted}, offline)
 
 
-def suspects(checkpoints: Sequence[Checkpoint], listings: Mapping[str, Listing], online: bool = True) -> dict[int, str]:
+def find_suspects(
+    checkpoints: Sequence[Checkpoint], listings: Mapping[str, Listing], online: bool = True
+) -> dict[int, str]:
     """Why each doubtful checkpoint is doubted, by step: known defects, missing files, files of other revisions.
 
     Args:
@@ -110,7 +112,7 @@ def _missing(listing: Listing) -> list[str]:
     if not listing.weights:
         return ["no weight files (model*.safetensors or pytorch_model*.bin)"]
     absent = missing_shards(listing.weights) + ([] if "config.json" in names else ["config.json"])
-    return [f"without {listed(absent)}"] if absent else []
+    return [f"without {join_names(absent)}"] if absent else []
 
 
 def _shared(weights: Mapping[int, Sequence[File]], last: int) -> dict[int, str]:
@@ -130,7 +132,7 @@ def _shared(weights: Mapping[int, Sequence[File]], last: int) -> dict[int, str]:
             if len(foreign) == len(of_step)
             else f"{len(foreign)} of its {len(of_step)} shards are mixed in:"
         )
-        reasons[step] = f"{what} those of step {listed(others)}, bit for bit"
+        reasons[step] = f"{what} those of step {join_names(others)}, bit for bit"
     return reasons
 
 
@@ -143,7 +145,7 @@ def _doubted(steps: Sequence[int], last: int) -> set[int]:
     return set(steps) if len(steps) > 1 else set()
 
 
-def repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
+def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
     """For each step whose weights an earlier step had: the first that had them."""
     first: dict[str, int] = {}
     found = {}
@@ -153,7 +155,7 @@ def repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
     return found
 
 
-def explained(step: int, earlier: int) -> str:
+def describe_repeat(step: int, earlier: int) -> str:
     """A repetition in words."""
     if (earlier, step) == (0, 1):
         return ZERO_RATE
@@ -192,7 +194,7 @@ def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
         hashed = sorted(pool.map(_hash, *zip(*tensors, strict=True)))
     broken = [name for name, digest in hashed if digest is None]
     if broken:
-        raise CheckpointError(f"NaN or infinite weights in {listed(broken)}; nothing is measured from them")
+        raise CheckpointError(f"NaN or infinite weights in {join_names(broken)}; nothing is measured from them")
     return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashed).encode()).hexdigest()[:16]
 
 

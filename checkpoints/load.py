@@ -55,7 +55,7 @@ def load_model(directory: Path) -> "PreTrainedModel":
     return model
 
 
-def initialised(model: "PreTrainedModel", seed: int) -> "nn.Module":
+def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
     """An untrained model of the same configuration, as its class initialises it; the global random state is left alone."""
     import torch
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.files import Lock, cache_root, write_whole
+from checkpoints.files import Lock, cache_root, write_atomic
 from checkpoints.load import without_progress_bars
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path
     else:
         unfinished.rename(snapshot)
     reference = repository / "refs" / f"step{step}"
-    write_whole(reference, commit.encode())
+    write_atomic(reference, commit.encode())
     return commit
 
 

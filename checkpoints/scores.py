@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.hub import CheckpointError
-from checkpoints.suites import Suite, listed
+from checkpoints.suites import Suite, join_names
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
 SPELLED = {"pythia-1b": "pythia-1b-bf16"}
@@ -24,7 +24,7 @@ MEAN = "mean zero-shot accuracy"
 Scores = dict[int, dict[str, float]]  # by step and task
 
 
-def published(suite: str) -> Scores:
+def load_published(suite: str) -> Scores:
     """Zero-shot accuracy by step and task of a Pythia model, with the mean where all tasks are there; else nothing."""
     scores: Scores = {}
     for model, step, task, accuracy in _table():
@@ -37,7 +37,7 @@ def published(suite: str) -> Scores:
     return scores
 
 
-def brought(directory: Path) -> dict[str, float]:
+def read_from_checkpoint(directory: Path) -> dict[str, float]:
     """The scores that a checkpoint's own directory holds."""
     file = directory / "scores.json"
     if not file.is_file():
@@ -48,7 +48,7 @@ def brought(directory: Path) -> dict[str, float]:
         raise CheckpointError(f"{file} is not a table of scores ({error}); mend or remove it") from error
 
 
-def read(path: Path, suite: Suite) -> Scores:
+def read_user_scores(path: Path, suite: Suite) -> Scores:
     """A user's scores of a suite: a .csv file, an lm-evaluation-harness .json file, or a directory of either.
 
     A table has a column `step` and either `task` and `value` or one column for each task; a column `model`, where there is
@@ -71,7 +71,7 @@ def read(path: Path, suite: Suite) -> Scores:
         for step, of_step in found.items():
             scores.setdefault(step, {}).update(of_step)
     if not scores:
-        about = f"it is about {listed(sorted(seen))}" if seen else "no score is in it"
+        about = f"it is about {join_names(sorted(seen))}" if seen else "no score is in it"
         raise ValueError(f"--scores {path} holds nothing about {suite.name} ({suite.source}): {about}")
     return scores
 
@@ -127,7 +127,7 @@ def _metric(values: dict[str, Any]) -> float | None:
     return next(iter([*accuracies, *numbers.values()]), None)
 
 
-def joined(scores: Scores, steps: Iterable[int], where: str) -> str:
+def describe_coverage(scores: Scores, steps: Iterable[int], where: str) -> str:
     """How many checkpoints have scores, in words."""
     steps = list(steps)
     count = sum(step in scores for step in steps)

@@ -78,7 +78,7 @@ class Suite:
         """Whether its checkpoints are revisions of a repository that may be asked about."""
         return self.cache_dir is None and self.checkpoints[0].revision is not None
 
-    def chosen(self, steps: str | None, scored: Iterable[int] = ()) -> tuple[Checkpoint, ...]:
+    def select(self, steps: str | None, scored: Iterable[int] = ()) -> tuple[Checkpoint, ...]:
         """The checkpoints for a choice of steps: paper, all, log2, scores, or numbers such as "128,512".
 
         Raises:
@@ -96,7 +96,9 @@ class Suite:
         else:
             wanted = self._numbers(steps)
         if not wanted:
-            raise ValueError(f"--steps {steps} leaves no checkpoint of {self.name}; published are {listed(self.steps)}")
+            raise ValueError(
+                f"--steps {steps} leaves no checkpoint of {self.name}; published are {join_names(self.steps)}"
+            )
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.step in wanted)
 
     def untrained(self, like: Checkpoint, seed: int) -> Checkpoint:
@@ -119,7 +121,7 @@ class Suite:
         absent = sorted(wanted - set(self.steps))
         if absent:
             raise ValueError(
-                f"{self.name} has no checkpoint at step {listed(absent)}; published are {listed(self.steps)}"
+                f"{self.name} has no checkpoint at step {join_names(absent)}; published are {join_names(self.steps)}"
             )
         return wanted
 
@@ -210,7 +212,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: hub.Notify) -> Suite:
-    names, _ = hub.branches(repo, notify)
+    names, _ = hub.list_branches(repo, notify)
     family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
     found = [_parse(branch, repo, branch, pattern or re.compile(family.revisions)) for branch in names]
     checkpoints = [checkpoint for checkpoint in found if checkpoint]
@@ -218,7 +220,7 @@ def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, n
     if checkpoints:
         return _suite(name, repo, checkpoints, stage)
     if pattern:
-        raise ValueError(f"no branch of {repo} is spelled {pattern.pattern!r}; it has {listed(sorted(names))}")
+        raise ValueError(f"no branch of {repo} is spelled {pattern.pattern!r}; it has {join_names(sorted(names))}")
     notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step {UNKNOWN}"
     return Suite(name, repo, (Checkpoint(UNKNOWN, repo, "main"),), notice=notice)
 
@@ -271,7 +273,7 @@ def _doubling(steps: tuple[int, ...]) -> list[int]:
     return [steps[0], *chosen]
 
 
-def listed(names: Iterable[int | str]) -> str:
+def join_names(names: Iterable[int | str]) -> str:
     """Names with commas between them, the middle of many left out."""
     shown = [str(name) for name in names]
     return ", ".join(shown if len(shown) <= 16 else [*shown[:13], "…", *shown[-2:]])

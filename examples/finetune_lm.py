@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoints import nano
-from checkpoints.fetch import cached
+from checkpoints.fetch import cached_snapshot
 from tracker import CouplingCallback
 from tracker.report import write_report
 
@@ -40,7 +40,7 @@ def small_model() -> Path:
     """A directory with a GPT-NeoX of four blocks, trained for some seconds."""
     recipe = nano.Recipe(characters=400_000, layers=4, width=64, vocabulary=512, context=128, length=64, steps=(0, 64))
     cache = nano.train(recipe=recipe)
-    return cached(nano.REPO, "step64", cache)
+    return cached_snapshot(nano.REPO, "step64", cache)
 
 
 def main(source: str | None = None, text: str | None = None) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from checkpoints import nano
 from checkpoints.hub import CheckpointError
-from checkpoints.integrity import explained, repeats
-from checkpoints.suites import listed
+from checkpoints.integrity import describe_repeat, find_repeats
+from checkpoints.suites import join_names
 from tracker.walk.plan import Plan, Walk, make_plan
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import progress
@@ -106,8 +106,8 @@ def run(walk: Walk) -> int:
     try:
         if other := changed(plan, measured.summaries):
             raise UsageError(
-                f"the weights of step {listed(other)} of {plan.suite.source} are not those that {plan.store.path} holds results "
-                "of: retrained, or published anew? Choose another --out, or delete the units of these steps"
+                f"the weights of step {join_names(other)} of {plan.suite.source} are not those that {plan.store.path} holds "
+                "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
             )
         if not plan.checkpoints:
             raise UsageError("every checkpoint that was asked for is doubted; --allow_suspect measures and marks them")
@@ -190,8 +190,8 @@ def _say_what_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
         for step, summary in summaries.items()
         if "fingerprint" in summary.coords
     }
-    for step, earlier in repeats(fingerprints).items():
-        print(f"note: {explained(step, earlier)}", flush=True)
+    for step, earlier in find_repeats(fingerprints).items():
+        print(f"note: {describe_repeat(step, earlier)}", flush=True)
 
 
 def _rescore(plan: Plan, measured: "Measured", step: int) -> None:

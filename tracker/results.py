@@ -18,8 +18,8 @@ from typing import Any
 
 import xarray as xr
 
-from checkpoints.files import Lock, differences, remove_temporaries, write_whole
-from checkpoints.integrity import repeats
+from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
+from checkpoints.integrity import find_repeats
 
 # Measured anew in every run, so they differ between two runs that agree in every number.
 VOLATILE = ("created", "seconds")
@@ -46,7 +46,7 @@ class Store:
     def _settle(self, settings: Mapping[str, Any]) -> None:
         file = self.settings
         if not self.steps() and not self.remove_abandoned():
-            write_whole(file, json.dumps(settings, indent=2).encode())
+            write_atomic(file, json.dumps(settings, indent=2).encode())
             return
         try:
             stored = self.asked()
@@ -89,7 +89,7 @@ class Store:
     def remove_abandoned(self) -> bool:
         """Remove the claims and half-written files of processes that were killed; whether some process is measuring."""
         for directory in (self.path, self.units):
-            remove_temporaries(directory)
+            remove_stale_temporaries(directory)
         locks = [Lock.take(file) for file in self.units.glob(".step*.claim")]
         for lock in filter(None, locks):
             lock.release(remove=True)
@@ -107,7 +107,7 @@ class Store:
         # Numbers with a checksum: a byte that has changed on the disk is noticed.
         numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
         summed = {name: {"fletcher32": True} for name in numbers}
-        write_whole(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=summed))
+        write_atomic(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=summed))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
@@ -233,7 +233,7 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         for step, u in zip(steps, units, strict=True)
         if "fingerprint" in u.coords
     }
-    repeated = repeats(prints)
+    repeated = find_repeats(prints)
     labelled = [unit.coords["prompt_source"].variable for unit in units if "prompt_source" in unit.coords]
     if labelled:  # steps that were measured before prompts had sources, on the same prompts
         units = [u if "prompt_source" in u.coords else u.assign_coords(prompt_source=labelled[0]) for u in units]

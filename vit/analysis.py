@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.files import write_whole
+from checkpoints.files import write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,14 +54,14 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     }
     cells = cell_table(grid)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "cells.csv", cells.to_csv(index=False).encode())
-    write_whole(out / "correlations.csv", table.to_csv(index=False).encode())
+    write_atomic(out / "cells.csv", cells.to_csv(index=False).encode())
+    write_atomic(out / "correlations.csv", table.to_csv(index=False).encode())
     pictures = {}
     for key, figure in drawn.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=150, format="png")
         pictures[key] = buffer.getvalue()
-        write_whole(out / f"{key}.png", pictures[key])
+        write_atomic(out / f"{key}.png", pictures[key])
     shown = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
     columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", f"{at['measure']}/k{at['k']}/{at['pairs']}"]
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -73,7 +73,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         cells=cells[columns].to_html(index=False, border=0, float_format=lambda value: f"{value:.4g}"),
         unfinished="".join(f"<li>{html.escape(line)}</li>" for line in grid.attrs["unfinished"]) or "<li>none</li>",
     )
-    write_whole(out / "report.html", page.encode())
+    write_atomic(out / "report.html", page.encode())
     return out / "report.html"
 
 

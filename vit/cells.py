@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import Lock, differences, write_whole
+from checkpoints.files import Lock, differences, write_atomic
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
@@ -36,7 +36,7 @@ def read(directory: Path, name: str) -> Any:
 
 def write(directory: Path, name: str, content: Any) -> None:
     """Write a JSON file of a cell, whole or not at all."""
-    write_whole(directory / f"{name}.json", json.dumps(content, indent=1).encode())
+    write_atomic(directory / f"{name}.json", json.dumps(content, indent=1).encode())
 
 
 def is_done(directory: Path) -> bool:

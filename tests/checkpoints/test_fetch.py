@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from checkpoints import hub
-from checkpoints.disk import Disk, absent, partial
-from checkpoints.fetch import cached, fetch
-from checkpoints.hub import CheckpointError, Unreachable, branches, listings
+from checkpoints.disk import DiskBudget, missing_files, partial_file
+from checkpoints.fetch import cached_snapshot, fetch
+from checkpoints.hub import CheckpointError, Unreachable, list_branches, list_files
 from tests.hub_server import Handler, Hub, blob, serve
 
 REPO = "org/toy"
@@ -33,8 +33,8 @@ class Place:
 
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
         revision = f"step{step}"
-        commits = commits or branches(REPO, self.said.append)[0]
-        listing = listings(REPO, {revision: commits[revision]}, self.cache, notify=self.said.append)[revision]
+        commits = commits or list_branches(REPO, self.said.append)[0]
+        listing = list_files(REPO, {revision: commits[revision]}, self.cache, notify=self.said.append)[revision]
         return fetch(REPO, revision, listing, self.cache, notify=self.said.append, count=self.count, **options)
 
     def count(self, size: int) -> None:
@@ -84,7 +84,7 @@ def test_only_what_is_needed_is_fetched_once_and_counted(place):
     before = len(place.server.requests)
     place.assert_whole(1, place.fetch(1))
     assert len(place.server.requests) == before + 1  # for the branches; commits never change
-    assert cached(REPO, "step1", place.cache) == place.fetch(1)
+    assert cached_snapshot(REPO, "step1", place.cache) == place.fetch(1)
     assert place.said == []
 
 
@@ -163,19 +163,19 @@ def test_a_cached_file_that_was_cut_short_is_fetched_again(place):
 
 def test_a_missing_repository_and_revision(place):
     with pytest.raises(CheckpointError, match="the branches of org/none: the hub has no such repository"):
-        branches("org/none")
-    assert "step3" not in branches(REPO)[0]
+        list_branches("org/none")
+    assert "step3" not in list_branches(REPO)[0]
 
 
 def test_a_revision_that_moves_after_the_listing_is_fetched_as_listed(place):
-    commits, _ = branches(REPO)
+    commits, _ = list_branches(REPO)
     before = place.published(1)
     publish(place.root, 1, b"new" * 1000)
     directory = place.fetch(1, commits)
     assert directory.name == before.name
     assert (directory / "model.safetensors").read_bytes() == (before / "model.safetensors").read_bytes()
     # Its listing is remembered, but the commit is gone from the hub before the download.
-    listings(REPO, {"step2": commits["step2"]}, place.cache)
+    list_files(REPO, {"step2": commits["step2"]}, place.cache)
     place.published(2).rename(place.root / "gone")
     with pytest.raises(CheckpointError, match="step2 is no longer on the hub as it was listed"):
         place.fetch(2, commits)
@@ -184,7 +184,7 @@ def test_a_revision_that_moves_after_the_listing_is_fetched_as_listed(place):
 def test_a_hub_that_stays_busy(place):
     place.server.fail("GET .*refs", status=502, times=100)
     with pytest.raises(Unreachable, match=r"502 Bad Gateway, 6 attempts.*nothing of org/toy is in the cache"):
-        branches(REPO, place.said.append)
+        list_branches(REPO, place.said.append)
     assert len(place.said) == 5
 
 
@@ -193,9 +193,9 @@ def test_no_network_at_all(place, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_CACHE", str(place.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place.cache))
-    commits, reason = branches(REPO, place.said.append)
+    commits, reason = list_branches(REPO, place.said.append)
     assert "can't be reached (ConnectError" in reason and commits.keys() == {"step1"}
-    found = listings(REPO, commits, place.cache, offline=True)
+    found = list_files(REPO, commits, place.cache, offline=True)
     place.assert_whole(1, fetch(REPO, "step1", found["step1"], place.cache, offline=reason))
     (place.cache / "models--org--toy" / "snapshots" / commits["step1"] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="ConnectError.*step1 lacks model.safetensors in the cache"):
@@ -207,20 +207,20 @@ def test_offline_without_our_listings_the_cache_says_what_it_holds(place, monkey
 
     place.fetch(1)
     shutil.rmtree(Path(os.environ["TRACKER_CACHE"]))
-    found = listings(REPO, branches(REPO)[0], place.cache, offline=True)
+    found = list_files(REPO, list_branches(REPO)[0], place.cache, offline=True)
     (weights,) = found["step1"].weights
     assert found.keys() == {"step1"} and weights.sha256 == blob(place.published(1) / "model.safetensors")
 
 
 FETCH = """
 import sys
-from checkpoints.hub import CheckpointError, branches, listings
+from checkpoints.hub import CheckpointError, list_branches, list_files
 from checkpoints.fetch import fetch
 from pathlib import Path
 cache = Path(sys.argv[1])
 for step in sys.argv[2:]:
     try:
-        listing = listings("org/toy", {step: branches("org/toy")[0][step]}, cache)[step]
+        listing = list_files("org/toy", {step: list_branches("org/toy")[0][step]}, cache)[step]
         print(step, fetch("org/toy", step, listing, cache))
     except CheckpointError as error:
         print(step, error)
@@ -237,11 +237,11 @@ AT_ONCE = """
 import sys, threading
 from pathlib import Path
 from checkpoints.fetch import fetch
-from checkpoints.hub import branches, listings
+from checkpoints.hub import list_branches, list_files
 
 cache = Path(sys.argv[1])
-commits = branches("org/toy")[0]
-found = listings("org/toy", commits, cache)
+commits = list_branches("org/toy")[0]
+found = list_files("org/toy", commits, cache)
 print("ready", flush=True)
 for line in sys.stdin:
     step = line.strip()
@@ -270,7 +270,7 @@ def test_walks_of_several_stores_fetch_the_same_revision_into_one_cache_at_once(
         _, err = walk.communicate(timeout=60)
         assert walk.returncode == 0 and "Traceback" not in err, err
     for step in STEPS:
-        place.assert_whole(step, cached(REPO, f"step{step}", place.cache))
+        place.assert_whole(step, cached_snapshot(REPO, f"step{step}", place.cache))
     assert not list(place.cache.parent.rglob("*.tmp"))
 
 
@@ -280,7 +280,7 @@ def test_a_reference_that_is_being_written_is_no_branch(place, monkeypatch):
     references = place.cache / "models--org--toy" / "refs"
     (references / ".step1.1-1-0123456789abcdef.tmp").write_text((references / "step1").read_text())
     place.server.fail(".*refs", status=503, times=1000)
-    assert list(branches(REPO, place.said.append)[0]) == ["step1"]
+    assert list(list_branches(REPO, place.said.append)[0]) == ["step1"]
 
 
 def test_a_full_disk(place):
@@ -328,15 +328,15 @@ def used(cache: Path) -> int:
 
 def test_a_disk_budget_is_kept_by_evicting_what_was_fetched_here(place):
     theirs = place.fetch(0)  # by whoever used the cache before
-    commits, _ = branches(REPO)
-    found = listings(REPO, commits, place.cache)
+    commits, _ = list_branches(REPO)
+    found = list_files(REPO, commits, place.cache)
     before = used(place.cache)
-    disk = Disk(place.cache, budget=2 * SIZE + 1000)
+    disk = DiskBudget(place.cache, budget=2 * SIZE + 1000)
     for step in (1, 2, 4):
-        use = disk.reserve(REPO, found[f"step{step}"])
+        use = disk.try_reserve(REPO, found[f"step{step}"])
         assert use is not None
         place.assert_whole(step, place.fetch(step, commits))
-        assert used(place.cache) - before <= 2 * SIZE + 3000 and disk.held() <= 2 * SIZE + 1000
+        assert used(place.cache) - before <= 2 * SIZE + 3000 and disk.used_bytes() <= 2 * SIZE + 1000
         use.release()
     directories = {step: place.cache / "models--org--toy" / "snapshots" / commits[f"step{step}"] for step in STEPS}
     assert [step for step in STEPS if directories[step].exists()] == [0, 2, 4]  # the oldest of ours went
@@ -345,32 +345,32 @@ def test_a_disk_budget_is_kept_by_evicting_what_was_fetched_here(place):
 
 
 def test_what_is_in_use_is_not_evicted(place):
-    commits, _ = branches(REPO)
-    found = listings(REPO, commits, place.cache)
-    mine, others = Disk(place.cache, budget=SIZE + 1000), Disk(place.cache, budget=SIZE + 1000)
-    use = mine.reserve(REPO, found["step1"])
+    commits, _ = list_branches(REPO)
+    found = list_files(REPO, commits, place.cache)
+    mine, others = DiskBudget(place.cache, budget=SIZE + 1000), DiskBudget(place.cache, budget=SIZE + 1000)
+    use = mine.try_reserve(REPO, found["step1"])
     directory = place.fetch(1, commits)
-    assert others.reserve(REPO, found["step2"]) is None
+    assert others.try_reserve(REPO, found["step2"]) is None
     place.assert_whole(1, directory)
     use.release()
-    assert others.reserve(REPO, found["step2"]) is not None and not directory.exists()
+    assert others.try_reserve(REPO, found["step2"]) is not None and not directory.exists()
 
 
 def test_what_a_killed_process_began_can_be_evicted(place):
-    commits, _ = branches(REPO)
-    found = listings(REPO, commits, place.cache)
-    disk = Disk(place.cache, budget=SIZE + 1000)
-    disk.reserve(REPO, found["step1"]).release()
+    commits, _ = list_branches(REPO)
+    found = list_files(REPO, commits, place.cache)
+    disk = DiskBudget(place.cache, budget=SIZE + 1000)
+    disk.try_reserve(REPO, found["step1"]).release()
     (weights,) = found["step1"].weights
-    left = partial(place.cache / "models--org--toy" / "blobs" / weights.sha256)
+    left = partial_file(place.cache / "models--org--toy" / "blobs" / weights.sha256)
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
-    assert disk.reserve(REPO, found["step2"]) is not None
+    assert disk.try_reserve(REPO, found["step2"]) is not None
     assert not left.exists()
 
 
 def test_a_revision_beyond_the_whole_budget(place):
-    found = listings(REPO, branches(REPO)[0], place.cache)
+    found = list_files(REPO, list_branches(REPO)[0], place.cache)
     with pytest.raises(CheckpointError, match="more than the whole --disk_budget of 0.0001 GB"):
-        Disk(place.cache, budget=100_000).reserve(REPO, found["step1"])
-    assert absent(place.cache, found["step1"])
+        DiskBudget(place.cache, budget=100_000).try_reserve(REPO, found["step1"])
+    assert missing_files(place.cache, found["step1"])

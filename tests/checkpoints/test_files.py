@@ -11,16 +11,16 @@ import time
 import pytest
 
 from checkpoints import files
-from checkpoints.files import remove_temporaries, write_whole
+from checkpoints.files import remove_stale_temporaries, write_atomic
 
 WRITE = """
 import sys, threading
 from pathlib import Path
-from checkpoints.files import write_whole
+from checkpoints.files import write_atomic
 
 def work(letter):
     for i in range(60):
-        write_whole(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
+        write_atomic(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
     print("written", flush=True)
 
 sys.stdin.readline()
@@ -30,14 +30,14 @@ for letter in sys.argv[2]:
 HALF_WRITTEN = """
 import os, sys, time
 from pathlib import Path
-from checkpoints.files import write_whole
+from checkpoints.files import write_atomic
 
 def wait(descriptor):
     print("half", flush=True)
     time.sleep(60)
 
 os.fsync = wait
-write_whole(Path(sys.argv[1]), b"new")
+write_atomic(Path(sys.argv[1]), b"new")
 """
 
 
@@ -59,7 +59,7 @@ def half_written(file) -> subprocess.Popen:
 
 def test_several_threads_of_several_processes_write_one_file_while_others_read_it(tmp_path):
     file = tmp_path / "file"
-    write_whole(file, b"x" * 500)
+    write_atomic(file, b"x" * 500)
     writers = [program(WRITE, str(file), letters) for letters in ("ab", "cd", "ef", "gh")]
     for writer in writers:
         assert writer.stdin
@@ -92,17 +92,17 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_live_writers_is_
     killed.kill()
     killed.wait()
     assert len(names(tmp_path)) == 3
-    write_whole(file, b"whole")
+    write_atomic(file, b"whole")
     assert [re.sub(r"\d+-\d+-.*\.", "WRITER.", name) for name in names(tmp_path)] == [
         ".file.WRITER.tmp", ".other.WRITER.tmp", "file"
     ]  # fmt: skip
     os.utime(next(tmp_path.glob(".file*")), (0, 0))  # however long it takes
-    remove_temporaries(tmp_path)
+    remove_stale_temporaries(tmp_path)
     assert len(names(tmp_path)) == 3
     for writer in (alive, elsewhere):
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    remove_temporaries(tmp_path)
+    remove_stale_temporaries(tmp_path)
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"whole"
 
 
@@ -111,7 +111,7 @@ def test_other_files_are_left_alone_and_those_of_earlier_versions_removed_after_
         (tmp_path / name).write_bytes(b"")
     for name in (".old.tmp", "plain.tmp", ".hidden"):
         os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
-    remove_temporaries(tmp_path)
+    remove_stale_temporaries(tmp_path)
     assert names(tmp_path) == [".hidden", ".young.tmp", "plain.tmp"]
 
 
@@ -119,14 +119,14 @@ def test_other_files_are_left_alone_and_those_of_earlier_versions_removed_after_
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch, failure, moment):
     file = tmp_path / "file"
-    write_whole(file, b"old")
+    write_atomic(file, b"old")
 
     def fail(*_):
         raise failure
 
     monkeypatch.setattr(files.os, moment, fail)
     with pytest.raises(type(failure)):
-        write_whole(file, b"new")
+        write_atomic(file, b"new")
     monkeypatch.undo()
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"old"
 
@@ -142,13 +142,13 @@ def test_a_temporary_file_that_somebody_removes_is_written_again(tmp_path, monke
         fsync(descriptor)
 
     monkeypatch.setattr(files.os, "fsync", remove_once)
-    write_whole(tmp_path / "file", b"whole")
+    write_atomic(tmp_path / "file", b"whole")
     assert removed and names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"whole"
 
 
 def test_a_directory_that_is_not_there_is_said(tmp_path):
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "absent" / "file", b"")
+        write_atomic(tmp_path / "absent" / "file", b"")
 
 
 def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkey
     for file in (old, young):
         file.write_bytes(b"")
     os.utime(old, (time.time() - 90_000,) * 2)
-    write_whole(tmp_path / "file", b"whole")
+    write_atomic(tmp_path / "file", b"whole")
     assert names(tmp_path) == [young.name, "file"]
 
 
@@ -168,7 +168,7 @@ def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkey
 def test_the_umask_is_respected(tmp_path, umask):
     before = os.umask(umask)
     try:
-        write_whole(tmp_path / "file", b"")
+        write_atomic(tmp_path / "file", b"")
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask

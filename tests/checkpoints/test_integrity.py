@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoints.hub import CheckpointError, File, Listing, Unreachable, missing_shards
-from checkpoints.integrity import examine, files_digest, fingerprint, known_defect, repeats, suspects
+from checkpoints.integrity import examine, files_digest, find_repeats, find_suspects, fingerprint, known_defect
 from checkpoints.suites import Checkpoint, find_suite
 
 CONFIG = File("config.json", 500)
@@ -21,7 +21,7 @@ def listing(step: int, **hashes: str) -> Listing:
 
 def doubted(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
     checkpoints = [Checkpoint(step, "org/toy", f"step{step}") for step in sorted((*listings, *missing))]
-    return suspects(checkpoints, {f"step{step}": of_step for step, of_step in listings.items()})
+    return find_suspects(checkpoints, {f"step{step}": of_step for step, of_step in listings.items()})
 
 
 def test_a_suite_without_faults():
@@ -76,10 +76,10 @@ def test_known_defects_are_known_without_a_network(monkeypatch):
     def unreachable(*_):
         raise Unreachable("no network")
 
-    monkeypatch.setattr("checkpoints.hub.branches", unreachable)
+    monkeypatch.setattr("checkpoints.hub.list_branches", unreachable)
     suite = find_suite("12b")
-    examination = examine(suite, suite.chosen("128,50000"))
-    assert examination.doubted.keys() == {50_000} and examination.offline == "no network"
+    examination = examine(suite, suite.select("128,50000"))
+    assert examination.suspect.keys() == {50_000} and examination.offline == "no network"
 
 
 def test_one_format_is_fetched_and_its_index_with_it():
@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_refused(value):
 
 
 def test_repeats_name_the_first():
-    assert repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
+    assert find_repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
 
 
 def test_the_digest_of_files_is_the_same_from_the_hub_and_from_the_disk(tmp_path, monkeypatch):

@@ -29,24 +29,24 @@ def test_forms_that_were_not_published(name):
 
 def test_choices_of_steps():
     suite = find_suite("6.9b")
-    chosen = {choice: [c.step for c in suite.chosen(choice)] for choice in ("paper", "all", "log2", "128,143000")}
-    assert chosen["paper"] == list(PAPER_STEPS) == [c.step for c in suite.chosen(None)]
+    chosen = {choice: [c.step for c in suite.select(choice)] for choice in ("paper", "all", "log2", "128,143000")}
+    assert chosen["paper"] == list(PAPER_STEPS) == [c.step for c in suite.select(None)]
     assert chosen["paper"] == [128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000]
     assert chosen["all"] == list(PYTHIA_STEPS) and chosen["128,143000"] == [128, 143_000]
     assert chosen["log2"] == [0, 1, 2, 4, 8, 16, 32, 64, *PAPER_STEPS]
-    scored = [c.step for c in suite.chosen("scores", scores.published("pythia-6.9b"))]
+    scored = [c.step for c in suite.select("scores", scores.load_published("pythia-6.9b"))]
     assert len(scored) == 27 and scored[:3] == [0, 1, 2] and 143_000 in scored
-    assert [c.step for c in find_suite("nano").chosen(None)] == list(nano.STEPS)
+    assert [c.step for c in find_suite("nano").select(None)] == list(nano.STEPS)
 
 
 def test_scores_are_joined_exactly():
-    twelve = scores.published("pythia-12b")
+    twelve = scores.load_published("pythia-12b")
     # From the table itself: pythia-12b, zero-shot, 143000, arc_easy, acc.
     assert twelve[143_000]["arc_easy"] == 0.702441 and 2000 not in twelve
     tasks = [value for task, value in twelve[143_000].items() if task != scores.MEAN]
     assert twelve[143_000][scores.MEAN] == pytest.approx(sum(tasks) / len(tasks))
-    assert scores.published("pythia-1b")[143_000]  # spelled pythia-1b-bf16 in the table
-    assert scores.published("pythia-14m") == {} == scores.published("nano")
+    assert scores.load_published("pythia-1b")[143_000]  # spelled pythia-1b-bf16 in the table
+    assert scores.load_published("pythia-14m") == {} == scores.load_published("nano")
 
 
 def test_nano_is_the_same_for_a_seed(suite, tmp_path, monkeypatch):
@@ -71,7 +71,7 @@ def test_nano_has_pythias_switches():
 
 
 def branches(monkeypatch, *names: str):
-    monkeypatch.setattr("checkpoints.hub.branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
+    monkeypatch.setattr("checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
 
 
 OLMO_2 = [
@@ -129,10 +129,10 @@ TABLES = {
 @pytest.mark.parametrize("form", TABLES)
 def test_a_users_table_of_scores(tmp_path, form):
     (tmp_path / "scores.csv").write_text(TABLES[form])
-    found = scores.read(tmp_path / "scores.csv", find_suite("70m"))
+    found = scores.read_user_scores(tmp_path / "scores.csv", find_suite("70m"))
     assert found[0] == {"piqa": 0.5} and found[512]["piqa"] == 0.6
     assert found[512].keys() == ({"piqa"} if form == "long" else {"piqa", "sciq"})
-    assert "scores: 1 of 3 checkpoints" in scores.joined(found, [256, 512, 1000], "a file")
+    assert "scores: 1 of 3 checkpoints" in scores.describe_coverage(found, [256, 512, 1000], "a file")
 
 
 def harness(revision: str, **results) -> str:
@@ -152,10 +152,10 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
     for step, value in ((512, 0.5), (1000, 0.6)):
         (tmp_path / f"step{step}").mkdir()
         (tmp_path / f"step{step}" / "results.json").write_text(harness(f"step{step}", mmlu=value, mmlu_anatomy=0.1))
-    found = scores.read(tmp_path, find_suite("70m"))
+    found = scores.read_user_scores(tmp_path, find_suite("70m"))
     assert found == {512: {"mmlu": 0.5, "wikitext": 20.0}, 1000: {"mmlu": 0.6, "wikitext": 20.0}}
     with pytest.raises(ValueError, match="nothing about pythia-160m.*EleutherAI/pythia-70m at step1000"):
-        scores.read(tmp_path, find_suite("160m"))
+        scores.read_user_scores(tmp_path, find_suite("160m"))
 
 
 @pytest.mark.parametrize(
@@ -170,4 +170,4 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
 def test_tables_that_can_not_be_used(tmp_path, content, message):
     (tmp_path / "scores.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
-        scores.read(tmp_path / "scores.csv", find_suite("70m"))
+        scores.read_user_scores(tmp_path / "scores.csv", find_suite("70m"))

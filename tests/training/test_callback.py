@@ -20,7 +20,7 @@ from torch import nn
 
 import tracker
 from checkpoints import nano
-from checkpoints.fetch import cached
+from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import ROOT, TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
@@ -146,7 +146,7 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
     assert walker.run(OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
     walked = Store(walker.directory / "out")
     prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
-    _, tokenizer = load(cached(nano.REPO, "step0", suite))
+    _, tokenizer = load(cached_snapshot(nano.REPO, "step0", suite))
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "again"))
     watch = Watch(schedule="log2", k=(4, 8), probe=prompts, tokenizer=tokenizer, save_dir=tmp_path / "live")
     nano.train(recipe=TINY, callbacks=[watch])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from checkpoints.files import write_whole
+from checkpoints.files import write_atomic
 from tracker.analysis.statistics import HEADLINE
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
 from tracker.measures.registry import MISCOUPLINGS
@@ -160,7 +160,7 @@ class WandbRun:
         where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
         self.run.finish()
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            write_whole(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
+            write_atomic(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
         return f"W&B {self.mode}: {where}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from checkpoints.integrity import explained
+from checkpoints.integrity import describe_repeat
 from checkpoints.suites import UNTRAINED
 from tracker.analysis.across_models import CONVENTIONS
 from tracker.analysis.statistics import layers_in_words, suspect
@@ -38,7 +38,7 @@ def doubts(ds: xr.Dataset) -> list[str]:
         if str(revision).startswith(UNTRAINED)
     ]
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
-    same = [explained(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
+    same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
     lines += [f"{line[0].upper()}{line[1:]}." for line in same]
     if "jacobians_count" in ds:
         lines += _certificates(ds)

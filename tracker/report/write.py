@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.files import write_whole
+from checkpoints.files import write_atomic
 from tracker.analysis.clusters import CLUSTERS_HELP
 from tracker.report.reader import Reader, Signature, signature
 from tracker.results import distinct_names
@@ -61,7 +61,7 @@ def write_page(
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
     summaries = assign_clusters(read, clusters)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
+    write_atomic(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
     return out
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from checkpoints.files import cache_root, write_whole
+from checkpoints.files import cache_root, write_atomic
 
 SEED = 0
 VERSION = 1  # of formats and sampling: raised when a set comes to mean other prompts
@@ -106,7 +106,7 @@ def hub_prompts(name: str) -> list[Prompt]:
     file.parent.mkdir(parents=True, exist_ok=True)
     texts, difficulty, sources = zip(*prompts, strict=True)
     said = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
-    write_whole(file, json.dumps(said).encode())
+    write_atomic(file, json.dumps(said).encode())
     return prompts
 
 

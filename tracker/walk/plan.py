@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkpoints import hub, integrity, scores
-from checkpoints.disk import Disk
+from checkpoints.disk import DiskBudget
 from checkpoints.suites import UNTRAINED, Checkpoint, Suite, find_suite
 from tracker.walk.prompts import load_prompts, prompts_digest
 
@@ -108,7 +108,7 @@ class Plan:
     suspect: dict[int, str]  # steps that are, though they are doubted, and why
     listings: dict[str, hub.Listing]  # by revision
     offline: str  # why the hub can't be asked, or ""
-    disk: Disk
+    disk: DiskBudget
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, where inputs are prompts, a tokenizer
     inputs: Any
     of_prompts: dict[str, list]  # what is known of each: difficulty, prompt_source
@@ -136,9 +136,9 @@ class Plan:
 
     def cached(self, checkpoint: Checkpoint) -> Path:
         """The directory of a revision that is in the cache."""
-        from checkpoints.fetch import cached
+        from checkpoints.fetch import cached_snapshot
 
-        return cached(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
+        return cached_snapshot(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
 
 
 def untrained(seed: int | None) -> str:
@@ -159,7 +159,7 @@ def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
     from tracker.results import Store
 
     suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
-    joined = scores.read(walk.scores, suite) if walk.scores else scores.published(suite.name)
+    joined = scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite.name)
     prompts, inputs, of_prompts = _inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,11 +178,11 @@ def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
         raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     if keywords["k"] and keywords["k"][0] < 1:
         raise ValueError(f"--k {walk.k}; each K must be at least 1")
-    disk = Disk(suite.cache_dir, None if walk.disk_budget is None else _bytes("--disk_budget", walk.disk_budget))
+    disk = DiskBudget(suite.cache_dir, None if walk.disk_budget is None else _bytes("--disk_budget", walk.disk_budget))
     memory = _memory(device) if walk.memory_budget is None else _bytes("--memory_budget", walk.memory_budget)
-    chosen = suite.chosen(None if walk.steps is None else str(walk.steps), joined)
+    chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
     examined = integrity.examine(suite, chosen, notify)
-    excluded = {} if walk.allow_suspect else examined.doubted
+    excluded = {} if walk.allow_suspect else examined.suspect
     kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
     if walk.untrained is not None and not 0 <= walk.untrained < 2**63:
         raise ValueError(f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1")
@@ -214,12 +214,12 @@ def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
     if joined:
         where = walk.scores or "the suite's own, zero-shot"
         trained = [checkpoint.step for checkpoint in kept if checkpoint.seed is None]
-        notices.append(scores.joined(joined, trained, str(where)))
+        notices.append(scores.describe_coverage(joined, trained, str(where)))
     return Plan(
         suite=suite,
         checkpoints=kept,
         excluded=excluded,
-        suspect=examined.doubted if walk.allow_suspect else {},
+        suspect=examined.suspect if walk.allow_suspect else {},
         listings=examined.listings,
         offline=examined.offline,
         disk=disk,

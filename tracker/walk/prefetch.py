@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from checkpoints.disk import absent
+from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch
 from checkpoints.files import Lock
-from checkpoints.hub import CheckpointError, repository
+from checkpoints.hub import CheckpointError, repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.walk.plan import Plan
 from tracker.walk.progress import Progress
@@ -66,11 +66,11 @@ class Prefetched:
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub")
         if plan.offline:
             return fetch(repo, revision, listing, cache_dir, offline=plan.offline)
-        while (use := plan.disk.reserve(repo, listing, self.upcoming)) is None:
+        while (use := plan.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
-        lacking = absent(repository(repo, cache_dir) / "snapshots" / listing.commit, listing)
+        lacking = missing_files(repo_dir(repo, cache_dir) / "snapshots" / listing.commit, listing)
         if not lacking:
             return fetch(repo, revision, listing, cache_dir)
         count = self.shown.downloading(revision, sum(file.size for file in lacking))

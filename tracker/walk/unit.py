@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
     """Load and measure a fetched checkpoint; the unit says which it was."""
-    from checkpoints.load import initialised
+    from checkpoints.load import init_untrained
     from tracker.measurement import measure
 
     model, tokenizer = plan.load(directory)
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
-        model = initialised(model, checkpoint.seed)
+        model = init_untrained(model, checkpoint.seed)
     fingerprint = integrity.fingerprint(model.state_dict().items())
     resident = plan.device.type != "cpu" and _weights(model) <= plan.measure["memory_budget"] // 2
     if resident:  # else they stay in their files' pages, and pass through memory block by block
@@ -41,7 +41,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
     unit = unit.assign_coords({name: ("prompt", labels) for name, labels in plan.of_prompts.items()})
-    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.brought(directory))
+    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
     unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
     elsewhere = "in their files" if directory.is_dir() and trained else "in memory"
     unit.attrs["weights_kept"] = "on the device" if resident else elsewhere
