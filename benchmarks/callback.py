@@ -100,7 +100,7 @@ def time_run(run: Run) -> dict:
                 torch.cuda.synchronize()
             if repeat:  # the first pair warms up
                 seconds.append(time.perf_counter() - started)
-                measurements += [watch.clock.last] if kind == "with" else []
+                measurements += [watch.overhead.last] if kind == "with" else []
     ratios = [a / b for a, b in zip(stretches["with"], stretches["without"], strict=True)]
     return {
         "run": {**asdict(run), "out": None},

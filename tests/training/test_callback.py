@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import lightning
@@ -28,7 +29,7 @@ from tracker.analysis.statistics import scalars
 from tracker.errors import UsageError
 from tracker.report import write_report
 from tracker.results import VOLATILE, Store
-from tracker.training import callback, schedule
+from tracker.training import measurement, overhead, schedule
 from tracker.training.callback import CouplingCallback
 
 PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -260,6 +261,15 @@ def test_the_same_callback_in_a_second_run():
     assert list(watch.units) == [0, 4, 8]
 
 
+def test_the_state_in_a_checkpoint_keeps_its_keys():
+    """Checkpoints written before the callback was split resume as they did."""
+    watch = CouplingCallback(probe=PROBE, name="val")
+    assert watch.state_key == "CouplingCallback{'name': 'val', 'weights': 'raw'}"
+    watch.load_state_dict({"served": 6, "measured": 4, "probe": PROBE})
+    assert (watch.last_checked, watch.last_measured) == (6, 4) and watch.probe is PROBE
+    assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
+
+
 def test_another_run_in_the_same_directory(tmp_path):
     fit(trainer([Watch(4, save_dir=tmp_path)], max_steps=1))
     with pytest.raises(UsageError, match="holds the units of another run"):
@@ -399,7 +409,9 @@ def test_forward_given():
 
 def test_a_batch_that_the_forward_does_not_take_is_refused_before_the_first_step():
     module = TakesAll()
-    with pytest.raises(UsageError, match=r"takes batch, temperature, and the batch holds x, label; .*forward=lambda"):
+    with pytest.raises(
+        UsageError, match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"
+    ):
         trainer([Watch(probe=None)]).fit(module, mappings())
     assert all(parameter.grad is None for parameter in module.parameters())
 
@@ -413,7 +425,7 @@ def test_a_probe_given(probe):
 
 
 def test_a_probe_of_something_else():
-    with pytest.raises(UsageError, match="holds a object, which a probe can't keep"):
+    with pytest.raises(UsageError, match="contains a object, which can't be part of a probe"):
         fit(trainer([Watch(probe=(object(),))]))
     with pytest.raises(UsageError, match="no samples"):
         fit(trainer([Watch(probe=())]))
@@ -443,7 +455,7 @@ class NoForward(Sees):
     ("module", "options", "message"),
     [
         (NoBlocks, {}, "no residual blocks found in NoBlocks. Looked for"),
-        (NoForward, {}, "no forward of its own, nor has 'stages'"),
+        (NoForward, {}, "no forward of its own, and neither has 'stages'"),
         (Classifier, {"blocks": "layers"}, "no module named 'layers'"),
     ],
 )
@@ -457,7 +469,7 @@ def test_refused_at_setup(module, options, message):
     [
         (dict(every_n_steps=0), "every_n_steps=0; give a whole number"),
         (dict(every_n_steps=2, steps=[1]), "several schedules"),
-        (dict(every_n_epochs=2, steps=[1]), "every_n_epochs and another schedule"),
+        (dict(every_n_epochs=2, steps=[1]), "several schedules given; give one of every_n_steps, every_n_epochs"),
         (dict(steps=[]), "whole numbers from 0"),
         (dict(steps=[0.5]), "whole numbers from 0"),
         (dict(schedule="fibonacci"), "choose 'log2' or 'pythia'"),
@@ -575,21 +587,21 @@ def test_the_page_of_a_run_that_goes_on(tmp_path):
 
 
 def test_out_of_memory_is_skipped(monkeypatch):
-    real, watch = callback.measure_samples, Watch(2)
+    real, watch = measurement.measure_samples, Watch(2)
 
     def scarce(*arguments):
-        if 0 in watch.units and len(watch.units) == 1 and watch.measured == 0:
+        if 0 in watch.units and len(watch.units) == 1 and watch.last_measured == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(callback, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     with pytest.warns(UserWarning, match=r"step 2 is not measured \(OutOfMemoryError: CUDA out of memory"):
         module = fit(trainer([watch]))
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
 
 
 def test_out_of_memory_is_met_with_less(monkeypatch):
-    real, watch, budgets = callback.measure_samples, Watch(4, memory_budget=1 << 20), []
+    real, watch, budgets = measurement.measure_samples, Watch(4, memory_budget=1 << 20), []
 
     def scarce(model, blocks, calls, settings, device):
         budgets.append(settings.memory_budget)
@@ -597,9 +609,25 @@ def test_out_of_memory_is_met_with_less(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, blocks, calls, settings, device)
 
-    monkeypatch.setattr(callback, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([watch]))
     assert list(watch.units) == [0, 4, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 3
+
+
+def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
+    real, kept = measurement.measure_samples, []
+
+    def scarce(model, blocks, calls, settings, device):
+        assert not any(reference() is not None for reference in kept)
+        intermediate = torch.zeros(8)
+        kept.append(weakref.ref(intermediate))
+        if settings.memory_budget > 1 << 18:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, blocks, calls, settings, device)
+
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
+    fit(trainer([Watch(steps=[0], ends=False, memory_budget=1 << 20)]))
+    assert len(kept) == 3
 
 
 def test_weights_that_are_not_finite_are_skipped():
@@ -636,7 +664,7 @@ def test_a_full_disk_is_skipped(tmp_path):
 
 @pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["steady", "log2"])
 def test_too_much_time_is_remarked_on_once(monkeypatch, every):
-    monkeypatch.setattr(callback, "WORTH_SAYING", 0.0)
+    monkeypatch.setattr(overhead, "MIN_SECONDS", 0.0)
     with warnings.catch_warnings(record=True, action="always") as said:
         fit(trainer([Watch(**every)]))
     assert len([w for w in said if "more than max_overhead=0.05" in str(w.message)]) == 1
@@ -644,7 +672,7 @@ def test_too_much_time_is_remarked_on_once(monkeypatch, every):
 
 def test_a_thinned_schedule_keeps_to_its_share(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(schedule.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(overhead.time, "perf_counter", lambda: now[0])
 
     class Slow(Classifier):
         def on_train_batch_start(self, *_):

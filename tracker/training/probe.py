@@ -1,10 +1,11 @@
-"""The probe of a training run: one fixed batch, measured again at every chosen step.
+"""The probe of a training run: one fixed batch that is measured at every chosen step.
 
-It is kept on the CPU as plain tensors, numbers and text in tuples, lists and dictionaries, so that a checkpoint can
-carry it and a resumed run measures the same inputs.
+The probe is kept on the CPU as tensors, numbers and text in tuples, lists and dictionaries, so that a checkpoint can
+contain it and a resumed run measures the same inputs.
 """
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,31 +14,68 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tracker.capture.inputs import Batch, batches
 from tracker.errors import UsageError
-from tracker.training.target import WithForward
+from tracker.provenance import digest
+from tracker.training.target import Forward, WithForward
 
 
-def plain(batch: Any) -> Any:
-    """A copy of a batch that shares nothing with it, on the CPU.
+def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
+    """Check a probe against the other arguments of the callback; return it, a single prompt as a list.
 
     Raises:
-        UsageError: if it holds something other than tensors, numbers and text.
+        UsageError: for prompts without a tokenizer or with a forward function.
+    """
+    probe = [probe] if isinstance(probe, str) else probe
+    if is_prompts(probe) and tokenizer is None:
+        raise UsageError("the probe is prompts; give their tokenizer too: tokenizer=...")
+    if is_prompts(probe) and forward is not None:
+        raise UsageError("the probe is prompts, which are passed to the language model itself; leave forward= out")
+    return probe
+
+
+def resolve(given: Any, loaded: Any, batch: Any, max_samples: int) -> Any:
+    """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
+
+    Args:
+        given: the probe passed to the callback, or None.
+        loaded: the probe of a checkpoint or of the sanity check, or None.
+    """
+    given = None if given is None else cpu_copy(given)
+    if loaded is None:
+        return first_samples(batch, max_samples) if given is None else given
+    if given is not None and digest(given) != digest(loaded):
+        warnings.warn(
+            "the given probe is not that of the checkpoint; the checkpoint's is measured, as before", stacklevel=2
+        )
+    return loaded
+
+
+def first_samples(batch: Any, count: int) -> Any:
+    """Copy the first samples of a batch."""
+    return cpu_copy(select_samples(batch, slice(count)))
+
+
+def cpu_copy(batch: Any) -> Any:
+    """Copy a batch to the CPU; the copy shares no memory with it.
+
+    Raises:
+        UsageError: if it contains something other than tensors, numbers and text.
     """
     if isinstance(batch, Tensor):
         return batch.detach().to("cpu", copy=True)
     if isinstance(batch, Mapping):
-        return {name: plain(value) for name, value in batch.items()}
+        return {name: cpu_copy(value) for name, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return (list if isinstance(batch, list) else tuple)(plain(value) for value in batch)
+        return (list if isinstance(batch, list) else tuple)(cpu_copy(value) for value in batch)
     if batch is None or isinstance(batch, (str, int, float)):
         return batch
     raise UsageError(
-        f"the batch holds a {type(batch).__name__}, which a probe can't keep; give tensors: probe=, a tensor, a mapping, "
-        "or prompts with their tokenizer"
+        f"the batch contains a {type(batch).__name__}, which can't be part of a probe; give tensors: probe=, a tensor, a "
+        "mapping, or prompts with their tokenizer"
     )
 
 
-def size(batch: Any) -> int:
-    """The number of samples: of prompts, or the first axis of the first tensor.
+def sample_count(batch: Any) -> int:
+    """Return the number of samples: of prompts, or the first axis of the first tensor.
 
     Raises:
         UsageError: if there are none.
@@ -47,14 +85,14 @@ def size(batch: Any) -> int:
     n = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 0)
     if not n:
         raise UsageError(
-            "the probe holds no samples; give at least one prompt, or tensors with the batch as first axis"
+            "the probe contains no samples; give at least one prompt, or tensors with the batch as first axis"
         )
     return n
 
 
-def select(batch: Any, samples: slice) -> Any:
-    """Some of a batch's samples: of whatever is as long as the batch, only these."""
-    n = size(batch)
+def select_samples(batch: Any, samples: slice) -> Any:
+    """Select samples of a batch: slice every tensor whose first axis is as long as the batch."""
+    n = sample_count(batch)
     if is_prompts(batch):
         return batch[samples]
     return tree_map(
@@ -67,34 +105,38 @@ def is_prompts(batch: Any) -> bool:
     return isinstance(batch, list) and bool(batch) and all(isinstance(entry, str) for entry in batch)
 
 
-def calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
-    """The forward calls that measure a batch.
+def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
+    """Return the forward calls that measure a batch.
 
-    A tensor is handed to `model` as it is; of a tuple or list its first entry, the rest being targets; of a mapping
-    what the model's forward takes by name, but for labels.
+    The model receives a tensor as it is; the first entry of a tuple or list, as the rest are training targets; and
+    those entries of a mapping that its forward takes by name, except labels.
 
     Raises:
-        UsageError: if the model's forward takes nothing of the batch.
+        UsageError: if the model's forward takes no entry of the batch.
     """
     if isinstance(model, WithForward):
         leaves, structure = tree_flatten(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        return [Batch((structure, *leaves), {}, [""] * size(batch), None if mask is None else mask.bool())]
+        return [Batch((structure, *leaves), {}, [""] * sample_count(batch), None if mask is None else mask.bool())]
     if isinstance(batch, (tuple, list)) and not is_prompts(batch):
-        return calls(model, batch[0], tokenizer)
+        return forward_calls(model, batch[0], tokenizer)
     if isinstance(batch, Mapping):
         known = inspect.signature(model.forward).parameters
         taken = {name: value for name, value in batch.items() if name in known and not name.startswith("label")}
         if not any(isinstance(value, Tensor) for value in taken.values()):
             raise UsageError(
-                f"the forward of {type(model).__name__} takes {', '.join(known) or 'nothing'}, and the batch holds "
-                f"{', '.join(map(str, batch))}; say how it is run: forward=lambda module, batch: ..."
+                f"the forward of {type(model).__name__} takes {', '.join(known) or 'nothing'}, and the batch contains "
+                f"{', '.join(map(str, batch))}; give a function that runs a batch: forward=lambda module, batch: ..."
             )
         return batches(model, taken, None, None)
     return batches(model, batch, tokenizer, None)
 
 
-def in_order(parts: list[list[Any]]) -> list[Any]:
-    """What the ranks measured of their shares, in the order of the samples."""
+def interleave(parts: list[list[Any]]) -> list[Any]:
+    """Merge the ranks' parts of a list, of which rank r has entries r, r + ranks, and so on.
+
+    >>> interleave([[0, 3], [1, 4], [2]])
+    [0, 1, 2, 3, 4]
+    """
     longest = max(len(part) for part in parts)
     return [part[i] for i in range(longest) for part in parts if i < len(part)]

@@ -1,4 +1,4 @@
-"""What of a training module is measured: the part that runs by itself on a batch, and the blocks in it."""
+"""The target of a callback: the part of a training module that runs on a batch by itself, and its blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ Forward = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class Target:
-    """By name, so that it is found in an averaged copy of the module as well."""
+    """The measured part of a training module, by name, so that it is also found in an averaged copy of the module."""
 
     part: str  # qualified name within the training module
     forward: Forward | None
     blocks: Blocks  # of `model(module)`
 
     def model(self, module: nn.Module) -> nn.Module:
-        """The part of the training module, or of a copy of it, that is run."""
+        """Return the part of the training module, or of a copy of it, that is run."""
         part = module.get_submodule(self.part)
         return part if self.forward is None else WithForward(part, self.forward)
 
 
 class WithForward(nn.Module):
-    """A module that is run by a function of its author's on a whole batch: `function(module, batch)`."""
+    """A module that a user's function runs on a whole batch: `function(module, batch)`."""
 
     def __init__(self, module: nn.Module, function: Forward):
         super().__init__()
@@ -37,19 +37,19 @@ class WithForward(nn.Module):
         self.function = function
 
     def forward(self, structure: Any, *leaves: Any) -> Any:
-        """Put the batch together again, and run."""
+        """Rebuild the batch and run the function."""
         return self.function(self.module, tree_unflatten(list(leaves), structure))
 
 
 def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None) -> Target:
-    """Find what to run: all of the module with `forward`; else the Hugging Face model in it that holds the blocks, the
-    module itself if it defines a forward, or its child that holds the blocks.
+    """Find the part to run: the whole module if `forward` is given; else the Hugging Face model that contains the blocks,
+    the module itself if it defines a forward, or its child that contains the blocks.
 
     Args:
         blocks: as in `find_blocks`, with names as they are in the module.
 
     Raises:
-        UsageError: if no blocks are found, or nothing that holds them has a forward.
+        UsageError: if no blocks are found, or no part that contains them has a forward.
     """
     found = find_blocks(module, blocks)
     boundaries = [boundary for span in found.spans for boundary in span]
@@ -63,11 +63,10 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
         part = names[0].partition(".")[0]
         if not _runs(module.get_submodule(part)):
             raise UsageError(
-                f"{type(module).__name__} has no forward of its own, nor has {part!r}, where its blocks are: define "
-                "forward(self, batch), or say how a batch is run: forward=lambda module, batch: ..."
+                f"{type(module).__name__} has no forward of its own, and neither has {part!r}, which contains its blocks: "
+                "define forward(self, batch), or give a function that runs a batch: forward=lambda module, batch: ..."
             )
-    subject = Target(part, forward, found)
-    model = subject.model(module)
+    model = Target(part, forward, found).model(module)
     if not found.spans or named is None:
         return Target(part, forward, find_blocks(model, named))
     own = {id(other): name for name, other in model.named_modules(remove_duplicate=False)}
@@ -75,14 +74,14 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
     if outside:
         raise UsageError(
             f"the boundaries at {', '.join(outside)} are outside {part!r}, which runs by itself on a batch; name others, or "
-            "say how the whole is run: forward=lambda module, batch: ..."
+            "give a function that runs the whole module: forward=lambda module, batch: ..."
         )
     renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
     return Target(part, forward, find_blocks(model, list(zip(renamed[::2], renamed[1::2], strict=True))))
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether the module's class defines a forward, rather than to inherit torch's or Lightning's empty one."""
+    """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
     return not type(module).forward.__module__.startswith(
         ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
     )
