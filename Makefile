@@ -1,15 +1,16 @@
-# make demo-vit: a 2 x 2 grid of small vision transformers on scikit-learn's digits, analysed
-# make demo: install, train the embedded suite, walk it, write results/nano/report.html
-# make test: install, run every test          make lint: ruff, pyright, import-linter
+# make demo: install, train the small model `nano`, measure its checkpoints, write results/nano/report.html
+# make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
+# make test: install, run every test
+# make lint: run ruff, pyright and import-linter
 PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo demo-vit test lint .venv
 
-# The stamp is written last: an interrupted install is not taken for a finished one.
+# The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
-# uv takes a quarter of pip's time; pip, where only pip has been told of a mirror. Compiled now, once: where Python may not
-# write bytecode, every process would compile torch and transformers anew, for a quarter of a minute.
+# uv takes a quarter of the time of pip, which is the fallback where only pip knows the package mirror. Bytecode is compiled
+# once, here: where Python cannot write it, every process would spend 15 s compiling torch and transformers.
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	@echo "setting up .venv (torch and its CUDA libraries take about 6 GB) ..."
@@ -25,7 +26,7 @@ demo-vit: .venv/installed
 	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --engine processes --jobs 2 --threads 1 --wandb offline --out results/vit/demo
 	$(BIN)/python -m vit.analysis results/vit/demo
 
-# Each process has a core: threads of many would be in each other's way. Tests of a file share what they build.
+# One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 

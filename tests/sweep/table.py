@@ -27,19 +27,18 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
     lines = [
         "# Sweep",
         "",
-        f"Made by `{command}` with torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm "
-        f"{timm.__version__}: every class that builds from a tiny random configuration, measured in float64 (float32 "
-        "where the note says so) and compared with gradients between the hidden states of one forward pass of the model "
-        "itself.",
+        f"Written by `{command}` with torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm "
+        f"{timm.__version__}. Every class that builds from a tiny random configuration is measured in float64 (float32 "
+        "where the note says so) and compared with gradients between the hidden states of one forward pass of the model.",
         "",
-        "- **right**: the blocks are those whose chain ends in the output, all of them; singular values, the four "
-        "mis-couplings and the trajectory measures are those of the comparison. *Error*: the worst, of singular values over "
-        "the largest one, of mis-couplings over how ill-conditioned they are (Wedin).",
-        "- **refused**: a `UsageError`; its first line.",
-        "- **wrong**: other numbers, blocks or tokens. **raw exception**: another exception, where the model itself runs. "
+        "- **right**: the blocks are all the blocks that lead to the output, in order; singular values, the four "
+        "mis-couplings and the trajectory measures agree with the comparison. *Error* is the largest: of singular values relative "
+        "to the largest one, of mis-couplings relative to their conditioning (Wedin's bound).",
+        "- **refused**: a `UsageError`; the table shows its first line.",
+        "- **wrong**: other numbers, blocks or tokens. **raw exception**: another exception, although the model itself runs. "
         "**changed**: measuring changed the model.",
-        "- **no oracle**: measured, but the comparison can't be made. **not built**: no tiny configuration, or it does not "
-        "run by itself.",
+        "- **no oracle**: measured, but the comparison cannot be made. **not built**: there is no tiny configuration, or the "
+        "model does not run by itself.",
         "",
         "| group | " + " | ".join(ORDER) + " | all |",
         "|" + "---|" * (len(ORDER) + 2),
