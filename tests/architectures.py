@@ -26,12 +26,14 @@ HEAD = f"""# Architectures
 Written by `python -m tests.architectures`. Random models are compared with full-sequence `torch.func.jacrev` in float64, on the
 same attention implementation.
 
-- *Path*: "sliced" computes Jacobians from single rows, "full" from the full sequence ([measurements.md](measurements.md#blocks-and-jacobians)).
-  Families on the full path are measured as accurately, only more slowly; the Dataset's `sliced` and `fallbacks` record it.
-- *Error*: largest difference of a Jacobian's entries from brute force, in float64, relative to the largest entry if that is above 1. An
-  error of 0 means that norms which round to float32 (RMSNorm) hide the last bits of float64.
+- *Path*: "sliced" computes Jacobians from single rows, "full" from the full sequence
+  ([measurements.md](measurements.md#blocks-and-jacobians)). Families on the full path are measured as accurately, only more
+  slowly; the Dataset's `sliced` and `fallbacks` record it.
+- *Error*: largest difference of a Jacobian's entries from brute force, in float64, relative to the largest entry if that is
+  above 1. An error of 0 means that norms which round to float32 (RMSNorm) hide the last bits of float64.
 - *Speed*: time for one block's Jacobian at one token, width {SPEED.width}, about {SPEED.tokens} tokens, float32, by
-  full-sequence vector-Jacobian products, divided by the time from a single row; medians of five alternating runs on two CPU cores.
+  full-sequence vector-Jacobian products, divided by the time from a single row; medians of five alternating runs on two CPU
+  cores.
 
 | architecture | path | error | speed | why not sliced |
 |---|---|---|---|---|
