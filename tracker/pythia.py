@@ -80,7 +80,7 @@ def run(walk: Walk) -> int:
 
     try:
         plan = make_plan(walk, lambda line: print(line, flush=True))
-        openers = prepare(walk.wandb)
+        openers = prepare(walk.loggers, walk.wandb)
     except (ValueError, CheckpointError, OSError) as error:
         return _usage_error(error)
     # Raised in the wrong place (a destructor, a callback from C), a KeyboardInterrupt is swallowed: it is remembered too.

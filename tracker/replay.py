@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="directory that a walk or run wrote (--out, save_dir)")
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
     parser.add_argument("--name", type=str, help="of the run; default: the directory's")
+    parser.add_argument("--loggers", type=str, default="wandb", help="names with commas between them: wandb")
     parser.add_argument(
         "--wandb",
         type=Literal["auto", "online", "offline"],
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         name = parsed.name or parsed.results.resolve().name
-        replay(parsed.results, parsed.project, name, prepare(parsed.wandb))
+        replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
@@ -47,7 +48,7 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Open]") ->
     """Log a store's units to new runs, in ascending order, and print where the runs are.
 
     Raises:
-        FileNotFoundError: if there are no units, or no settings beside them.
+        FileNotFoundError: if there are no units.
         ValueError: if a unit is damaged; nothing is sent then.
     """
     from tracker.loggers import opened

@@ -2,8 +2,8 @@
 
 In: one measured Dataset per step. Out: scalars, images and tables in Weights & Biases or a Lightning logger.
 
-To add a logger, write a module here with a class that has the methods of `protocol.Logger` and a function
-`prepare(mode) -> Open | None`, and add the module to `LOGGERS`.
+To add a logger for walks and replays, write a module with a class that has the methods of `protocol.Logger` and a function
+`prepare(wandb_mode) -> Open | None`, and add a line to `LOGGERS`. The callback takes any logger of Lightning.
 """
 
 import importlib
@@ -11,26 +11,34 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from tracker.errors import UsageError
+
 if TYPE_CHECKING:
     from tracker.loggers.protocol import LoggedRun, Open, Row
     from tracker.loggers.wandb import Mode
 
-LOGGERS = {"wandb": "tracker.loggers.wandb"}  # name: module, imported on use
+LOGGERS = {"wandb": "tracker.loggers.wandb"}  # name on the command line: module, imported on use
 
 
-def prepare(mode: "Mode") -> "list[Open]":
-    """Check the loggers' settings before a run starts; return the functions that open the enabled loggers.
+def prepare(names: str, wandb_mode: "Mode") -> "list[Open]":
+    """Check loggers before a run starts; return the functions that open those that are enabled.
+
+    Args:
+        names: keys of `LOGGERS` with commas between them, or "" for none.
 
     Raises:
-        ValueError: if a logger can't be used in this mode.
+        ValueError: for an unknown name, or a logger that can't be used.
     """
-    prepared = [importlib.import_module(module).prepare(mode) for module in LOGGERS.values()]
-    return [opener for opener in prepared if opener is not None]
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    if unknown := [name for name in chosen if name not in LOGGERS]:
+        raise UsageError(f"--loggers {', '.join(unknown)}; choose from {', '.join(LOGGERS)}, with commas between them")
+    openers = [importlib.import_module(LOGGERS[name]).prepare(wandb_mode) for name in dict.fromkeys(chosen)]
+    return [opener for opener in openers if opener is not None]
 
 
 @contextmanager
 def opened(openers: "Sequence[Open]", run: "LoggedRun") -> "Iterator[Callable[[Row | None], None]]":
-    """Open loggers for a run and yield the function that sends a row to all; finish them and print where they are."""
+    """Open loggers for a run; yield the function that sends a row to all; finish them and print where they are."""
     with ExitStack() as stack:
         loggers = []
         for opener in openers:

@@ -38,13 +38,13 @@ def is_shown(metric: str) -> bool:
     return SHOWN.fullmatch(metric) is not None
 
 
-def prepare(mode: Mode) -> Open | None:
+def prepare(wandb_mode: Mode) -> Open | None:
     """Resolve the mode; return the function that opens a store's run, None for "off".
 
     Raises:
         ValueError: for `online` without a key.
     """
-    resolved = resolve_mode(mode)
+    resolved = resolve_mode(wandb_mode)
     if resolved == "disabled":
         return None
     return lambda run: with_offline_fallback(lambda mode: WandbRun(mode, run), resolved)

@@ -37,7 +37,7 @@ def walkers(run: Callable[[Walk], int], walk: Walk) -> Iterator[None]:
     try:
         gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
         task: Any = ray.remote(max_retries=RETRIES, num_gpus=gpus)(run)
-        alike = _anywhere(replace(walk, workers=0, address=None, wandb="off"))
+        alike = _anywhere(replace(walk, workers=0, address=None, loggers=""))
         started = [task.remote(alike) for _ in range(walk.workers)]
         yield
         del started  # kept till here: Ray cancels nothing that is referred to; what they have not done was done here

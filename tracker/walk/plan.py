@@ -62,6 +62,7 @@ class Walk:
         memory_budget: what to work with above the weights, such as 3GB. Weights stay in their files and pass through
             memory block by block, unless the device is not the CPU and all of them fit into half of this. Default: half of
             a GPU's memory, a quarter of the machine's.
+        loggers: where curves are logged, names with commas between them: wandb. --loggers= logs nowhere.
         wandb: auto is online where a key is set up, else offline.
         project: the W&B project.
         seed: of the embedded suite's training.
@@ -91,6 +92,7 @@ class Walk:
     device: str | None = None
     dtype: Literal["float32", "float64"] = "float32"
     memory_budget: str | None = None
+    loggers: str = "wandb"
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling"
     seed: int = 0

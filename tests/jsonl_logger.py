@@ -1,0 +1,30 @@
+"""A logger of one file and one line in `tracker.loggers.LOGGERS`: what it takes to add one."""
+
+import json
+from typing import TextIO
+
+from tracker.loggers.protocol import LoggedRun, Row
+
+
+class JsonLines:
+    """Writes a line for each step: its scalars, and the sizes of its pictures."""
+
+    def __init__(self, run: LoggedRun):
+        self.file: TextIO = (run.store.path / "curves.jsonl").open("a")
+        self.file.write(json.dumps({"name": run.name, **run.config}) + "\n")
+        self.pictures: dict[str, tuple[int, ...]] = {}
+
+    def images(self, row: Row) -> None:
+        self.pictures = {name: picture.shape for name, picture in row.heatmaps().items()}
+
+    def log(self, row: Row) -> None:
+        self.file.write(json.dumps({"step": row.step, **row.scalars, **row.checkpoint, **self.pictures}) + "\n")
+        self.pictures = {}
+
+    def finish(self) -> str:
+        self.file.close()
+        return f"curves: {self.file.name}"
+
+
+def prepare(wandb_mode: str) -> type[JsonLines]:
+    return JsonLines

@@ -1,0 +1,86 @@
+"""The protocol of loggers: one more logger takes one file and one line, and receives what the store has."""
+
+import json
+
+import lightning.pytorch.loggers
+import pytest
+import torch
+
+import tracker
+from tests.models import neox, tokens
+from tests.walk.test_walk import commit, snapshots
+from tracker import pythia, replay
+from tracker.analysis.statistics import scalars
+from tracker.errors import UsageError
+from tracker.loggers import LOGGERS, prepare
+from tracker.loggers.lightning import LightningAdapter
+from tracker.loggers.protocol import Row
+from tracker.results import Store
+
+
+@pytest.fixture
+def jsonl(monkeypatch):
+    monkeypatch.setitem(LOGGERS, "jsonl", "tests.jsonl_logger")
+
+
+def lines(store: Store) -> tuple[dict, list[dict]]:
+    head, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
+    return head, steps
+
+
+def unit(step: int, **options):
+    torch.manual_seed(step)
+    return tracker.measure(neox(), tokens(2), k=[2, 4], **options).assign_coords(step=step)
+
+
+def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
+    store = Store(tmp_path / "run")
+    store.settle({})
+    for step in (0, 4):
+        store.write(step, unit(step))
+    assert replay.main([str(store.path), "--loggers", "jsonl"]) == 0
+    assert f"curves: {store.path}" in capsys.readouterr().out
+    head, steps = lines(store)
+    assert head["name"] == "run" and [line["step"] for line in steps] == [0, 4]
+    for line in steps:
+        assert scalars(store.read(line["step"])).items() <= line.items()
+        assert len(line["coupling/heatmap/k2"]) == len(line["coupling/heatmap/k4"]) == 3
+
+
+def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path, monkeypatch):
+    for step in (4, 8):
+        (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)
+        (tmp_path / "steps" / f"step{step}").symlink_to(snapshots(suite) / commit(suite, step))
+    arguments = walker.arguments("--loggers", "wandb, jsonl", model=str(tmp_path / "steps"))
+    assert pythia.main(arguments) == 0
+    store = Store(tmp_path / "out")
+    _, steps = lines(store)
+    assert [line["step"] for line in steps] == store.steps() == [4, 8]
+    assert all(scalars(store.read(line["step"])).items() <= line.items() for line in steps)
+
+
+def test_loggers_are_checked_before_a_run(capsys, tmp_path):
+    with pytest.raises(UsageError, match="--loggers mlflow; choose from wandb, with commas between them"):
+        prepare("wandb, mlflow", "off")
+    assert replay.main([str(tmp_path), "--loggers", "mlflow"]) == 2
+    assert "choose from wandb" in capsys.readouterr().err
+
+
+def test_no_logger():
+    assert prepare("", "online") == prepare("wandb", "off") == []
+
+
+def test_a_row_without_couplings():
+    row = Row.from_unit(unit(3, measures="trajectory"))
+    assert row.step == 3 and "trajectory/lss/median" in row.scalars and row.heatmaps() == {}
+
+
+def test_a_lightning_logger_receives_rows(tmp_path):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    adapter, row = LightningAdapter(logger, "val/"), Row.from_unit(unit(3))
+    adapter.images(row)  # ignored: a CSV file takes no pictures
+    adapter.log(row)
+    assert adapter.finish() == ""
+    logger.finalize("success")
+    logged = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
