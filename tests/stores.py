@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import TRAJECTORY
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
 from tracker.results import Store
 
 
@@ -51,7 +50,7 @@ def unit(
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MISCOUPLINGS}
     variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MISCOUPLINGS}
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
-    for name in TRAJECTORY:
+    for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
     for name in (
         f"{of}_window" for of in ("lss", "expodistance", "expodistance_raw", "equidistance", "equidistance_raw")

@@ -8,10 +8,9 @@ import xarray as xr
 import tracker
 from tests.models import Size, build, neox, tokens
 from tracker.analysis.statistics import (
+    CURVES,
     HEADLINE,
-    by_distance,
     curves,
-    curves_beside,
     layers_in_words,
     middle_layers,
     scalars,
@@ -55,14 +54,6 @@ def test_medians_over_tokens_and_prompts(ds):
             )
 
 
-def test_profile_by_distance(ds):
-    values = ds.miscoupling.mean(("prompt", "token")).sel(k=2)
-    L = ds.sizes["layer"]
-    for r in range(1, L):
-        expected = np.mean([values.values[l, m] for l in range(L) for m in range(L) if abs(l - m) == r])
-        assert float(by_distance(values).sel(distance=r)) == pytest.approx(expected, rel=1e-6)
-
-
 def test_scalars_are_the_curve_points_under_flat_names(ds):
     flat, points = scalars(ds), curves(ds)
     assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(points.miscoupling.sel(k=4, pairs="mean_offdiag"))
@@ -72,12 +63,12 @@ def test_scalars_are_the_curve_points_under_flat_names(ds):
         assert flat[HEADLINE + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
 
 
-def test_what_is_measured_beside_the_usual():
+def test_optional_measures_in_logs():
     """Of inputs of different lengths: what a shorter one lacks does not count."""
     ids, mask = tokens(2), torch.ones_like(tokens(2))
     mask[1, 3:] = 0
     ds = tracker.measure(neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], measures="all", pair_tokens=4)
-    points, flat = curves_beside(ds), scalars(ds)
+    points, flat = curves(ds, CURVES), scalars(ds)
     compared = [np.flatnonzero(np.isfinite(at)) for at in ds.pair_position.values]
     assert [len(at) for at in compared] == [4, 3]
     for kind in ("self", "fixed_input", "fixed_output"):
@@ -118,7 +109,7 @@ def test_no_jacobian_in_its_own_basis_counts(pair_layers):
             expected = np.mean(
                 [values[:, l - 1, t, u] if values.ndim == 4 else values[:, l - 1, t] for l, t, u in pairs]
             )
-            assert curves_beside(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+            assert curves(ds, CURVES)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
             assert summary(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -148,12 +139,12 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     measures = ["coupling", "trajectory", "vju", "tokenwise", "noise"]
     batch = {"input_ids": inputs, "attention_mask": mask}
     unit = tracker.measure(model, batch, k=[2, 4], measures=measures, pair_tokens=4)
-    ours, theirs = summary(unit), curves_beside(unit)
+    ours, theirs = summary(unit), curves(unit, CURVES)
     names = [name for name in theirs.data_vars if name in ours]
     assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
     for name in names:
         xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
-    last = ours["similarity"].isel(end=-1, drop=True)
+    last = ours["noise_similarity_ends"].isel(end=-1, drop=True)
     np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
     # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
     level = unit["miscoupling_null"].mean(("prompt", "token", "layer"))

@@ -11,7 +11,7 @@ import tracker
 from tests import brute_force
 from tests.jacobians.test_brute_force import oracle
 from tests.models import FAMILIES, Size, build, neox, tokens
-from tracker.analysis.statistics import curves_beside
+from tracker.analysis.statistics import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.inputs import batches
 from tracker.capture.recording import preserve_global_state, record
@@ -178,7 +178,7 @@ def test_untrained_blocks_are_unrelated_and_a_block_is_related_to_itself():
 
     def reading(pair_layers):
         unit = tracker.measure(model, inputs, k=10, measures="tokenwise", pair_tokens=4, pair_layers=pair_layers)
-        points = curves_beside(unit).isel(k=0)
+        points = curves(unit, CURVES).isel(k=0)
         return float(points.self_miscoupling), float(points.self_miscoupling_null)
 
     between, level = reading(1)

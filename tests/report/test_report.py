@@ -17,10 +17,11 @@ from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, unit
 from tracker.analysis.regression import linear_fit
-from tracker.analysis.statistics import by_distance, curves
+from tracker.analysis.statistics import curves
 from tracker.figures.comparisons import against_score
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
-from tracker.report.contents import page_data
+from tracker.report.contents import contents
+from tracker.report.summary import summary
 from tracker.report.write import distinct_names, main, write_report
 from tracker.results import Store
 
@@ -240,7 +241,9 @@ class TestNumbers:
         ds = tracker.open_results(results).isel(step=3)
         matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
         drawn = named(shown(page, "distance"), "step 2,000")["y"]
-        np.testing.assert_allclose(numbers(drawn), by_distance(matrix).values, **TO_16_BITS)
+        L = matrix.sizes["layer"]
+        rings = [np.diagonal(matrix.values, r).tolist() + np.diagonal(matrix.values, -r).tolist() for r in range(1, L)]
+        np.testing.assert_allclose(numbers(drawn), [np.mean(ring) for ring in rings], **TO_16_BITS)
         drawn = named(shown(page, "singular"), "s1")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6)
         drawn = named(shown(page, "norm"), "step 2,000")["y"]
@@ -300,7 +303,7 @@ class TestNumbers:
         assert [value is None for value in named(lines, "median")["y"]] == [False, False, True, False]
         (band,) = [line for line in lines if line.get("fill") == "toself"]
         assert band["x"].count(None) == 2  # a piece before the gap, and one after
-        data = page_data(tracker.open_results(results))
+        data = contents(summary(tracker.open_results(results)))
         assert [median is None for median in data["trajectory"]["lss"]["median"]] == [False, False, True, False]
 
     def test_csv_holds_the_numbers(self, page, results):
@@ -348,7 +351,7 @@ class TestChoices:
         np.testing.assert_allclose(numbers(shown(page, "matrix")[0]["z"]), stored, **TO_16_BITS)
         assert page.inner_text("#coupling-title") == "off-diagonal, normalized, sides swapped, K = 8, adjacent"
         drawn = named(shown(page, "coupling"), "mean over prompts")["y"]
-        assert drawn == page_data(ds)["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
+        assert drawn == contents(summary(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
 
     def test_before_the_final_norm_the_last_row_and_column_are_others(self, page, results):
         stored = tracker.open_results(results).isel(step=3).sel(k=4)
@@ -776,10 +779,9 @@ class TestCommandLine:
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
     def test_read_unit_by_unit_gives_the_same_numbers(self, results):
-        from tracker.report.contents import contents
         from tracker.report.write import Reader
 
-        assert contents(Reader().read(results)) == page_data(tracker.open_results(results))
+        assert contents(Reader().read(results)) == contents(summary(tracker.open_results(results)))
 
 
 class TestWatch:

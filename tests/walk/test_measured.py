@@ -26,9 +26,10 @@ from tracker import pythia
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
-from tracker.report.contents import contents, page_data
+from tracker.report.contents import contents
 from tracker.report.notes import provenance
 from tracker.report.quantize import carried
+from tracker.report.summary import summary
 from tracker.results import Store
 from tracker.walk.measured import Measured
 
@@ -137,7 +138,7 @@ def assert_page_of_the_store(out: Path) -> None:
     anew = write_report(out, out.parent / "anew.html").read_text()
     time = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+")
     assert time.sub("", made) == time.sub("", anew) and len(time.findall(made)) == 1
-    assert numbers(made) == json.loads(json.dumps(page_data(tracker.open_results(out))))
+    assert numbers(made) == json.loads(json.dumps(contents(summary(tracker.open_results(out)))))
 
 
 def numbers(page: str) -> dict:
@@ -166,7 +167,7 @@ def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
         assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
         xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
     first, second = (of.reader.read(tmp_path) for of in (measured, anew))
-    assert contents(first) == contents(second) == page_data(tracker.open_results(tmp_path))
+    assert contents(first) == contents(second) == contents(summary(tracker.open_results(tmp_path)))
     assert provenance(first, store) == provenance(second, store)
 
 
@@ -177,7 +178,7 @@ def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
     for step in (1, 2):
         measured.write(step, large_unit(step))
     store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
-    assert contents(measured.reader.read(tmp_path)) == page_data(tracker.open_results(tmp_path))
+    assert contents(measured.reader.read(tmp_path)) == contents(summary(tracker.open_results(tmp_path)))
 
 
 def test_steps_share_the_texts_of_their_prompts_where_they_are_the_same(tmp_path):

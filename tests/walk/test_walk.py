@@ -21,7 +21,8 @@ from tracker import pythia
 from tracker.analysis.statistics import scalars
 from tracker.measures.families import CERTIFICATE
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.report.contents import page_data
+from tracker.report.contents import contents
+from tracker.report.summary import summary
 from tracker.results import VOLATILE, Store
 
 STEPS = [0, 1, 2, 4, 8]
@@ -154,7 +155,7 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
         and write_report(out, tmp_path / "old.html").exists()
     )
     assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
-    old = page_data(tracker.open_results(out))
+    old = contents(summary(tracker.open_results(out)))
     assert walk() == 0
     ds = tracker.open_results(out)
     assert ds.step.values.tolist() == [2, 4, 8]
@@ -166,7 +167,7 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
         True,
     ]
     assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
-    page = page_data(ds)
+    page = contents(summary(ds))
     assert not ds.offdiag_normalized_raw.sel(step=[2, 4]).notnull().any()
     assert ds.offdiag_normalized_raw.sel(step=8).notnull().all()
     grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
@@ -229,7 +230,7 @@ def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
     units = [f"units/step{step:08d}.nc" for step in (0, 4, 8)]
     assert [file["path"] for file in results] == ["settings.json", *units]
     ds = tracker.open_results(walker.directory / "out")
-    page = page_data(ds)
+    page = contents(summary(ds))
     for i, row in enumerate(rows):
         stored = scalars(ds.isel(step=i))
         assert len(stored) > 60

@@ -22,7 +22,8 @@ from tests.conftest import TINY
 from tests.hub_server import serve
 from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
-from tracker.report.contents import page_data
+from tracker.report.contents import contents
+from tracker.report.summary import summary
 from tracker.results import Store
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -86,7 +87,7 @@ def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(wa
     ds = tracker.open_results(results)
     assert [bool(reason) for reason in ds.suspect.values] == [False, False, True, True, False]
     assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
-    assert page_data(ds)["suspect"] == [False, False, True, True, False]
+    assert contents(summary(ds))["suspect"] == [False, False, True, True, False]
     page = (results / "report.html").read_text()
     assert "Step 4 is suspect: 1 of its 2 shards are mixed in" in page and "Steps 2 and 8 hold the same weights" in page
     assert command_line.main(["verify", "block-coupling/nano"]) == 1

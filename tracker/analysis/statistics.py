@@ -1,19 +1,18 @@
-"""From labelled results to curves: what is averaged, over what, and the spread that goes with it.
+"""Curve points of a measured Dataset: what is averaged, over what, and the spread that goes with it.
 
-A curve point of a coupling measure is, for each prompt and token, the mean over layer pairs of one choice
+The registry names the reduction of each measure. A curve point of a coupling measure is, for each prompt and token, the mean
+over layer pairs of one choice
 
     mean            all pairs, the trivial diagonal included (the paper's)
     mean_offdiag    l != l'  (the headline)
     mean_adjacent   |l - l'| = 1
 
-and over prompts and tokens their mean and quartiles. Its null level is averaged over the same pairs, as 0 on the
+and over prompts and tokens their mean and quartiles. Its null level is averaged over the same pairs, with 0 on the
 diagonal. Trajectory measures: median and quartiles over prompts and positions.
-W&B, the figures and the page all draw these numbers.
-
-Of what is measured beside these, logs get the curves of `curves_beside`.
+W&B, the figures and the page all draw these values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,93 +23,95 @@ import xarray as xr
 from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.measures.coupling import depth_means
 from tracker.measures.dataset import pair_layers
-from tracker.measures.registry import KINDS, MISCOUPLINGS
+from tracker.measures.declaration import Measure, Reduction
+from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
-TRAJECTORY = (
-    "lss",
-    "expodistance",
-    "expodistance_raw",
-    "alpha_mean",
-    "alpha_mean_raw",
-    "equidistance",
-    "equidistance_raw",
-)
+USUAL = (*MISCOUPLINGS, *(measure.name for measure in TRAJECTORY if measure.curve))
+CURVES = tuple(measure.name for measure in MEASURES if measure.curve)
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
-BEFORE_NORM = ("miscoupling_raw", "offdiag_normalized_raw")  # in logs, of the measures before the final norm
 HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
-def curves(results: xr.Dataset, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
-    """Curve points of a Dataset, with or without a `step` dimension.
+def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
+    """Return the curve points of a Dataset, with or without a `step` dimension.
 
     Args:
-        measures: the coupling measures wanted, of those that the results have.
+        measures: names of measures that have a curve; those that the results lack are left out.
 
     Returns:
-        For each coupling measure `m`: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`; for each trajectory measure `t`: `t`
-        (statistic: q25, median, q75). Scores are passed on.
+        For each measure `m` of layer pairs: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`. For each `m` of token pairs the same
+        over (k): means over layers and the token pairs of `compared_tokens`. For each other `m`: `m` (statistic: q25, median,
+        q75) over all prompts and positions; `entropy` only of the last state; `noise_similarity` (noise): the mean over the
+        positions and prompts of the last state. Scores are passed on.
     """
-    results = _in_float64(results)
     out: dict[str, xr.DataArray] = {}
     for name in measures:
-        if name in results:
-            by_prompt = over_pairs(results[name])
-            out[name] = by_prompt.mean(("prompt", "token"))
-            spread = quartiles(by_prompt, ("prompt", "token"))
-            for q in ("q25", "q75"):
-                out[f"{name}_{q}"] = spread.sel(statistic=q, drop=True)
-            out[f"{name}_null"] = over_pairs(null_matrix(results, name)).mean(("prompt", "token"))
-    for name in TRAJECTORY:
-        if name in results:
-            out[name] = quartiles(results[name], ("prompt", "position"))
+        reduction = BY_NAME[name].curve
+        if name in results and reduction is not None:
+            parts = REDUCTIONS[reduction](results, BY_NAME[name])
+            out |= {f"{name}{part}": values for part, values in parts.items()}
     if "score" in results:
         out["score"] = results["score"]
     return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
 
 
-def curves_beside(results: xr.Dataset) -> xr.Dataset:
-    """Curve points of what is measured beside the usual, as far as it was, with or without a `step` dimension.
+def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+    by_prompt = over_pairs(_in_float64(results[measure.name]))
+    null = over_pairs(_in_float64(null_matrix(results, measure.name)))
+    samples = ("prompt", "token")
+    return {"": by_prompt.mean(samples), **_band(by_prompt, samples), "_null": null.mean(samples)}
 
-    Returns:
-        `m_vju` (k, pairs), as `m` in `curves`, whose null level off the diagonal is also its own; those of `BEFORE_NORM` with
-        their `m_null` (k, pairs); for each kind of token pairs `kind_m` and `kind_m_null` (k): the mean over layers and the
-        token pairs of `compared_tokens`, then over prompts; `entropy` (statistic), nats, after the last block;
-        `noise_similarity` (noise): the mean over positions, then prompts, after the last block.
-    """
-    results = _in_float64(results)
-    out: dict[str, xr.DataArray] = {}
-    for name in (name for name in BEFORE_NORM if name in results):
-        for m, values in ((name, results[name]), (f"{name}_null", null_matrix(results, name))):
-            out[m] = over_pairs(values).mean(("prompt", "token"))
-    for name in MISCOUPLINGS:
-        if f"{name}_vju" in results:
-            out[f"{name}_vju"] = over_pairs(results[f"{name}_vju"]).mean(("prompt", "token"))
-        for kind in KINDS:
-            if f"{kind}_{name}" in results:
-                measured = results[f"{kind}_{name}"]
-                null = results[f"{kind}_{name}_null"].where(measured.notnull())
-                for m, values in ((f"{kind}_{name}", measured), (f"{kind}_{name}_null", null)):
-                    compared = values.where(compared_tokens(results))
-                    out[m] = compared.mean(("layer", "pair_token", "pair_token_other")).mean("prompt")
-    if "entropy" in results:
-        out["entropy"] = quartiles(results["entropy"].isel(depth=-1, drop=True), ("prompt", "position"))
-    if "noise_similarity" in results:
-        out["noise_similarity"] = results["noise_similarity"].isel(depth=-1, drop=True).mean("position").mean("prompt")
-    return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+
+def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+    matrices = _in_float64(results[measure.name])
+    compared, over = compared_tokens(results), ("layer", "pair_token", "pair_token_other")
+    null = _in_float64(results[measure.null]).where(matrices.notnull()).where(compared)
+    by_prompt = matrices.where(compared).mean(over)
+    return {"": by_prompt.mean("prompt"), **_band(by_prompt, ("prompt",)), "_null": null.mean(over).mean("prompt")}
+
+
+def _over_positions(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+    return {"": quartiles(_in_float64(results[measure.name]), ("prompt", *measure.dims))}
+
+
+def _of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+    return {"": quartiles(_last_state(results, measure), ("prompt", "position"))}
+
+
+def _mean_of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+    return {"": _last_state(results, measure).mean("position").mean("prompt")}
+
+
+REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.DataArray]]] = {
+    "pairs": _over_layer_pairs,
+    "token pairs": _over_token_pairs,
+    "quartiles": _over_positions,
+    "last quartiles": _of_last_state,
+    "last mean": _mean_of_last_state,
+}
+
+
+def _last_state(results: xr.Dataset, measure: Measure) -> xr.DataArray:
+    return _in_float64(results[measure.name].isel(depth=-1, drop=True))
+
+
+def _band(values: xr.DataArray, over: tuple[str, ...]) -> dict[str, xr.DataArray]:
+    spread = quartiles(values, over)
+    return {f"_{q}": spread.sel(statistic=q, drop=True) for q in ("q25", "q75")}
 
 
 def compared_tokens(results: xr.Dataset) -> xr.DataArray:
-    """The token pairs of each layer that count in a mean: all, as in the paper, but no Jacobian in its own basis.
+    """Return which token pairs of each layer count in a mean: all, as in the paper, except a Jacobian in its own basis.
 
-    That is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
+    The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
     own_block = pair_layers(results) == results["layer"]
     return ~(own_block & (results["pair_token"] == results["pair_token_other"]))
 
 
 def layers_in_words(results: xr.Dataset) -> str:
-    """Which layers' Jacobians were compared across tokens, such as l' = l + 1."""
+    """Describe which layers' Jacobians were compared across tokens, such as l' = l + 1."""
     layers = {int(l) for l in results["layer"].values}
     other = pair_layers(results).dropna("layer")
     pairs = [(int(l), int(m)) for l, m in zip(other["layer"].values, other.values, strict=True)]
@@ -121,14 +122,14 @@ def layers_in_words(results: xr.Dataset) -> str:
 
 
 def middle_layers(results: xr.Dataset) -> tuple[int, int]:
-    """The layers l and l' in the middle of those compared across tokens."""
+    """Return the layers l and l' in the middle of those compared across tokens."""
     other = pair_layers(results).dropna("layer")
     middle = other.isel(layer=(other.sizes["layer"] - 1) // 2)
     return int(middle["layer"]), int(middle)
 
 
 def largest_singular_values(results: xr.Dataset, kind: str) -> xr.DataArray:
-    """Of the Jacobians described across tokens, over (layer, pair_token); results need `kind_matrix`."""
+    """Return s_1 of the Jacobians compared across tokens, over (layer, pair_token); results need `kind_matrix`."""
     if f"{kind}_singular_value" in results:
         return results[f"{kind}_singular_value"].sel(rank=1, drop=True)
     # Older results do not have them, but have each Jacobian in its own basis: l' = l, where A is diag(s).
@@ -137,33 +138,32 @@ def largest_singular_values(results: xr.Dataset, kind: str) -> xr.DataArray:
     return A.where(tokens == results["pair_token_other"]).max("pair_token_other")
 
 
-def _in_float64(results: xr.Dataset) -> xr.Dataset:
-    """So that one step alone and the same step among others give the same sum."""
-    return results.map(
-        lambda values: values.astype(np.float64) if values.dtype == np.float32 else values, keep_attrs=True
-    )
+def _in_float64(values: xr.DataArray) -> xr.DataArray:
+    """Convert values, so that one step alone and the same step among others give the same sum."""
+    return values.astype(np.float64)
 
 
 def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
-    """Quartiles over the given dimensions, along `statistic`; NaN where there is no value at all."""
+    """Return quartiles over the given dimensions, along `statistic`; NaN where there is no value at all."""
     there = values.notnull().any(over)
     spread = values.where(there, 0.0).quantile(list(QUANTILES.values()), over, skipna=True)
     return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
 
 
 def null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
-    """The null level of every layer pair that has a value: that of the block described; 0 on the trivial diagonal.
+    """Return the null level of every layer pair that has a value: that of block l; 0 on the trivial diagonal.
 
     With swapped bases (`m_vju`) the diagonal is not trivial: V^T J U of a block's own bases is not S.
     """
     measured = results[name]
-    off_diagonal = (measured["layer"] != measured["layer_other"]) | name.endswith("_vju")
-    null = xr.where(off_diagonal, results[f"{name}_null"], 0.0)
+    measure = BY_NAME[name]
+    off_diagonal = (measured["layer"] != measured["layer_other"]) | (measure.variant == "vju")
+    null = xr.where(off_diagonal, results[measure.null], 0.0)
     return null.where(measured.notnull()).transpose(*measured.dims)
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:
-    """What each prompt was drawn from, as numbers: the coordinate `prompt_source`, None where there is none.
+    """Return the source of each prompt as a number, from the coordinate `prompt_source`; None without one.
 
     Prompts from one source are not independent: `regression.mean_interval` takes these as clusters. A prompt whose label is
     missing or "" stands for itself.
@@ -177,28 +177,19 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
 
 
 def suspect(results: xr.Dataset) -> np.ndarray:
-    """Why each step is doubted to be what its name says; "" where it is not, or where nobody has looked."""
+    """Return why each step's weights may not be what its name states; "" for a step that is not suspect or was not checked."""
     reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
 
 
 def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
-    """Means over layer pairs: dimensions (layer, layer_other) become `pairs`."""
+    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
 
     def means(values: np.ndarray) -> np.ndarray:
         return np.stack([m.numpy() for m in depth_means(torch.from_numpy(values)).values()], -1)
 
     reduced = xr.apply_ufunc(means, matrices, input_core_dims=[["layer", "layer_other"]], output_core_dims=[["pairs"]])
     return reduced.assign_coords(pairs=list(PAIRS))
-
-
-def by_distance(matrices: xr.DataArray) -> xr.DataArray:
-    """Mean over the layer pairs at each distance |l - l'| = 1 .. L - 1."""
-    L = matrices.sizes["layer"]
-    l = np.arange(L)
-    distance = xr.DataArray(abs(l[:, None] - l), dims=("layer", "layer_other"))
-    rings = [matrices.where(distance == r).mean(("layer", "layer_other")) for r in range(1, L)]
-    return xr.concat(rings, xr.IndexVariable("distance", np.arange(1, L)))
 
 
 def correlations(
@@ -223,7 +214,7 @@ def correlations(
 
 
 def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
-    """The straight line of 1 / s over depth (Figs 33 and 34), over the layers where s > 0.
+    """Fit a straight line to 1 / s over depth (Figs 33 and 34), over the layers where s > 0.
 
     Returns:
         inverse and fitted: 1 / s and the line, at every layer; n, r2, slope, intercept: of the line, NaN as in `linear_fit`.
@@ -237,20 +228,41 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
 
 
 def scalars(unit: xr.Dataset) -> dict[str, float]:
-    """The curve points of one step, flat, under the names they have in W&B and every other log.
+    """Return the curve points of one step that loggers record, by metric name.
 
-    The headline and its null level stand once more under `HEADLINE` and `HEADLINE`_null.
+    The headline and its null level are repeated under `HEADLINE` and `HEADLINE`_null.
     """
-    flat: dict[str, float] = {}
-    for points in (curves(unit), curves_beside(unit)):
-        for name in points.data_vars:
-            for labels, value in _entries(points[name]):
-                flat["/".join([_group(str(name)), *labels])] = value
+    logged = [measure for measure in MEASURES if measure.logged]
+    points = curves(unit, [measure.name for measure in logged])
+    metrics = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
+    flat = {
+        "/".join([metric, *labels]): value
+        for name, metric in metrics.items()
+        if name in points
+        for labels, value in _entries(points[name])
+    }
     if "miscoupling" in unit:
         k = min(int(k) for k in unit["k"].values)
         for null in ("", "_null"):
             flat[HEADLINE + null] = flat[f"coupling/miscoupling{null}/k{k}/mean_offdiag"]
     return flat
+
+
+def shown_metrics() -> str:
+    """Return the regular expression of the metrics that loggers show by default: one curve of each measure shown."""
+    labels: Mapping[Reduction, str] = {
+        "pairs": r"/k\d+/mean_offdiag",
+        "token pairs": r"/k\d+",
+        "quartiles": "/median",
+        "last quartiles": "/median",
+        "last mean": f"/{noise_label(0.1)}",
+    }
+    shown = [f"{m.metric}{labels[m.curve]}" for m in MEASURES if m.shown and m.curve]
+    return "|".join([f"{HEADLINE}(_null)?", *shown, "score/.*"])
+
+
+def _metric(measure: Measure, part: str) -> str:
+    return BY_NAME[measure.null].metric if part == "_null" else f"{measure.metric}{part}"
 
 
 def _entries(values: xr.DataArray) -> list[tuple[list[str], float]]:
@@ -271,14 +283,5 @@ def _label(dim: str, label: object) -> str:
 
 
 def noise_label(level: float) -> str:
-    """A noise level in a metric's name, where a dot would read as a path to W&B."""
+    """Return a noise level as part of a metric's name, where W&B would read a dot as a path."""
     return f"{100 * level:g}pct"
-
-
-def _group(name: str) -> str:
-    for kind in KINDS:
-        if name.startswith(f"{kind}_"):
-            return f"tokens/{kind}/{name.removeprefix(f'{kind}_')}"
-    if name.startswith(MISCOUPLINGS):
-        return f"coupling/{name}"
-    return name if name == "score" else f"trajectory/{name}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from checkpoints.files import write_atomic
-from tracker.analysis.statistics import HEADLINE
+from tracker.analysis.statistics import HEADLINE, shown_metrics
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
@@ -27,10 +27,7 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "checkpoint/step"
-SHOWN = re.compile(
-    rf"{HEADLINE}(_null)?|coupling/(miscoupling|offdiag_normalized)/k\d+/mean_offdiag|coupling/(seconds|share)"
-    r"|trajectory/\w+/median|trajectory/noise_similarity/10pct|tokens/\w+/offdiag_normalized/k\d+|score/.*"
-)
+SHOWN = re.compile(rf"{shown_metrics()}|coupling/(seconds|share)")
 
 
 def is_shown(metric: str) -> bool:

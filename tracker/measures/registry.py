@@ -18,7 +18,7 @@ from tracker.measures.declaration import Measure, Option
 from tracker.measures.families import BEFORE_NORM, EXTRAS, KINDS, across_tokens, couplings, jacobians
 
 __all__ = [
-    "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "Measure", "Option", "choices",
+    "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
     "defaults",
 ]  # fmt: skip
 

@@ -9,19 +9,13 @@ import xarray as xr
 
 from tracker.analysis.jsonable import jsonable
 from tracker.analysis.regression import onset
-from tracker.analysis.statistics import PAIRS, TRAJECTORY, inverse_fit, layers_in_words, middle_layers, sources, suspect
+from tracker.analysis.statistics import PAIRS, USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.measures.dataset import pair_layers
-from tracker.measures.registry import KINDS, MISCOUPLINGS, VARIANTS
+from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 from tracker.report.quantize import pack
-from tracker.report.summary import BY_DEPTH, summary
 
 FEWEST = 3  # steps of a curve that an onset is looked for in
 MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000  # bytes at most, of each kind in all
-
-
-def page_data(results: xr.Dataset) -> dict[str, Any]:
-    """The numbers that the page shows of one store's results, as `open_results` gives them."""
-    return contents(summary(results))
 
 
 def contents(summarised: xr.Dataset) -> dict[str, Any]:
@@ -60,21 +54,23 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "levels": {name: {k: _packed(ds.sel(k=k), f"{name}_level", ("layer",), 32) for k in ks} for name in names},
         "trajectory": {
             name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in ds["statistic"].values}
-            for name in TRAJECTORY
-            if name in ds
+            for name in USUAL
+            if name in ds and "statistic" in ds[name].dims
         },
-        "depth": {name: _by_depth(ds, name) for name in BY_DEPTH if f"{name}_by_depth" in ds},
-        "singular": _singular(ds) if "singular" in ds else None,
+        "depth": {m.name: _by_depth(ds, m.name) for m in MEASURES if f"{m.name}_by_depth" in ds},
+        "singular": _singular(ds) if "singular_value_median" in ds else None,
         "score": {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values}
         if "score" in ds
         else {},
-        "absolute": _packed(ds, "absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE) if "absolute" in ds else None,
+        "absolute": _packed(ds, "matrix_absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE)
+        if "matrix_absolute" in ds
+        else None,
         "prompts": _prompts(ds, names, ks),
         "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks))) for kind in kinds},
         "token_positions": _positions(ds) if kinds else None,
         "token_layers": _token_layers(ds) if kinds else None,
-        "plane": _packed(ds, "plane", ("path", "depth", "component"), 16, 1, PATHS) if "plane" in ds else None,
-        "noise": _noise(ds) if "similarity" in ds else None,
+        "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS) if "pca_paths" in ds else None,
+        "noise": _noise(ds) if "noise_similarity_ends" in ds else None,
     }
     return data
 
@@ -134,7 +130,7 @@ def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
 
 def _singular(ds: xr.Dataset) -> dict[str, Any]:
     """Medians by rank and block, and by step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
-    values = ds["singular"].transpose("step", "rank", "layer").values
+    values = ds["singular_value_median"].transpose("step", "rank", "layer").values
     fits = [inverse_fit(ds["layer"].values, s[0]) for s in values]
     return {
         "ranks": [int(rank) for rank in ds["rank"].values],
@@ -164,8 +160,7 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
         data["curves"][name], data["matrices"][name] = {}, {}
         for k in ks:
             at = ds.sel(k=k)
-            spread = {q: _numbers(at[f"{of}_spread"].sel(statistic=q)) for q in ("q25", "q75")}
-            data["curves"][name][k] = {"value": _numbers(at[of]), "null": _numbers(at[f"{of}_null"]), **spread}
+            data["curves"][name][k] = _curve(at, of)
             data["matrices"][name][k] = _packed(at, f"{of}_matrix", ("layer", *_TOKEN_PAIR), 16, 1, budget)
     if f"{kind}_absolute" in ds:
         data["absolute"] = _packed(ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3)
@@ -185,7 +180,7 @@ def _positions(ds: xr.Dataset) -> list[int] | None:
 
 
 def _noise(ds: xr.Dataset) -> dict[str, Any]:
-    similarity = ds["similarity"].transpose("step", "end", "noise")
+    similarity = ds["noise_similarity_ends"].transpose("step", "end", "noise")
     return {
         "levels": [float(level) for level in ds["noise"].values],
         "depths": [int(depth) for depth in similarity["end"].values],

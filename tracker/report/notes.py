@@ -11,20 +11,11 @@ from checkpoints.integrity import describe_repeat
 from checkpoints.suites import UNTRAINED
 from tracker.analysis.across_models import CONVENTIONS
 from tracker.analysis.statistics import layers_in_words, suspect
+from tracker.measures import registry
 from tracker.report import quantize
 from tracker.results import Store
 
 NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
-# What a walk's --measures adds, and how to tell that results have it.
-OPTIONAL = {
-    "matrices": ("absolute", "|A| of a layer pair"),
-    "vju": ("miscoupling_vju", "coupling with the sides of the bases swapped"),
-    "tokenwise": ("self_miscoupling", "coupling across tokens"),
-    "entropy": ("entropy_by_depth", "the logits' entropy by depth"),
-    "pca": ("plane", "tokens' paths on a principal plane"),
-    "noise": ("similarity", "the response to noise"),
-}
-USUAL = {"coupling": "miscoupling", "trajectory": "lss"}
 
 
 def doubts(ds: xr.Dataset) -> list[str]:
@@ -83,21 +74,25 @@ def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
 
 
 def lacking(ds: xr.Dataset) -> list[str]:
-    """What these results do not hold, and which command adds it."""
+    """List what these results lack, and the command that adds it."""
     again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
+    usual = ",".join(registry.defaults())
+    missing = [option for option in registry.OPTIONS if not _has(ds, option.name)]
     lines = [
-        f"{what}: {again.format(f'coupling,trajectory,{measure}')}"
-        for measure, (variable, what) in OPTIONAL.items()
-        if variable not in ds
-    ]
-    lines += [
-        f"{what}: {again.format('coupling,trajectory')}" for what, variable in USUAL.items() if variable not in ds
+        f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
+        for option in sorted(missing, key=lambda option: option.default)
     ]
     if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in _values(ds, "final_norm"):
-        lines.append(f"coupling before the final norm, which older results lack: {again.format('coupling,trajectory')}")
+        lines.append(f"coupling before the final norm, which older results lack: {again.format(usual)}")
     if ds.sizes.get("layer") == 1:
         lines.append("pairs of layers: one block was measured")
     return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
+
+
+def _has(ds: xr.Dataset, option: str) -> bool:
+    """Whether a summary has something that this choice of `measures=` adds."""
+    names = tuple(measure.name for measure in registry.MEASURES if measure.option == option)
+    return any(str(name) in names or str(name).startswith(tuple(f"{n}_" for n in names)) for name in ds.data_vars)
 
 
 def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
