@@ -20,6 +20,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
+from tracker.values import Method, Precision
+
 if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
     Run = Callable[[nn.Module, "Benchmark", Clock], Any]
 
-Method = Literal["auto", "full", "krylov", "matrix-free"]
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1, 2, 4, 8, 16, 32)
 STAGES = (  # of `tracker.measure`, and the functions whose time they are
@@ -72,7 +73,7 @@ class Benchmark:
     what: Literal["coupling", "scaling"] = "coupling"
     svd: Method = "auto"
     beside: Method | None = None
-    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    precision: Precision = "float32"
     device: str = "cpu"
     repeats: int = 5
     chunk: int = 32

@@ -317,7 +317,7 @@ def test_long_prompts_are_read_in_parts():
         ({"measures": "tokenwise", "pair_layers": [(0, 1)]}, "choose blocks from 1 to 3"),
         ({"measures": "tokenwise", "pair_layers": [(1, 2), (1, 3)]}, "each l once"),
         ({"pair_layers": [1, 2]}, "list of pairs"),
-        ({"pair_layers": "next"}, "pair_layers='next'; give how far"),
+        ({"pair_layers": "next"}, "pair_layers='next'; give the distance"),
         ({"pair_layers": True}, "pair_layers=True"),
         ({"pair_layers": []}, "list of pairs"),
     ],

@@ -5,15 +5,15 @@ Prompts are never padded: each has a forward pass of its own.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from torch import Tensor, nn
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.errors import UsageError
+from tracker.values import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,6 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else text[:37] + "...")
-
-
-def whole_numbers(value: Any) -> list[int]:
-    """The whole numbers that a caller gave as one or several, of Python's kind or numpy's; empty for anything else."""
-    try:
-        return [index(value)]
-    except TypeError:
-        several = value if isinstance(value, Iterable) and not isinstance(value, str) else []
-    try:
-        return [index(entry) for entry in several]
-    except TypeError:
-        return []
 
 
 def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:

@@ -11,7 +11,7 @@ path served, and why the full sequence.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -44,10 +44,9 @@ from tracker.linalg.jacobian import (
     tf32_operator,
 )
 from tracker.linalg.linear import Spare
+from tracker.values import Precision
 
 PROBES = 64  # random products that stand for a Jacobian whose entries are not found
-Precision = Literal["float32", "tf32", "bfloat16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is declared of a measured variable, and of a choice of `measures=`."""
+"""The declaration of a measured variable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +9,6 @@ from torch import Tensor
 Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
 Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks"]
-
-
-@dataclass(frozen=True)
-class Option:
-    """A choice of `measures=`."""
-
-    name: str
-    text: str
-    default: bool = False
-    needs: str = ""  # the option that it extends
 
 
 @dataclass(frozen=True)

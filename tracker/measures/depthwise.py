@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -33,9 +32,7 @@ from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures import coupling
 from tracker.measures.registry import MISCOUPLINGS
-
-Method = Literal["auto", "full", "krylov", "matrix-free"]
-METHODS: tuple[Method, ...] = get_args(Method)
+from tracker.values import Method
 
 
 @dataclass(frozen=True)

@@ -13,26 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from tracker.measures import trajectory
+from tracker.measures.choices import OPTIONS, Option, choices, defaults
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.declaration import Measure, Option
+from tracker.measures.declaration import Measure
 from tracker.measures.families import BEFORE_NORM, EXTRAS, KINDS, across_tokens, couplings, jacobians
 
 __all__ = [
     "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
     "defaults",
 ]  # fmt: skip
-
-OPTIONS = (
-    Option("coupling", "coupling of the blocks", default=True),
-    Option("trajectory", "trajectory measures", default=True),
-    Option("vju", "coupling with the sides of the bases swapped, V^T J U", needs="coupling"),
-    Option("matrices", "the coupling matrices A, for the smallest K", needs="coupling"),
-    Option("tokenwise", "coupling across tokens"),
-    Option("entropy", "entropy of the next token by depth"),
-    Option("pca", "states on the principal plane of the last states"),
-    Option("noise", "response of the states to noise on the embeddings"),
-)
-
 
 POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
 HIDDEN_STATE = "units of the hidden state"
@@ -218,13 +207,3 @@ COORDINATES = {  # and what else a Dataset holds: label, unit
     "quantity": "variable",
     "undefined": "number of undefined values",
 }
-
-
-def choices() -> tuple[str, ...]:
-    """Return the names that `measures=` takes besides "all"."""
-    return tuple(option.name for option in OPTIONS)
-
-
-def defaults() -> tuple[str, ...]:
-    """Return the names that are measured where `measures=` is not given."""
-    return tuple(option.name for option in OPTIONS if option.default)

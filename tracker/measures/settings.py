@@ -1,160 +1,344 @@
-"""What is asked of a measurement, checked before a model runs."""
+"""The options of a measurement: each one's name, type, default and documentation, declared once.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+`tracker.measure`, `CouplingCallback`, `python -m tracker.pythia` and `python -m vit.train` take their measurement options,
+signatures, documentation and flags from `Settings`. Nothing heavy is imported here, so that `--help` is quick.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import Literal
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
-import numpy as np
-import torch
-
-from tracker.blocks.find import Blocks
-from tracker.capture.inputs import positions, whole_numbers
-from tracker.capture.recording import Recording
+from tracker import values
 from tracker.errors import UsageError
-from tracker.jacobians.rows import PRECISIONS, Precision
-from tracker.measures import registry
-from tracker.measures.depthwise import METHODS, Method
+from tracker.measures import choices
+from tracker.values import TOKEN_CHOICES, Dtype, FinalNorm, Method, Precision, ValueType, whole_numbers
+
+if TYPE_CHECKING:
+    import torch
+
+    from tracker.blocks.find import Blocks
+    from tracker.capture.recording import Recording
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
-USUAL, MEASURES = registry.defaults(), registry.choices()
-PAIR_TOKENS = 6
-PAIR_LAYERS = 1  # l' = l + 1
+USUAL, MEASURES = choices.defaults(), choices.choices()
 
-FinalNorm = Literal["auto", "include", "exclude", "drop"]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def chosen_measures(measures: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What a caller who names one, several, none or "all" means."""
-    if measures is None:
-        return USUAL
-    return (measures,) if isinstance(measures, str) else tuple(measures)
+def _option(default: Any, type: ValueType, doc: str) -> Any:
+    """Declare an option: the default, the type of its flag, and the documentation of keyword and flag."""
+    return field(default=default, metadata={"type": type, "doc": doc})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked of a measurement, checked; what depends on the model is resolved against a recording.
+    """The options of a measurement, validated and in one form: sequences are tuples, the dtype is a name.
 
-    The fields are the arguments of `measure`.
+    What depends on the model is resolved by the methods. `Options` lists the forms in which callers may give the values.
     """
 
-    k: int | Sequence[int] | None = None
-    tokens: str | Sequence[int] | None = None
-    final_norm: FinalNorm = "auto"
-    svd: Method = "auto"
-    dtype: torch.dtype = torch.float32
-    precision: Precision = "float32"
-    memory_budget: int = MEMORY_BUDGET
-    measures: tuple[str, ...] = USUAL
-    window: int | None = None
-    pair_tokens: int | Sequence[int] = PAIR_TOKENS
-    pair_layers: int | Sequence[tuple[int, int]] = PAIR_LAYERS
+    k: tuple[int, ...] | None = _option(
+        None,
+        values.INTEGERS,
+        "number of top singular vectors, one or several. Default: those of 10, 30, 50 not above the width d, or d // 2 if "
+        "none is.",
+    )
+    tokens: str | tuple[int, ...] | None = _option(
+        None,
+        values.TOKENS,
+        "tokens whose Jacobians are measured: last, cls, all, or positions such as 0,-1. Default: cls for image models that "
+        "classify from their class token, last elsewhere.",
+    )
+    final_norm: FinalNorm = _option(
+        "auto",
+        values.choice(FinalNorm),
+        "include counts the final norm as part of the last block (paper eq. 7), exclude does not, drop leaves the last block "
+        "out; auto is include for language models that have a final norm, else exclude. With include, the couplings, "
+        "singular values and certificates of the layer pairs are also measured without the norm, as variables that end in "
+        "_raw, at the cost of one more Jacobian: in trained models the norm makes the last block's Jacobian nearly a multiple "
+        "of -I.",
+    )
+    svd: Method = _option(
+        "auto",
+        values.choice(Method),
+        "algorithm for the singular vectors: full decomposition; krylov, an iteration for the top K that falls back to full "
+        "where its certificate fails; matrix-free, from products with Jacobians that are never formed, without a certificate "
+        "that no vector was missed; auto, the one expected to be fastest.",
+    )
+    dtype: Dtype = _option(
+        "float32",
+        values.choice(Dtype),
+        "precision of the measurement, float32 or float64 (in Python also torch.float32 and torch.float64), whatever the "
+        "weights are stored in.",
+    )
+    precision: Precision = _option(
+        "float32",
+        values.choice(Precision),
+        "precision of the products that form Jacobians in float32. tf32 (on GPUs that support it) and bfloat16 are faster; "
+        "docs/measurements.md states their errors. Everything else stays in dtype.",
+    )
+    memory_budget: int = _option(
+        MEMORY_BUDGET,
+        values.BYTE_SIZE,
+        "bytes to use in addition to the weights, half of them for Jacobians; as a flag, a size such as 3GB. A smaller budget "
+        "means smaller chunks, and results that are equal to rounding. Default: 4 GiB.",
+    )
+    measures: tuple[str, ...] = _option(
+        USUAL,
+        values.NAMES,
+        f"all, or some of {'; '.join(f'{one.name}: {one.text}' for one in choices.OPTIONS)}. Default: {', '.join(USUAL)}.",
+    )
+    window: int | None = _option(
+        None,
+        values.INTEGER,
+        "number of states in a windowed measure, odd. Default: 11 where L >= 20, else the largest odd number <= L/2 + 1.",
+    )
+    pair_tokens: int | tuple[int, ...] = _option(
+        6,
+        values.COUNT_OR_INTEGERS,
+        "tokens whose Jacobians tokenwise compares: a number of tokens of each sample, evenly spaced from the first to the "
+        "last, or a list of positions.",
+    )
+    pair_layers: int | tuple[tuple[int, int], ...] = _option(
+        1,
+        values.LAYER_PAIRS,
+        "blocks whose Jacobians tokenwise compares: the distance from block l to the basis block l' (1: l' = l + 1; 0: l' = l), "
+        "or a list of pairs (l, l') counted from 1, each l once; as a flag, 1:3,2:3.",
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"dtype={self.dtype!r}; measurements are made in torch.float32 or torch.float64")
-        if self.final_norm not in ("auto", "include", "exclude", "drop"):
-            raise UsageError(f"final_norm={self.final_norm!r}; choose 'auto', 'include', 'exclude' or 'drop'")
-        if self.svd not in METHODS:
-            raise UsageError(f"svd={self.svd!r}; choose from {', '.join(METHODS)}")
-        if self.precision not in PRECISIONS:
-            raise UsageError(f"precision={self.precision!r}; choose from {', '.join(PRECISIONS)}")
-        if self.precision != "float32" and self.dtype != torch.float32:
-            raise UsageError(f"precision={self.precision!r} is a way to find Jacobians in float32; leave dtype out")
-        if not isinstance(self.memory_budget, int) or self.memory_budget < 1:
+        if self.precision != "float32" and self.dtype != "float32":
+            raise UsageError(f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out")
+        if self.memory_budget < 1:
             raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
         if not self.measures or set(self.measures) - {*MEASURES, "all"}:
             raise UsageError(f"measures {', '.join(map(str, self.measures))!r}; choose from all, {', '.join(MEASURES)}")
-        if not self.asks("coupling") and (self.asks("vju") or self.asks("matrices")):
-            raise UsageError(
-                f"measures {', '.join(self.measures)!r}; vju and matrices are of the layer pairs: add 'coupling'"
-            )
-        if not whole_numbers(self.pair_tokens) or (
-            isinstance(self.pair_tokens, (int, Integral)) and self.pair_tokens < 2
-        ):
-            raise UsageError(f"pair_tokens={self.pair_tokens!r}; give how many, at least 2, or a list of positions")
-        if not _is_pairs(self.pair_layers):
-            raise UsageError(
-                f"pair_layers={self.pair_layers!r}; give how far the block l' that lends the basis is from block l (1: "
-                "l' = l + 1), or a list of pairs (l, l') of blocks counted from 1, each l once"
-            )
+        for needing in choices.OPTIONS:
+            if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
+                raise UsageError(
+                    f"measures {', '.join(self.measures)!r}; {needing.name} extends {needing.needs!r}: add it"
+                )
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
             raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
 
-    def asks(self, measure: str) -> bool:
-        """Whether this is to be measured."""
+    @property
+    def torch_dtype(self) -> "torch.dtype":
+        """The dtype of the measurement."""
+        import torch
+
+        return torch.float64 if self.dtype == "float64" else torch.float32
+
+    def as_options(self) -> dict[str, Any]:
+        """Return the options as keywords."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def identity(self, named: Sequence[str]) -> dict[str, Any]:
+        """Return, as JSON values, the options that identify a store: those in `named`, and those not at their default.
+
+        An option added later is absent from the identity at its default, so that existing stores keep theirs. The memory
+        budget is never part of it; `pair_layers` is, with tokenwise alone.
+        """
+        tokenwise = self.includes("tokenwise")
+        identity = {}
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if name in named or value != option.default or (name == "pair_layers" and tokenwise):
+                identity[name] = _jsonable(value)
+        identity.pop("memory_budget", None)
+        if not tokenwise:
+            identity.pop("pair_layers", None)
+        return identity
+
+    def includes(self, measure: str) -> bool:
+        """Whether a measure is requested."""
         return measure in self.measures or "all" in self.measures
 
-    def beside(self) -> tuple[str, ...]:
-        """What is wanted of each pair of Jacobians besides its mis-couplings."""
-        return tuple(measure for measure in ("vju", "matrices") if self.asks(measure))
+    def extras(self) -> tuple[str, ...]:
+        """The measures of each pair of Jacobians in addition to its mis-couplings."""
+        return tuple(measure for measure in ("vju", "matrices") if self.includes(measure))
 
-    def pairs_of(self, valid: Sequence[int]) -> list[int]:
-        """The positions of a sample, of its valid ones, that are compared: evenly spaced from first to last, or as named."""
-        if isinstance(self.pair_tokens, (int, Integral)):
-            at = np.linspace(0, len(valid) - 1, min(int(self.pair_tokens), len(valid))).round().astype(int)
+    def pair_positions(self, valid: Sequence[int]) -> list[int]:
+        """Return the positions that tokenwise compares, among the valid ones of a sample."""
+        import numpy as np
+
+        from tracker.capture.inputs import positions
+
+        if isinstance(self.pair_tokens, int):
+            at = np.linspace(0, len(valid) - 1, min(self.pair_tokens, len(valid))).round().astype(int)
             return [valid[i] for i in at]
         return sorted(set(positions(self.pair_tokens, list(valid), None)))
 
     def basis_layers(self, L: int) -> dict[int, int]:
-        """For "tokenwise", of L blocks: each block that is described, and the block that lends it the basis, from 1.
+        """Return, for tokenwise on L blocks, the basis block l' of each block l, counted from 1.
 
-        Empty where "all" was asked for of a single block, which has no other.
+        Empty for measures="all" on a single block, which has no other.
 
         Raises:
-            UsageError: if there are no such blocks.
+            UsageError: if the model does not have these blocks.
         """
         blocks = range(1, L + 1)
-        if isinstance(self.pair_layers, Sequence):
-            chosen = {int(l): int(other) for l, other in self.pair_layers}
-            there = all(l in blocks and other in blocks for l, other in chosen.items())
+        if isinstance(self.pair_layers, int):
+            chosen = {l: l + self.pair_layers for l in blocks if l + self.pair_layers in blocks}
+            exist = bool(chosen) or (L == 1 and "tokenwise" not in self.measures)
         else:
-            chosen = {l: l + int(self.pair_layers) for l in blocks if l + int(self.pair_layers) in blocks}
-            there = bool(chosen) or (L == 1 and "tokenwise" not in self.measures)
-        if not there:
+            chosen = dict(self.pair_layers)
+            exist = all(l in blocks and other in blocks for l, other in chosen.items())
+        if not exist:
+            given = self.pair_layers if isinstance(self.pair_layers, int) else list(self.pair_layers)
             raise UsageError(
-                f"pair_layers={self.pair_layers!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
+                f"pair_layers={given!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
                 f"1 to {L}, or pair_layers=0: each block in its own basis"
             )
         return chosen
 
     def memory(self, part: int) -> int:
-        """One `part`-th of the memory budget, in scalars."""
-        return self.memory_budget // self.dtype.itemsize // part
+        """Return one `part`-th of the memory budget, in scalars."""
+        return self.memory_budget // self.torch_dtype.itemsize // part
 
-    def chosen_tokens(self, blocks: Blocks) -> str | Sequence[int]:
-        """The class token of models that classify from it, unless something else was asked for."""
+    def chosen_tokens(self, blocks: "Blocks") -> str | tuple[int, ...]:
+        """Return the tokens to measure; by default the class token of models that classify from it, else the last."""
         return self.tokens if self.tokens is not None else "last" if blocks.class_token is None else "cls"
 
     def ks(self, d: int) -> tuple[int, ...]:
-        """The numbers of singular vectors, ascending."""
+        """Return the numbers of singular vectors for width d, ascending."""
         if self.k is None:
             return tuple(K for K in RELEASE_K if d >= K) or (max(1, d // 2),)
-        ks = whole_numbers(self.k)
-        if not ks or not all(1 <= K <= d for K in ks):
-            raise UsageError(f"k={self.k!r}; each K must be a whole number from 1 to the model's width d = {d}")
-        return tuple(sorted(set(ks)))
+        if not all(1 <= K <= d for K in self.k):
+            given = self.k[0] if len(self.k) == 1 else list(self.k)
+            raise UsageError(f"k={given!r}; each K must be a whole number from 1 to the model's width d = {d}")
+        return tuple(sorted(set(self.k)))
 
-    def convention(self, recording: Recording, include: bool) -> str:
-        """The final-norm convention, where `include` is the model's default."""
-        choice = self.final_norm
-        if choice == "auto":
-            choice = "include" if include and recording.final_norm else "exclude"
-        if choice == "include" and recording.final_norm is None:
+    def convention(self, recording: "Recording", include: bool) -> str:
+        """Return the final-norm convention, where `include` is the model's default."""
+        convention = self.final_norm
+        if convention == "auto":
+            convention = "include" if include and recording.final_norm else "exclude"
+        if convention == "include" and recording.final_norm is None:
             raise UsageError(
                 "final_norm='include', but no norm layer takes the last block's output in this model; use 'exclude'"
             )
-        if choice == "drop" and len(recording.calls) < 2:
+        if convention == "drop" and len(recording.calls) < 2:
             raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
-        return choice
+        return convention
 
 
-def _is_pairs(chosen: object) -> bool:
-    """Whether this is a distance between blocks, or a list of pairs of blocks of which each first is there once."""
-    if isinstance(chosen, Integral):
-        return not isinstance(chosen, bool)
-    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
-        return False
-    pairs = [whole_numbers(pair) for pair in chosen]
-    return bool(pairs) and all(len(pair) == 2 for pair in pairs) and len({l for l, *_ in pairs}) == len(pairs)
+class Options(TypedDict, total=False):
+    """The keywords of `Settings`, with every form in which callers may give them; for static type checkers."""
+
+    k: int | Sequence[int] | None
+    tokens: str | Sequence[int] | None
+    final_norm: FinalNorm
+    svd: Method
+    dtype: "torch.dtype | Literal['float32', 'float64']"
+    precision: Precision
+    memory_budget: int
+    measures: str | Sequence[str] | None
+    window: int | None
+    pair_tokens: int | Sequence[int]
+    pair_layers: int | Sequence[tuple[int, int]]
+
+
+OPTIONS = {option.name: option for option in fields(Settings)}
+CHOICES = {"final_norm": FinalNorm, "svd": Method, "dtype": Dtype, "precision": Precision}
+
+
+def settings_from(options: Mapping[str, Any], caller: str) -> Settings:
+    """Return the Settings of the options that a function was called with.
+
+    Raises:
+        TypeError: for an unknown option; the message lists the allowed ones.
+        UsageError: for a value that is not allowed.
+    """
+    if unknown := options.keys() - OPTIONS.keys():
+        raise TypeError(
+            f"{caller}() got an unexpected option {', '.join(map(repr, sorted(unknown)))}; measurement options are "
+            f"{', '.join(OPTIONS)}"
+        )
+    return Settings(**{name: _canonical(name, value) for name, value in options.items()})
+
+
+def documented(doc: str | None) -> str:
+    """Return a docstring with the line `**options` replaced by an entry for each option."""
+    before, line, after = (doc or "").partition("**options: measurement options.")
+    if not line:
+        raise ValueError("the docstring has no line '**options: measurement options.'")
+    indent = before[before.rfind("\n") + 1 :]
+    entries = (
+        fill(f"{name}: {option.metadata['doc']}", 120, subsequent_indent=indent + " " * 4, initial_indent=indent)
+        for name, option in OPTIONS.items()
+    )
+    return before[: len(before) - len(indent)] + "\n".join(entries) + after
+
+
+def accepts_options(function: F) -> F:
+    """Show the measurement options, which a function takes as **options, in its signature."""
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    accepted = {name: getattr(a, "__forward_arg__", a) for name, a in Options.__annotations__.items()}
+    shown += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=accepted[name])
+        for name, option in OPTIONS.items()
+    ]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    if function.__doc__:
+        function.__doc__ = documented(function.__doc__)
+    return function
+
+
+def _canonical(name: str, value: Any) -> Any:
+    """Convert the value of an option to its one form.
+
+    Raises:
+        UsageError: if it is not of the option's type.
+    """
+    if name in CHOICES:
+        short = str(value).removeprefix("torch.")
+        if short not in get_args(CHOICES[name]):
+            prefix = "torch." if name == "dtype" else ""
+            allowed = ", ".join(prefix + choice for choice in get_args(CHOICES[name]))
+            raise UsageError(f"{name}={value!r}; choose from {allowed}")
+        return short
+    if value is None and OPTIONS[name].default is None:
+        return None
+    if name == "measures":
+        return USUAL if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if name == "pair_layers":
+        return _layer_pairs(value)
+    numbers = tuple(whole_numbers(value))
+    if name == "k":
+        if not numbers:
+            raise UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's width")
+        return numbers
+    if name == "tokens":
+        if not numbers and value not in TOKEN_CHOICES:
+            raise UsageError(f"tokens={value!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+        return value if isinstance(value, str) else numbers
+    if name == "pair_tokens":
+        if not numbers or (isinstance(value, Integral) and value < 2):
+            raise UsageError(f"pair_tokens={value!r}; give a number of tokens, at least 2, or a list of positions")
+        return numbers[0] if isinstance(value, Integral) else numbers
+    if not isinstance(value, Integral):
+        allowed = "a whole number of bytes" if name == "memory_budget" else "an odd number of states, at least 3"
+        raise UsageError(f"{name}={value!r}; give {allowed}")
+    return int(value)
+
+
+def _layer_pairs(value: Any) -> int | tuple[tuple[int, int], ...]:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    several = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    pairs = [tuple(whole_numbers(pair)) for pair in several]
+    if not pairs or any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise UsageError(
+            f"pair_layers={value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of "
+            "pairs (l, l') of blocks counted from 1, each l once"
+        )
+    return tuple((l, other) for l, other in pairs)
+
+
+def _jsonable(value: Any) -> Any:
+    return [_jsonable(entry) for entry in value] if isinstance(value, tuple) else value

@@ -55,18 +55,18 @@ def readings(
     _, n, d = raw.calls[0].x.shape
     scalars = d
     asked: list[Reading] = []
-    if settings.asks("trajectory"):
+    if settings.includes("trajectory"):
         asked.append(lambda b, part: _trajectory(states.states(b, part, on), raw.states(b, part, on), window))
-    if settings.asks("pca"):
+    if settings.includes("pca"):
         axes = [
             trajectory.principal_axes(states.calls[-1].y[b, list(at)].to(replica.device)) for b, at in enumerate(valid)
         ]
         asked.append(lambda b, part: {"pca": (states.states(b, part, on) - axes[b][0]) @ axes[b][1]})
-    if settings.asks("noise"):
+    if settings.includes("noise"):
         similarity = noise_similarity(replica, states, NOISE)
         asked.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part]})
     with ExitStack() as lent:
-        if settings.asks("entropy") and head is not None:
+        if settings.includes("entropy") and head is not None:
             unembedding = replica.module.get_submodule(head)
             lent.enter_context(replica.guard())
             for module in (unembedding, norm):

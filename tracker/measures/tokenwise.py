@@ -28,8 +28,9 @@ from tracker.capture.recording import BlockCall, Recording
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets, triplets_of_each
-from tracker.measures.depthwise import Layer, Method, pairs
+from tracker.measures.depthwise import Layer, pairs
 from tracker.measures.registry import DIMS, KINDS
+from tracker.values import Method
 
 Link = tuple[int, int]  # from the token t1 to the token t2
 CERTIFICATES = {"singular_value": "S", "residual": "residual", "complete": "complete"}

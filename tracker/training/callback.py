@@ -9,8 +9,8 @@ the random state. Step s is the state after s optimizer steps.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Unpack
 
 import torch
 import xarray as xr
@@ -20,11 +20,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from tracker.blocks.find import Named
 from tracker.errors import UsageError
-from tracker.jacobians.rows import Precision
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import Row
-from tracker.measurement import labelled
-from tracker.measures.settings import MEMORY_BUDGET, FinalNorm, Settings, chosen_measures
+from tracker.measurement import to_dataset
+from tracker.measures.settings import Options, accepts_options, documented, settings_from
 from tracker.provenance import settings_digest
 from tracker.results import Store
 from tracker.training import probe as probes
@@ -60,7 +59,6 @@ class CouplingCallback(Callback):
         max_samples: how many samples to measure of a batch taken from the run; a given probe is measured whole.
         forward: runs a batch, forward(module, batch), for modules whose own forward does not take it.
         blocks: as in `tracker.measure`, with names as in the LightningModule.
-        k, tokens, final_norm, measures, dtype, precision, memory_budget, window: as in `tracker.measure`.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
         save_dir: directory of the store. It holds one run: a new run is refused, a resumed one continues.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
@@ -70,12 +68,14 @@ class CouplingCallback(Callback):
         thin: instead of the warning, skip scheduled steps (never the ends) that would raise the share above
             `max_overhead`.
         name: prefix of all metrics, to distinguish several of these callbacks in one run.
+        **options: measurement options.
 
     Raises:
         UsageError: for bad settings, immediately; for a module without residual blocks, at setup; for a batch that the
             model does not take, before the first step.
     """
 
+    @accepts_options
     def __init__(
         self,
         every_n_steps: int | None = None,
@@ -89,14 +89,6 @@ class CouplingCallback(Callback):
         max_samples: int = 8,
         forward: Forward | None = None,
         blocks: Named | None = None,
-        k: int | Sequence[int] | None = None,
-        tokens: str | Sequence[int] | None = None,
-        final_norm: FinalNorm = "auto",
-        measures: Sequence[str] | None = None,
-        dtype: torch.dtype = torch.float32,
-        precision: Precision = "float32",
-        memory_budget: int = MEMORY_BUDGET,
-        window: int | None = None,
         weights: Literal["raw", "averaged"] = "raw",
         save_dir: str | None = None,
         heatmaps: bool = True,
@@ -104,6 +96,7 @@ class CouplingCallback(Callback):
         max_overhead: float | None = 0.05,
         thin: bool = False,
         name: str = "",
+        **options: Unpack[Options],
     ):
         self.schedule = schedules.choose(every_n_steps, steps, schedule, every_n_epochs)
         if weights not in ("raw", "averaged"):
@@ -112,9 +105,7 @@ class CouplingCallback(Callback):
             raise UsageError(f"max_overhead={max_overhead!r}; give a share of the run's time such as 0.05, or None")
         if thin and max_overhead is None:
             raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
-        self.settings = Settings(
-            k, tokens, final_norm, "auto", dtype, precision, memory_budget, chosen_measures(measures), window
-        )
+        self.settings = settings_from(options, "CouplingCallback")
         self.every_n_epochs = every_n_epochs
         self.ends = ends
         self.given_probe = probes.check(probe, tokenizer, forward)
@@ -262,7 +253,7 @@ class CouplingCallback(Callback):
                 stacklevel=2,
             )
             return None
-        unit = labelled(samples, model, self.target.blocks, self.settings, device, self.probe, started)
+        unit = to_dataset(samples, model, self.target.blocks, self.settings, device, self.probe, started)
         unit = unit.assign_coords(step=trainer.global_step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,
@@ -293,3 +284,6 @@ class CouplingCallback(Callback):
                 warnings.warn(f"step {row.step} is measured but not stored: {error}; training continues", stacklevel=2)
         if self.on_measure is not None:
             self.on_measure(unit)
+
+
+CouplingCallback.__doc__ = documented(CouplingCallback.__doc__)

@@ -3,21 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tracker.capture.inputs import whole_numbers
-from tracker.measures.settings import Settings
+from tracker.measures.settings import OPTIONS, Settings
 from tracker.provenance import SCHEMA
 from tracker.results import Store
 
 
 def identity(settings: Settings, weights: str) -> dict[str, Any]:
     """Return the settings that all units of the store share."""
-    shared = {name: value for name, value in vars(settings).items() if name not in ("dtype", "memory_budget")}
-    if not settings.asks("tokenwise"):
-        del shared["pair_layers"]  # keeps the identity of stores written before this setting existed
-    for name in ("k", "tokens"):
-        if shared[name] is not None and not isinstance(shared[name], str):
-            shared[name] = whole_numbers(shared[name])
-    return {"schema": SCHEMA, **shared, "dtype": str(settings.dtype), "weights": weights}
+    shared = settings.identity([name for name in OPTIONS if name != "pair_layers"])
+    return {"schema": SCHEMA, **shared, "dtype": f"torch.{settings.dtype}", "weights": weights}
 
 
 def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:

@@ -156,7 +156,7 @@ def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
     """
     import torch
 
-    from tracker.measures.settings import PAIR_LAYERS, Settings
+    from tracker.measures.settings import Settings
     from tracker.provenance import SCHEMA, settings_digest, usable_device
     from tracker.results import Store
 
@@ -198,7 +198,7 @@ def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
     store = Store(walk.out or Path("results") / suite.name)
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": prompts, "dtype": walk.dtype, **keywords}
     # Named only where given, like the measures: a store keeps its identity when an option is added here.
-    identity |= {"pair_layers": PAIR_LAYERS} if {"tokenwise", "all"} & {*keywords.get("measures", ())} else {}
+    identity |= {"pair_layers": 1} if {"tokenwise", "all"} & {*keywords.get("measures", ())} else {}
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
     identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
     if suite.cache_dir is not None:

@@ -1,0 +1,129 @@
+"""Typed values of options: whole numbers, positions, layer pairs, byte sizes and names.
+
+A `ValueType` converts what a command line or a YAML file gives. Python callers pass the values themselves.
+"""
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, Literal, get_args
+
+FinalNorm = Literal["auto", "include", "exclude", "drop"]
+Method = Literal["auto", "full", "krylov", "matrix-free"]  # of finding singular vectors
+Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
+Dtype = Literal["float32", "float64"]
+UNITS = ("B", "KB", "MB", "GB", "TB")
+TOKEN_CHOICES = ("last", "cls", "all")
+
+
+class ValueTypeError(ArgumentTypeError, ValueError):
+    """A text that is no value of an option's type; argparse prints the message of an ArgumentTypeError unchanged."""
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The type of an option: a name for `--help` and a function from text, or from a YAML value, to the value."""
+
+    name: str
+    convert: Callable[[Any], Any]
+
+    def __call__(self, value: Any) -> Any:
+        """Convert a value.
+
+        Raises:
+            ValueTypeError: if it is not of this type; the message states what is allowed.
+        """
+        return self.convert(value)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def whole_numbers(value: Any) -> list[int]:
+    """Return the whole numbers in one number or several, Python's or numpy's; an empty list for anything else."""
+    try:
+        return [index(value)]
+    except TypeError:
+        several = value if isinstance(value, Iterable) and not isinstance(value, str) else []
+    try:
+        return [index(entry) for entry in several]
+    except TypeError:
+        return []
+
+
+def _integers(value: Any) -> list[int]:
+    try:
+        numbers = [int(part) for part in value.split(",")] if isinstance(value, str) else whole_numbers(value)
+    except ValueError:
+        numbers = []
+    if not numbers:
+        raise ValueTypeError(f"{value!r}; give whole numbers with commas between them")
+    return numbers
+
+
+def _integer(value: Any) -> int:
+    numbers = _integers(value)
+    if len(numbers) > 1:
+        raise ValueTypeError(f"{value!r}; give one whole number")
+    return numbers[0]
+
+
+def _count_or_integers(value: Any) -> int | list[int]:
+    numbers = _integers(value)
+    return numbers if len(numbers) > 1 or not isinstance(value, (int, str)) else numbers[0]
+
+
+def _tokens(value: Any) -> str | list[int]:
+    if value in TOKEN_CHOICES:
+        return value
+    try:
+        return _integers(value)
+    except ValueTypeError as error:
+        raise ValueTypeError(f"{error}, or {', '.join(TOKEN_CHOICES[:-1])} or {TOKEN_CHOICES[-1]}") from None
+
+
+def _layer_pairs(value: Any) -> int | list[tuple[int, int]]:
+    try:
+        if isinstance(value, (int, str)) and ":" not in str(value):
+            return int(value)
+        pairs: Any = [pair.split(":") for pair in value.split(",")] if isinstance(value, str) else value
+        return [(int(l), int(other)) for l, other in pairs]
+    except (TypeError, ValueError):
+        raise ValueTypeError(f"{value!r}; give a distance such as 1, or pairs of blocks such as 1:3,2:3") from None
+
+
+def _byte_size(value: Any) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", str(value).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueTypeError(f"{value!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
+    return round(float(match[1]) * 1000 ** UNITS.index((match[2] or "B").upper()))
+
+
+def _names(value: Any) -> list[str]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ValueTypeError(f"{value!r}; give names with commas between them")
+    return sorted({name.strip() for name in names})
+
+
+def choice(literal: Any) -> ValueType:
+    """Return the type of an option that takes one of the values of a Literal."""
+    choices = get_args(literal)
+
+    def convert(value: Any) -> Any:
+        if value not in choices:
+            raise ValueTypeError(f"{value}; choose from {', '.join(choices)}")
+        return value
+
+    return ValueType("|".join(choices), convert)
+
+
+INTEGERS = ValueType("int,...", _integers)
+INTEGER = ValueType("int", _integer)
+COUNT_OR_INTEGERS = ValueType("int|int,int,...", _count_or_integers)
+TOKENS = ValueType("|".join((*TOKEN_CHOICES, "int,...")), _tokens)
+LAYER_PAIRS = ValueType("int|int:int,...", _layer_pairs)
+BYTE_SIZE = ValueType("bytes", _byte_size)
+NAMES = ValueType("name,...", _names)
