@@ -1,8 +1,8 @@
-"""What the callback costs a training run: `python -m benchmarks.callback`.
+"""Time the callback in a training run: `python -m benchmarks.callback`.
 
-A ViT trains on images of noise, in stretches of `every` steps, by turns with and without a CouplingCallback that
-measures once in each stretch, on a probe of 16 images. Reported: the median of the stretches' ratios, and the seconds
-of one measurement.
+A ViT trains on images of noise in runs of `every` steps, alternately without and with a CouplingCallback that measures
+once per run on a probe of 16 images. The benchmark reports the median ratio of the runs' times and the seconds of one
+measurement.
 """
 
 import json
@@ -22,13 +22,13 @@ class Run:
     """Time a training run with and without the callback.
 
     Args:
-        width, depth, heads, patch_size: of the ViT, on images of 32 x 32 pixels.
-        batch: images a step.
-        every: optimizer steps between two measurements.
-        probe: images measured.
-        repeats: pairs of stretches.
+        width, depth, heads, patch_size: sizes of the ViT; its images have 32 x 32 pixels.
+        batch: number of images per step.
+        every: number of optimizer steps per measurement.
+        probe: number of measured images.
+        repeats: number of pairs of runs, after one to warm up.
         device: cpu or cuda.
-        precision: Lightning's, of the training.
+        precision: precision of the training, as in Lightning.
         out: JSON file for the result.
     """
 
@@ -46,7 +46,7 @@ class Run:
 
 
 def time_run(run: Run) -> dict:
-    """Seconds of each stretch and each measurement, and what follows from them."""
+    """Return the seconds of each run and measurement, and the share of measuring."""
     import lightning
     import torch
     from timm import create_model
@@ -113,7 +113,7 @@ def time_run(run: Run) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(

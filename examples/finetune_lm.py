@@ -1,8 +1,8 @@
-"""Fine-tune a Hugging Face language model and watch its blocks: python examples/finetune_lm.py [MODEL] [TEXT.txt]
+"""Fine-tune a Hugging Face language model and measure its blocks: python examples/finetune_lm.py [MODEL] [TEXT.txt]
 
-Without arguments a very small model is made and fine-tuned from Python's source code to its documentation, offline, in
-about a minute on two CPU cores. MODEL is whatever AutoModelForCausalLM.from_pretrained takes.
-Leaves results/finetune_lm/report.html.
+MODEL is a name or directory for AutoModelForCausalLM.from_pretrained. Without arguments the script trains a very small
+model on Python's source code and fine-tunes it on Python's documentation, offline, in about a minute on two CPU cores.
+It writes results/finetune_lm/report.html.
 """
 
 import shutil
@@ -37,7 +37,7 @@ class FineTuning(lightning.LightningModule):
 
 
 def small_model() -> Path:
-    """A directory with a GPT-NeoX of four blocks, trained for some seconds."""
+    """Train a GPT-NeoX of four blocks for some seconds; return its directory."""
     recipe = nano.Recipe(characters=400_000, layers=4, width=64, vocabulary=512, context=128, length=64, steps=(0, 64))
     cache = nano.train(recipe=recipe)
     return cached_snapshot(nano.REPO, "step64", cache)

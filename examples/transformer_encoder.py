@@ -1,7 +1,7 @@
-"""Train a plain nn.TransformerEncoder and watch its blocks couple: python examples/transformer_encoder.py
+"""Train a plain nn.TransformerEncoder and measure the coupling of its blocks: python examples/transformer_encoder.py
 
-The task: of eight symbols in a sequence of 32, which occurs most often? Nothing is downloaded; about a minute on two
-CPU cores. Leaves results/transformer_encoder/report.html.
+The task: which of eight symbols occurs most often in a sequence of 32? The script downloads nothing, takes about a minute
+on two CPU cores and writes results/transformer_encoder/report.html.
 """
 
 import shutil
@@ -17,7 +17,7 @@ RESULTS = "results/transformer_encoder"
 
 
 class MostFrequent(lightning.LightningModule):
-    """A classifier like any other: nothing in it knows of the callback."""
+    """A classifier without any code for the callback."""
 
     def __init__(self, symbols: int = 8, width: int = 64, depth: int = 6):
         super().__init__()
@@ -49,7 +49,7 @@ def data(n: int, seed: int) -> torch.utils.data.TensorDataset:
 def main() -> None:
     lightning.seed_everything(0)
     shutil.rmtree(RESULTS, ignore_errors=True)
-    # The probe is the first validation batch; "last" token; steps 0, 1, 2, 4, 8 and on.
+    # Defaults: the first validation batch, the last token, steps 0, 1, 2, 4, 8 and so on.
     watch = CouplingCallback(k=10, save_dir=RESULTS)
     trainer = lightning.Trainer(max_steps=256, callbacks=[watch], logger=False, enable_checkpointing=False)
     training, validation = data(16_384, seed=0), data(1024, seed=1)
@@ -60,7 +60,7 @@ def main() -> None:
     )
     print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}")
     print(
-        f"mis-coupling off the diagonal {trainer.callback_metrics['coupling/mean_offdiag']:.3f}, 0 is perfectly coupled"
+        f"mis-coupling off the diagonal {trainer.callback_metrics['coupling/mean_offdiag']:.3f}; 0 is perfect coupling"
     )
     print(write_report(RESULTS, f"{RESULTS}/report.html"))
 

@@ -1,4 +1,4 @@
-"""Small training runs for the callback's tests; `python -m tests.lightning_runs --out DIR` is one as a process of its own."""
+"""Small training runs for the tests of the callback; `python -m tests.lightning_runs --out DIR` runs one in a process."""
 
 import argparse
 import random
@@ -17,7 +17,7 @@ import tracker
 
 
 class Noisy(Dataset):
-    """Sequences that are disturbed anew each time they are read, from all three random states."""
+    """Sequences with new noise at each access, from the random states of torch, NumPy and Python."""
 
     def __init__(self, n: int = 64, length: int = 6, width: int = 8, noise: float = 1.0):
         generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class Classifier(lightning.LightningModule):
-    """A transformer on sequences; its author has never heard of block coupling."""
+    """A transformer on sequences, with no code for block coupling."""
 
     def __init__(self, width: int = 16, depth: int = 3, drop: float = 0.1, checkpointing: bool = False):
         super().__init__()
@@ -88,7 +88,7 @@ class Classifier(lightning.LightningModule):
 
 
 class Rescaling(Classifier):
-    """Writes to its weights in eval mode, as RWKV does."""
+    """A module that writes to its weights in eval mode, as RWKV does."""
 
     def forward(self, x):
         if not self.training:
@@ -100,7 +100,7 @@ class Rescaling(Classifier):
 
 
 class TwoOptimizers(Classifier):
-    """Manual optimisation: two optimizer steps a batch."""
+    """Manual optimization with two optimizer steps per batch."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class TwoOptimizers(Classifier):
 
 
 class Sharded(Classifier):
-    """Its blocks' weights are sharded over the ranks (FSDP2)."""
+    """A module whose blocks' weights are sharded over the ranks (FSDP2)."""
 
     def configure_model(self):
         from torch.distributed.fsdp import fully_shard
@@ -133,7 +133,7 @@ class Sharded(Classifier):
 
 
 def trainer(callbacks=(), max_steps: int = 8, **options) -> lightning.Trainer:
-    """A quiet one on the CPU."""
+    """Return a trainer on the CPU without output."""
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -155,7 +155,7 @@ def fit(
     shuffle=True,
     **options,
 ):
-    """Make a module and train it, both from a fixed seed; returns it."""
+    """Make and train a module from a fixed seed; return it."""
     lightning.seed_everything(0, workers=True, verbose=False)
     module = make()
     data = data or Noisy()
@@ -201,7 +201,7 @@ def main():
     fit(
         trainer([watch, keep], devices=given.devices, strategy=strategy, enable_checkpointing=True),
         module,
-        # A batch is all there is and chance has no part: Lightning does not carry the random state into a resumed run.
+        # One batch is the whole data and nothing is random: Lightning does not restore the random state of a resumed run.
         data=Noisy(noise=0.0),
         batch=64,
         shuffle=False,

@@ -1,7 +1,7 @@
-"""Send a store to a new W&B run: `python -m tracker.replay results/nano --project block-coupling`.
+"""Log a store to a new run: `python -m tracker.replay results/nano --project block-coupling`.
 
-Of a walk or of a training run; every step once, with heat maps, tables and the store as an artifact. Nothing heavy is
-imported before the arguments have been read.
+The store is that of a walk or a training run. Every step is logged once, to W&B with heat maps, tables and the store as an
+artifact. Heavy imports come after the arguments are parsed, so that --help is quick.
 """
 
 import sys
@@ -16,21 +16,21 @@ OK, USAGE = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog="python -m tracker.replay", description="Send a store to a new W&B run, every step once."
+        prog="python -m tracker.replay", description="Log a store to a new run (W&B by default), every step once."
     )
-    parser.add_argument("results", type=Path, help="directory that a walk or run wrote (--out, save_dir)")
+    parser.add_argument("results", type=Path, help="directory of a walk (--out) or a training run (save_dir)")
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
-    parser.add_argument("--name", type=str, help="of the run; default: the directory's")
-    parser.add_argument("--loggers", type=str, default="wandb", help="names with commas between them: wandb")
+    parser.add_argument("--name", type=str, help="name of the run; default: that of the directory")
+    parser.add_argument("--loggers", type=str, default="wandb", help="loggers to use, with commas between them: wandb")
     parser.add_argument(
         "--wandb",
         type=Literal["auto", "online", "offline"],
         default="auto",
-        help="auto is online where a key is set up, else offline",
+        help="mode of the W&B run; auto is online if a key is set up, else offline",
     )
     parsed = parser.parse_args(arguments)
     from tracker.loggers import prepare

@@ -1,4 +1,4 @@
-"""What reaches Weights & Biases, read back from real offline files and by a server that stands in for its API's address."""
+"""Logs and workspaces in Weights & Biases, read from offline files and from requests to a local server in place of its API."""
 
 import json
 import os
@@ -30,7 +30,7 @@ UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Store:
-    """Two steps of a random model with every measure, and between them one that repeats the first."""
+    """A store of two steps of a random model with every measure, and a step between them that repeats the first."""
     store = Store(tmp_path_factory.mktemp("results") / "toy run")
     store.settle({"prompts": "few", "k": [2, 4]})
     units = {}
@@ -44,7 +44,7 @@ def store(tmp_path_factory) -> Store:
 
 
 def records(file: Path) -> list[dict]:
-    """Everything in an offline run's file."""
+    """Return all records in the file of an offline run."""
     inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
     return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
 
@@ -75,7 +75,7 @@ def copied(store: Store, to: Path) -> Store:
 
 @pytest.fixture(scope="module")
 def replayed(store, tmp_path_factory) -> list[dict]:
-    """The records of a replay."""
+    """The records of a replayed store."""
     home = tmp_path_factory.mktemp("home")
     results = copied(store, home / "toy run").path
     done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", home=home)
@@ -150,13 +150,13 @@ def without_a_key(monkeypatch, home: Path) -> None:
 
 
 def scalars_logged(among: list[dict]) -> list[str]:
-    """The names of the curve points in the first row."""
+    """Return the names of the curve points in the first row."""
     row = of("history", among)[0]["item"]
     return [name for name in row if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name]
 
 
 def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
-    """As when a walk goes on and measures between what it has."""
+    """A resumed walk may measure steps between those it has."""
     copy = copied(store, tmp_path / "late")
     run = WandbRun("offline", LoggedRun(copy, "p", "late", {}))
     for step in (0, 8, 2, 8):
@@ -174,7 +174,7 @@ def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
 
 class TestWorkspace:
     def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, capsys):
-        """Of a run with every measure; the scores are matched, the ViT's accuracy is its own."""
+        """Compare with a run of all measures; not scores (a pattern) or the accuracy of the ViT (logged by its training)."""
         assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
         view = json.loads(capsys.readouterr().out)
         assert (view["entity"], view["project"], view["displayName"]) == ("e", "p", "Block coupling")
@@ -200,7 +200,7 @@ class TestWorkspace:
         assert training["config"]["xAxis"] == "trainer/global_step"
 
     def test_what_is_saved_is_what_the_dry_run_prints(self, tmp_path):
-        """Real client, real requests; the server answers as W&B's GraphQL address does."""
+        """Send real requests of the client to a server that answers like W&B's GraphQL API."""
         arguments = ["--entity", "e", "--project", "p"]
         printed = command("tracker.dashboards", *arguments, "--dry-run", home=tmp_path)
         with answering() as (address, asked):
@@ -242,7 +242,7 @@ class TestWorkspace:
 
 
 def without_ids(spec: object) -> object:
-    """The library draws panel ids anew in every process."""
+    """Remove the panel ids, which the library draws at random."""
     if isinstance(spec, dict):
         return {key: without_ids(value) for key, value in spec.items() if key != "__id__"}
     return [without_ids(value) for value in spec] if isinstance(spec, list) else spec
@@ -250,7 +250,7 @@ def without_ids(spec: object) -> object:
 
 @contextmanager
 def answering() -> Iterator[tuple[str, list[dict]]]:
-    """The address of a GraphQL server on this machine, and the requests that it was sent."""
+    """Run a GraphQL server on this machine; yield its address and the requests it receives."""
     asked: list[dict] = []
 
     class Answers(BaseHTTPRequestHandler):

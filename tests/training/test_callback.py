@@ -1,4 +1,4 @@
-"""The callback in real Lightning runs: what it measures, and that the training does not notice."""
+"""The callback in real Lightning runs: the training is unchanged, and the measurements are those of `tracker.measure`."""
 
 import json
 import os
@@ -36,7 +36,7 @@ PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Watch(CouplingCallback):
-    """Keeps the units it measured."""
+    """A callback that keeps its units."""
 
     def __init__(self, every_n_steps=None, **options):
         options = {"k": 2, "probe": PROBE, **options}
@@ -56,7 +56,7 @@ def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
         np.testing.assert_allclose(a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# Training does not notice.
+# The training is unchanged.
 
 RUNS = {
     "dropout, stochastic depth": {},
@@ -128,7 +128,7 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
     assert losses[0] == losses[1] and list(watch[0].units) == [0, 2, 4]
 
 
-# What is logged at step s is what the checkpoint of step s gives.
+# The unit of step s is the measurement of the checkpoint of step s.
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -143,7 +143,7 @@ def test_live_equals_the_checkpoint(tmp_path, precision):
 
 
 def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
-    """The suite is trained once more, watched: the same weights, and the walk's own units."""
+    """Train the suite again, with the callback: the weights are the same, and the units are those of the walk."""
     assert walker.run(OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
     walked = Store(walker.directory / "out")
     prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
@@ -157,7 +157,7 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
 
 
 def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
-    """With averaging, a checkpoint's weights are the averaged ones."""
+    """Checkpoints of a run with averaging contain the averaged weights."""
     raw, averaged = Watch(3, ends=False), Watch(3, weights="averaged", ends=False)
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True), Classifier)
@@ -174,23 +174,23 @@ def test_averaged_weights_without_averaging():
 
 
 @pytest.mark.parametrize("averaging", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
-def test_the_last_raw_weights_are_gone_after_averaging(averaging):
+def test_the_last_step_is_not_measured_after_averaging(averaging):
     watch = Watch(5)
     with pytest.warns(UserWarning, match="list CouplingCallback before"):
         fit(trainer([averaging(), watch]))
     assert list(watch.units) == [0, 5]
 
 
-# When.
+# Schedules.
 
 SCHEDULES = {
     "every_n_steps": (dict(every_n_steps=3), [0, 3, 6, 8]),
     "steps": (dict(steps=[2, 5, 99]), [0, 2, 5, 8]),
-    "nothing": ({}, [0, 1, 2, 4, 8]),
+    "default": ({}, [0, 1, 2, 4, 8]),
     "pythia": (dict(schedule="pythia"), [0, 1, 2, 4, 8]),
     "function": (dict(schedule=lambda step: step == 7), [0, 7, 8]),
-    "not the ends": (dict(every_n_steps=3, ends=False), [0, 3, 6]),
-    "steps, not the ends": (dict(steps=[5], ends=False), [5]),
+    "without ends": (dict(every_n_steps=3, ends=False), [0, 3, 6]),
+    "steps, without ends": (dict(steps=[5], ends=False), [5]),
 }
 
 
@@ -209,8 +209,8 @@ def test_every_n_epochs():
     assert list(watch.units) == [0, 16, 32, 40]
 
 
-def test_two_optimizers_step_at_once():
-    """Every batch is two steps: a step that the schedule names is measured at the first that comes."""
+def test_two_optimizers_step_on_one_batch():
+    """Each batch makes two steps: a scheduled step between batches is measured after the next batch."""
     watch = Watch(steps=[3, 6], ends=False)
     fit(trainer([watch]), TwoOptimizers)
     assert list(watch.units) == [4, 6]
@@ -227,7 +227,7 @@ def test_validation_alone_measures_nothing():
     assert not watch.units and watch.probe is None
 
 
-# Resumed.
+# Resumed runs.
 
 
 def test_resumed_where_it_stopped(tmp_path):
@@ -236,7 +236,7 @@ def test_resumed_where_it_stopped(tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([first, keep], max_steps=10, enable_checkpointing=True))
     assert list(first.units) == [0, 3, 6, 9, 10]
-    # Taken up from step 8: what lay beyond is set aside, and comes again.
+    # Resumed from step 8: later units are set aside and measured again.
     fit(trainer([second], max_steps=-1, max_epochs=2), ckpt_path=tmp_path / "step=8.ckpt")
     assert list(second.units) == [9, 12, 15, 16] and Store(tmp_path / "b").steps() == Store(tmp_path / "a").steps()
     assert sorted(p.name for p in (tmp_path / "b" / "superseded").iterdir()) == ["step00000009.nc", "step00000010.nc"]
@@ -280,7 +280,7 @@ def test_another_run_in_the_same_directory(tmp_path):
         fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
 
 
-def test_stores_without_token_pairs_keep_their_settings_of_before(tmp_path):
+def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
     for measures, said in ((None, None), (["trajectory", "tokenwise"], 1)):
         place = tmp_path / str(said)
         fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
@@ -295,7 +295,7 @@ def run_process(*arguments: object, **environment: str) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
-    """One process, preserve_global_state."""
+    """A run in one process that is not interrupted."""
     out = tmp_path_factory.mktemp("alone")
     ran = run_process("--out", out)
     assert ran.returncode == 0, ran.stderr
@@ -322,7 +322,7 @@ def test_terminated_while_measuring_and_resumed(alone, tmp_path):
     ("strategy", "samples"), [("ddp", 5), ("ddp", 1), ("fsdp2", 5)], ids=["ddp, uneven", "ddp, one sample", "fsdp2"]
 )
 def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
-    """Of the same weights: the checkpoints of the run itself, as two ranks train on other batches than one."""
+    """Compare with measurements of the run's own checkpoints: two ranks train on other batches than one process."""
     ran = run_process("--out", tmp_path, "--strategy", strategy, "--devices", 2, "--samples", samples)
     assert ran.returncode == 0, ran.stderr
     store = Store(tmp_path / "store")
@@ -336,7 +336,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
         assert_same_units(store.read(step), expected, 1e-7)
 
 
-# On what.
+# Probes and targets.
 
 
 def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
@@ -353,7 +353,7 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
     assert watch.units[0].sizes["prompt"] == 3
 
 
-def test_the_probe_is_else_the_first_training_batch():
+def test_without_a_sanity_check_the_probe_is_the_first_training_batch():
     watch, seen = Watch(probe=None), []
 
     class Seeing(Classifier):
@@ -366,7 +366,7 @@ def test_the_probe_is_else_the_first_training_batch():
 
 
 class Sees(lightning.LightningModule):
-    """Batches and forwards of all kinds around one encoder."""
+    """A module around an encoder, for different types of batches and forwards."""
 
     def __init__(self):
         super().__init__()
@@ -389,7 +389,7 @@ def mappings():
     return torch.utils.data.DataLoader([{"x": part, "label": 0} for part in x], 8)
 
 
-def test_a_mapping_and_a_forward_of_the_childs_own():
+def test_a_mapping_is_passed_to_the_child_that_has_a_forward():
     watch = Watch(4, probe=None)
     lightning.seed_everything(0, verbose=False)
     module = Sees()
@@ -399,7 +399,7 @@ def test_a_mapping_and_a_forward_of_the_childs_own():
     assert_same_units(watch.units[2], expected)
 
 
-def test_forward_given():
+def test_a_given_forward():
     watch = Watch(4, probe=None, forward=lambda module, batch: module(batch, temperature=2.0))
     module = TakesAll()
     trainer([watch], max_steps=2).fit(module, mappings())
@@ -417,21 +417,21 @@ def test_a_batch_that_the_forward_does_not_take_is_refused_before_the_first_step
 
 
 @pytest.mark.parametrize("probe", ["function", "tuple"])
-def test_a_probe_given(probe):
+def test_a_given_probe(probe):
     given = {"function": lambda trainer, module: PROBE, "tuple": (PROBE, torch.zeros(5))}[probe]
     watch = Watch(4, probe=given)
     module = fit(trainer([watch]))
     assert_same_units(watch.units[8], tracker.measure(module, PROBE, k=2).assign_coords(step=8))
 
 
-def test_a_probe_of_something_else():
+def test_unusable_probes():
     with pytest.raises(UsageError, match="contains a object, which can't be part of a probe"):
         fit(trainer([Watch(probe=(object(),))]))
     with pytest.raises(UsageError, match="no samples"):
         fit(trainer([Watch(probe=())]))
 
 
-def test_k_fits_narrow_models():
+def test_the_default_k_of_narrow_models():
     watch = Watch(k=None)
     fit(trainer([watch], max_steps=1), lambda: Classifier(width=8))
     assert list(watch.units[1].k) == [4]
@@ -488,10 +488,10 @@ def test_bad_settings(options, message):
         CouplingCallback(**options)
 
 
-# Where it goes.
+# Loggers, metrics, stores.
 
 
-def test_early_stopping_and_checkpoints_watch_it(tmp_path):
+def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
     def stop_below_zero(**options):
         return EarlyStopping("coupling/mean_offdiag", patience=1, min_delta=100.0, **options)
 
@@ -510,7 +510,7 @@ def test_early_stopping_and_checkpoints_watch_it(tmp_path):
 
 
 def test_undefined_values_do_not_end_the_training():
-    """Blocks that start as the identity couple in no basis: their mis-coupling is undefined."""
+    """The mis-coupling of blocks that are initialized as the identity is undefined."""
 
     def make():
         module = Classifier()
@@ -569,7 +569,7 @@ def test_wandb(tmp_path):
     assert quartile["options"]["hidden"]
 
 
-def test_the_page_of_a_run_that_goes_on(tmp_path):
+def test_the_page_during_a_run(tmp_path):
     pages = []
 
     class Reporting(Watch):
@@ -583,7 +583,7 @@ def test_the_page_of_a_run_that_goes_on(tmp_path):
     assert list(results.step) == [0, 4, 8] and results.attrs["model_name"] == "Classifier"
 
 
-# Faults cost a measurement, never the training.
+# Errors skip a measurement, and the training continues.
 
 
 def test_out_of_memory_is_skipped(monkeypatch):
@@ -600,7 +600,7 @@ def test_out_of_memory_is_skipped(monkeypatch):
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
 
 
-def test_out_of_memory_is_met_with_less(monkeypatch):
+def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     real, watch, budgets = measurement.measure_samples, Watch(4, memory_budget=1 << 20), []
 
     def scarce(model, blocks, calls, settings, device):
@@ -659,18 +659,18 @@ def test_a_full_disk_is_skipped(tmp_path):
     assert Store(tmp_path).steps() == [0] and list(watch.units) == [0, 4, 8]
 
 
-# What it costs.
+# Overhead.
 
 
-@pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["steady", "log2"])
-def test_too_much_time_is_remarked_on_once(monkeypatch, every):
+@pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["regular", "log2"])
+def test_the_overhead_warning_appears_once(monkeypatch, every):
     monkeypatch.setattr(overhead, "MIN_SECONDS", 0.0)
     with warnings.catch_warnings(record=True, action="always") as said:
         fit(trainer([Watch(**every)]))
     assert len([w for w in said if "more than max_overhead=0.05" in str(w.message)]) == 1
 
 
-def test_a_thinned_schedule_keeps_to_its_share(monkeypatch):
+def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(overhead.time, "perf_counter", lambda: now[0])
 
