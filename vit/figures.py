@@ -9,8 +9,8 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 from tracker.analysis.regression import MIN_POINTS
-from tracker.figures.comparisons import what_follows
 from tracker.figures.drawing import PAIR_WORDS, panels, shades, training_axis
+from tracker.figures.model_comparisons import correlation_heatmap
 from tracker.figures.palette import BLUE, GREY, ORANGE
 
 
@@ -85,7 +85,7 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
 def what_follows_accuracy(table: pd.DataFrame) -> Figure:
     """R of every mis-coupling, K and choice of layer pairs, at fixed rate where there are several rates."""
     which = "fixed" if (table.drop_path == "fixed").any() else table.drop_path.iloc[0]
-    return what_follows(table.loc[table["drop_path"] == which], "accuracy")
+    return correlation_heatmap(table.loc[table["drop_path"] == which], "accuracy")
 
 
 def coupling_label(at: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from scipy import stats
 from tests.stores import unit
 from tracker.analysis.across_models import compare_models
 from tracker.analysis.clusters import assign_clusters, cluster_labels, independence_note
-from tracker.figures.comparisons import against_score, definitions, sizes, subsets
+from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.figures.write import main
 from tracker.report.summary import summary
 from tracker.report.write import main as report
@@ -75,14 +75,14 @@ def means(values):
 
 
 def test_figures_also_fit_the_means_of_clusters(results):
-    figure, table = against_score(results, 4)
+    figure, table = score_against_coupling(results, 4)
     assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
     once = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
     assert once in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
-    assert "treat models as independent" in sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
+    assert "treat models as independent" in score_against_sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
 
     _, table = subsets(results, 4)
     assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[:2] == [7, 4]
@@ -97,7 +97,7 @@ def test_figures_also_fit_the_means_of_clusters(results):
 
 def test_without_clusters_nothing_is_averaged(results):
     alone = {name: results[name] for name in ("70m", "160m", "410m", "1b")}
-    figure, _ = against_score(alone, 4)
+    figure, _ = score_against_coupling(alone, 4)
     assert "averaged" not in figure.axes[0].get_title() and "averaged" not in figure.get_supxlabel()
     assert subsets(alone, 4)[1].subset.tolist() == ["all"] and "cluster_p" not in definitions(alone, 4)[1]
     assert compare_models({name: summary(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None

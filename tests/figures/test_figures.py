@@ -12,8 +12,9 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
-from tracker.figures.paper import ELSEWHERE, FIGURES, SAME
-from tracker.figures.write import draw, main
+from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
+from tracker.figures.selection import draw
+from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store, open_results
 
@@ -51,8 +52,8 @@ def several(tmp_path_factory):
 def drawn(name, results, out):
     assert main([name, *map(str, results if isinstance(results, list) else [results]), "--out", str(out)]) == 0
     for suffix in ("pdf", "png", "csv"):
-        assert (out / f"{SAME.get(name, name)}.{suffix}").stat().st_size > 0
-    return pd.read_csv(out / f"{SAME.get(name, name)}.csv")
+        assert (out / f"{ALIASES.get(name, name)}.{suffix}").stat().st_size > 0
+    return pd.read_csv(out / f"{ALIASES.get(name, name)}.csv")
 
 
 def axes_of(name, path):
@@ -300,7 +301,7 @@ def test_table_1(several, tmp_path):
     (cells,) = figure.axes[0].tables
     assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == ["unscored", "32", "—", "—"]
     assert figure.get_supxlabel() == (
-        "score: mean of arc, wino; to add training tokens: names of checkpoints that say them, --revisions"
+        "score: mean of arc, wino; to add training tokens: a pattern for the checkpoints' names, --revisions '...(?P<tokens>...)'"
     )
 
 
@@ -314,7 +315,7 @@ def test_every_figure_says_how_it_differs():
             assert "before" in figure.differs and "final norm" in figure.differs, name
         if any(need in ("lss", "lss_window", "singular_value", "pca") for need in figure.needs):
             assert re.search("with (the final norm|it) where the results include it", figure.differs), name
-        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c"):
+        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c", "heatmap"):
             assert "l ≠ l'" in figure.differs or "l' ≠ l" in figure.differs, name
             assert "mean" in figure.differs, name
 
@@ -374,7 +375,7 @@ def test_too_few_results_with_scores(several, tmp_path, capsys):
         unit["offdiag_normalized"] = unit.offdiag_normalized * np.nan
         Store(path).write(2000, unit.assign(score=unit.score.fillna(0.5)))
     assert main(["table4", *map(str, [*unscored, *several[2:]])]) == 2
-    assert "3 of 5 results have all that is compared" in capsys.readouterr().err
+    assert "3 of 5 results have coupling, K = 4, score" in capsys.readouterr().err
 
 
 def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
@@ -390,6 +391,8 @@ def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
 
 def test_every_figure_has_a_test_here_or_elsewhere():
     tested = {
+        "curves",
+        "heatmap",
         "1b",
         "1c",
         "3",
@@ -419,18 +422,18 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     said = capsys.readouterr().out
     assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in said
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
-    assert made == {"curves", "heatmap", *FIGURES} - {*SCORED, "15"}
+    assert made == {*FIGURES} - {*SCORED, "15"}
 
 
 def test_list(one, capsys):
     assert main(["list", str(one)]) == 0
     lines = capsys.readouterr().out
-    assert "12, 13" in lines and "can be made" in lines and "python -m vit.analysis" in lines
+    assert "12, 13" in lines and "can be drawn" in lines and "python -m vit.analysis" in lines
     assert main(["list"]) == 0
     assert "needs pca" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", VIT_FIGURES)
 def test_figures_of_the_grid_are_vit_s(name, one, capsys):
     assert main([name, str(one)]) == 2
     assert "python -m vit.analysis" in capsys.readouterr().err
@@ -439,7 +442,7 @@ def test_figures_of_the_grid_are_vit_s(name, one, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("99", "is no figure; choose from"),
+        ("99", "unknown figure '99'; choose from"),
         ("3", "lacks matrix; walk again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices"),
         ("1a", "compares at least 4 results; 1 given"),
         ("32", "lacks noise_similarity"),
@@ -471,7 +474,7 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
 def test_untrained_is_step_0(tmp_path, capsys):
     late = store(tmp_path / "late", measures=["coupling", "trajectory"], steps=(8, 2000))
     assert main(["33", str(late), "--out", str(tmp_path)]) == 2
-    assert "late begins at step 8; the untrained model is wanted" in capsys.readouterr().err
+    assert "late starts at step 8, but the figure shows the untrained model" in capsys.readouterr().err
 
 
 def test_results_that_share_no_k(one, tmp_path, capsys):

@@ -53,7 +53,7 @@ def test_one_step_of_a_store(measured):
     "name, message",
     [
         ("34", r"ds.assign_coords\(step=512\)"),
-        ("99", "'99' is no figure; choose from all, list, curves, heatmap, 1a"),
+        ("99", "unknown figure '99'; choose from all, list, curves, heatmap, 1a"),
         ("6", "vit.analysis"),
         ("heatmap", "--k 3 was not measured"),
     ],
@@ -67,7 +67,7 @@ def test_what_is_no_result(measured, tmp_path):
     for other in ({}, None, [measured], measured.miscoupling, {"a": "b"}, measured.mean()):
         with pytest.raises(ValueError, match="give a Dataset as from tracker.measure"):
             tracker.plot(other)
-    with pytest.raises(ValueError, match="of K = 2 alone; give it whole, and say which: k=2"):
+    with pytest.raises(ValueError, match="selection K = 2; give the whole Dataset, and k=2"):
         tracker.plot(measured.sel(k=2))
     with pytest.raises(FileNotFoundError, match="no results in"):
         tracker.plot(tmp_path)

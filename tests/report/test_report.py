@@ -18,7 +18,7 @@ from tests.models import neox, tokens
 from tests.stores import generated, unit
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import curves
-from tracker.figures.comparisons import against_score
+from tracker.figures.model_comparisons import score_against_coupling
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents
 from tracker.report.summary import summary
@@ -527,12 +527,12 @@ class TestBetween:
             assert_line(page, "sizes", x, couplings)
 
     def test_as_the_figures_have_it(self, shared, several):
-        from tracker.figures.comparisons import definitions, subsets
+        from tracker.figures.model_comparisons import definitions, subsets
 
         page = shared("six")
         results = {path.name: tracker.open_results(path) for path in several}
         page.select_option("#measure", "offdiag_normalized")
-        _, table = against_score(results, 4)
+        _, table = score_against_coupling(results, 4)
         dots = [line for line in shown(page, "fit") if line["mode"] == "markers"]
         np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"])
         bars = [line["error_x"]["array"][0] for line in dots]
@@ -558,7 +558,7 @@ class TestBetween:
         for chart in ("fit", "sizes", "subsets"):
             shown(page, chart)
         said = page.inner_text("#fit-caption")
-        table = against_score(results, 4)[1]
+        table = score_against_coupling(results, 4)[1]
         means = table.groupby("cluster").mean(numeric_only=True)
         fit = linear_fit(means["coupling, K = 4"].to_numpy(), means["score"].to_numpy())
         assert (

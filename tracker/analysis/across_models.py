@@ -25,6 +25,7 @@ from tracker.analysis.regression import (
     partial_correlation,
 )
 from tracker.analysis.statistics import PAIRS, correlations, sources
+from tracker.errors import UsageError
 from tracker.measures.registry import VARIANTS
 
 Results = Mapping[str, xr.Dataset]
@@ -49,14 +50,14 @@ def mean_score(results: Results) -> tuple[list[str], Property]:
     """Return the benchmarks for which all results have a score after their last step, and the mean score over them.
 
     Raises:
-        ValueError: if the results share no benchmark.
+        UsageError: if the results share no benchmark.
     """
     last = {name: ds["score"].isel(step=-1) for name, ds in results.items()}
     shared = set.intersection(
         *({str(task) for task in score["task"].values[score.notnull()]} for score in last.values())
     )
     if not shared:
-        raise ValueError(
+        raise UsageError(
             f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
         )
     return sorted(shared), lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
@@ -83,14 +84,14 @@ def final_couplings(points: Results) -> xr.DataArray:
         Coupling, (result, measure, k, pairs).
 
     Raises:
-        ValueError: if the results share no K or no measure.
+        UsageError: if the results share no K or no measure.
     """
     # Coordinates of the step, which only some results may have, would not align.
     last = [ds.isel(step=-1).reset_coords(drop=True) for ds in points.values()]
     ks = shared_ks(points)
     names = [name for name in VARIANTS if all(name in ds for ds in last)]
     if not ks or not names:
-        raise ValueError("the results share no K and measure of coupling; walk again with the same --k and --measures")
+        raise UsageError("the results share no K and measure of coupling; walk again with the same --k and --measures")
     chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
@@ -178,11 +179,11 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
 
     Raises:
-        ValueError: if fewer than `MIN_POINTS` results have scores and layer pairs.
+        UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs.
     """
     compared = {name: ds for name, ds in summaries.items() if "score" in ds and ds.sizes.get("layer", 1) > 1}
     if len(compared) < MIN_POINTS:
-        raise ValueError(
+        raise UsageError(
             f"{len(compared)} of {len(summaries)} results have scores and layer pairs; a fit needs {MIN_POINTS}"
         )
     benchmarks, score = mean_score(compared)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 import xarray as xr
 
+from tracker.errors import UsageError
+
 CLUSTERS_HELP = (
     "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "
     "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
@@ -53,12 +55,12 @@ def assign_clusters(results: Mapping[str, xr.Dataset], given: str | None) -> dic
     """Set the attribute `cluster` of results as "NAME=CLUSTER,NAME=CLUSTER" gives it; the others are returned as they are.
 
     Raises:
-        ValueError: for an entry not of this form, or with a name that is not among the results.
+        UsageError: for an entry not of this form, or with a name that is not among the results.
     """
     pairs = [pair.strip().rpartition("=") for pair in (given or "").split(",") if pair.strip()]
     for name, equals, cluster in pairs:
         if not (equals and cluster and name in results):
-            raise ValueError(
+            raise UsageError(
                 f"--clusters {given}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
             )
     labels = {name: cluster for name, _, cluster in pairs}

@@ -1,4 +1,14 @@
-"""Draw the figures of the paper, and others.
+"""Figures of measured results: the paper's, and others.
 
-In: stores of results or Datasets. Out: matplotlib figures, and PDF, PNG and CSV files (`python -m tracker.figures`).
+In: stores of results or Datasets, each with a `step` dimension. Out: matplotlib figures with the numbers that they plot;
+PDF, PNG and CSV files from `python -m tracker.figures`.
+
+- `declaration`, `registry`: the declaration of each figure: number, title, function, needs, differences from the paper
+- `selection`: figures by name, and what results lack for them
+- `overview`, `coupling`, `states`, `jacobians`: figures of one result or of several
+- `model_comparisons`, `model_table`: figures with one point or row per result
+- `drawing`: axes, panels, bands and fitted lines
+- `palette`: the colours of figures and pages
+- `write`: the command line
+- `notebook`: `tracker.plot`
 """

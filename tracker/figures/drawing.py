@@ -1,107 +1,30 @@
-"""What figures are drawn with, and the two that loggers draw as well: a coupling matrix, and curves over training."""
+"""Elements of figures: panels, axes, lines with bands, fitted lines and their text."""
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
-from tracker.analysis.statistics import suspect
-from tracker.figures.palette import BLUE, GREEN, ORANGE
+from tracker.analysis.regression import mean_interval
+from tracker.analysis.statistics import quartiles
+from tracker.figures.palette import ORANGE
+from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
+
+LETTERS_OF_LABEL = 42
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
-def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> "Figure":
-    """The (L, L) matrix of one step: rows the block described, columns the block that lends its basis."""
-    from matplotlib.figure import Figure
-
-    matrix = unit[measure].sel(k=k).mean(("prompt", "token"))
-    L = matrix.sizes["layer"]
-    figure = Figure(figsize=(4.6, 4), layout="constrained")
-    axes = figure.subplots()
-    top = max(1.0, float(matrix.max()))
-    image = axes.imshow(matrix, cmap="viridis_r", vmin=0, vmax=top, extent=(0.5, L + 0.5, L + 0.5, 0.5))
-    normed = unit.attrs.get("final_norm") == "include" and not measure.endswith("_raw")
-    title = f"{measure}, K = {k}" + ("\nlast block with the final norm" if normed else "")
-    axes.set(xlabel="basis of block l'", ylabel="block l")
-    axes.set_title(title, fontsize=10)
-    figure.colorbar(image, label="0 = perfectly coupled")
-    return figure
-
-
-def pixels(figure: "Figure") -> np.ndarray:
-    """A figure as an image, (height, width, 4), for loggers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
-
-
-def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
-    """Mis-coupling, LSS and expodistance over training steps, from `statistics.curves`; quartile bands, null level."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    coupling, lss, growth = figure.subplots(1, 3)
-    step = points["step"].values
-    at = {"k": k, "pairs": "mean_offdiag"}
-    for measure, colour, label in (
-        ("miscoupling", BLUE, "miscoupling"),
-        ("offdiag_normalized", ORANGE, "offdiag normalized"),
-    ):
-        middle, low, high = (points[measure + end].sel(at) for end in ("", "_q25", "_q75"))
-        banded_line(coupling, step, middle, low, high, colour, label)
-        coupling.plot(step, points[f"{measure}_null"].sel(at), color=colour, ls=":", label="its null level")
-    coupling.set(title=f"Mis-coupling, l ≠ l', K = {k}", ylim=(0, None))
-    coupling.legend(fontsize=7)
-    for axes, name, heading in (
-        (lss, "lss", "Line-shape score"),
-        (growth, "expodistance_raw", "Expodistance, before final norm"),
-    ):
-        low, middle, high = (points[name].sel(statistic=s) for s in ("q25", "median", "q75"))
-        banded_line(axes, step, middle, low, high, GREEN)
-        axes.set(title=heading)
-    growth.set_yscale("log")
-    growth.yaxis.set_major_formatter("{x:g}")
-    growth.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")
-    doubted = suspect(points) != ""
-    if doubted.any():
-        for axes, values in (
-            (coupling, points["miscoupling"].sel(at)),
-            (lss, points["lss"].sel(statistic="median")),
-            (growth, points["expodistance_raw"].sel(statistic="median")),
-        ):
-            axes.plot(step[doubted], values[doubted], "x", color=ORANGE, ms=9, label="suspect checkpoint")
-        lss.legend(fontsize=7)
-    for axes in (coupling, lss, growth):
-        training_axis(axes, step[-1])
-    figure.suptitle(title)
-    return figure
-
-
-def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
-    """A line through points, and the band from low to high about it."""
-    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(x, middle, color=color, marker="o", ms=3, label=label)
-
-
-def training_axis(axes: "Axes", last: float) -> None:
-    """Make x an axis of training steps up to `last`."""
-    axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 has a place
-    axes.set_xlim(-0.2, 1.3 * last)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("training step")
-    axes.grid(alpha=0.3)
-
-
 def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
-    """A figure of small panels, four in a row."""
+    """Return a figure of `count` small panels, four per row; `options` are those of `Figure.subplots`."""
     from matplotlib.figure import Figure
 
     columns = min(count, 4)
@@ -117,31 +40,83 @@ def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
     return figure, list(axes[:count])
 
 
+def training_axis(axes: "Axes", last: float) -> None:
+    """Make x an axis of training steps up to `last`."""
+    axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 is on the axis
+    axes.set_xlim(-0.2, 1.3 * last)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("training step")
+    axes.grid(alpha=0.3)
+
+
+def axis_label(variable: str) -> str:
+    """Return the label of a measured variable, with its unit unless it is a pure number."""
+    measure = BY_NAME[variable]
+    return fill(measure.label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
+
+
+def axis_scale(variable: str) -> str:
+    """Return matplotlib's name for the scale of a measured variable's axis."""
+    return "log" if BY_NAME[variable].axis == "logarithmic" else "linear"
+
+
+def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
+    """Draw a line with markers, and a band from low to high around it."""
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+    axes.plot(x, middle, color=color, marker="o", ms=3, label=label)
+
+
+def quartile_line(
+    axes: "Axes", values: xr.DataArray, along: str, color: Any, label: str | None = None
+) -> dict[str, np.ndarray]:
+    """Draw the median and quartiles over all dimensions but `along`, and return them as columns of a table."""
+    spread = quartiles(values, tuple(str(dim) for dim in values.dims if dim != along))
+    low, middle, high = (spread.sel(statistic=s).values for s in ("q25", "median", "q75"))
+    banded_line(axes, values[along], middle, low, high, color, label)
+    return {along: values[along].values, "median": middle, "q25": low, "q75": high}
+
+
+def mean_line(
+    axes: "Axes", by_prompt: xr.DataArray, sources: np.ndarray | None, color: Any, label: str | None = None
+) -> dict[str, np.ndarray]:
+    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval."""
+    along = next(str(dim) for dim in by_prompt.dims if dim != "prompt")
+    values = by_prompt.transpose(along, "prompt").values
+    mean, (low, high) = np.nanmean(values, -1), mean_interval(values, sources)
+    banded_line(axes, by_prompt[along], mean, low, high, color, label)
+    return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
+
+
 def fitted_line(
     panel: "Axes", x: np.ndarray, y: np.ndarray, fit: Mapping[str, float], corrected: float | None = None
 ) -> str:
-    """Draw the straight line of `regression.linear_fit`, and say how good it is.
+    """Draw the straight line of `regression.linear_fit`, and return its R^2, interval and p as text.
 
     Args:
-        corrected: p, where several were tried.
+        corrected: p corrected for multiple tests, if there are several.
     """
     if not np.isfinite(fit["r2"]):
         return "no line: fewer than 4 points, or no spread"
     ends = np.array([np.min(x), np.max(x)])
     panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
-    said = fit_words(fit)
-    return said if corrected is None else f"{said}\n{corrected:.2g} corrected (Holm)"
+    text = fit_text(fit)
+    return text if corrected is None else f"{text}\n{corrected:.2g} corrected (Holm)"
 
 
-def fit_words(fit: Mapping[str, float]) -> str:
-    """R^2 with its interval, and p."""
+def fit_text(fit: Mapping[str, float]) -> str:
+    """Return R^2 with its interval, and p, as text."""
     if not np.isfinite(fit["r2"]):
-        return "too few to say, or no spread"
+        return "undefined: too few points, or no spread"
     return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
 
 
 def shades(count: int) -> list[Any]:
-    """Colours from dark to light, told apart in grey print: of ordered things, such as steps."""
+    """Return `count` colours from dark to light for ordered things such as steps; distinct in greyscale print."""
     from matplotlib import colormaps
 
     return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+
+
+def evenly_spaced(size: int, count: int) -> list[int]:
+    """Return at most `count` evenly spaced indices below `size`, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})

@@ -1,4 +1,4 @@
-"""Figures in a notebook: `tracker.plot(results)`. They are those of `python -m tracker.figures`, by the same names."""
+"""Figures in a notebook: `tracker.plot(results)` draws those of `python -m tracker.figures`, by the same names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from tracker.figures.write import draw, known
+from tracker.errors import UsageError
+from tracker.figures.selection import draw, resolve
 from tracker.results import open_results
 
 if TYPE_CHECKING:
@@ -16,31 +17,32 @@ if TYPE_CHECKING:
 def plot(
     results: xr.Dataset | str | Path | Mapping[str, xr.Dataset], name: str | None = None, *, k: int | None = None
 ) -> "Figure":
-    """Draw one figure of a measurement, a walk or a run, or of several.
+    """Draw one figure of a measurement, a walk or a training run, or of several of them.
 
-    Under `%matplotlib inline` a notebook shows what the last line of a cell returns; `.savefig("figure.pdf")` keeps it.
+    Under `%matplotlib inline`, a notebook shows the figure that the last line of a cell returns; `.savefig("figure.pdf")` saves
+    it.
 
     Args:
-        results: a Dataset as from `tracker.measure` or `tracker.open_results`, a directory of results, or several Datasets by
-            what they are to be called.
-        name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` says what each
-            shows). None: "curves" where there are several training steps, else "heatmap".
-        k: the number of singular vectors; None: the smallest measured.
+        results: a Dataset of `tracker.measure` or `tracker.open_results`; a directory of results; or a mapping from names, which
+            the figure shows, to Datasets.
+        name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` lists them). None
+            draws "curves" if there are several training steps, else "heatmap".
+        k: the number of singular vectors; None for the smallest measured.
 
     Raises:
-        ValueError: for a figure that is not there, or that these results can't make; says what they lack.
+        UsageError: for an unknown figure, or one for which the results do not suffice; the message states what they lack.
     """
     if isinstance(results, (str, Path)):
         results = open_results(results)
     several = {_name(results): results} if isinstance(results, xr.Dataset) else results
     if not isinstance(several, Mapping) or not several or not all(map(_measured, several.values())):
-        raise ValueError(
-            "a figure of what? give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or "
-            "several Datasets by name"
+        raise UsageError(
+            f"can't plot {type(results).__name__}; give a Dataset as from tracker.measure or tracker.open_results, a directory "
+            "of results, or a mapping from names to Datasets"
         )
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    figure, _ = draw(known(name), {label: _by_step(ds, name) for label, ds in several.items()}, k)
+    figure, _ = draw(resolve(name), {label: _with_steps(ds, name) for label, ds in several.items()}, k)
     return figure
 
 
@@ -49,17 +51,20 @@ def _measured(ds: object) -> bool:
 
 
 def _name(ds: xr.Dataset) -> str:
-    """What to call a result in a figure: its suite or repository; a path would fill the figure."""
+    """Return the name of a result in a figure: its suite or repository, or its class where the name is a long path."""
     name = ds.attrs.get("suite") or ds.attrs.get("model_name", "")
     return name if name and not Path(name).is_absolute() else ds.attrs.get("model_class", "").rpartition(".")[2]
 
 
-def _by_step(ds: xr.Dataset, name: str) -> xr.Dataset:
-    """A result with a `step` dimension; a heat map alone does not say of which step it is."""
+def _with_steps(ds: xr.Dataset, name: str) -> xr.Dataset:
+    """Return a result with a `step` dimension; of all figures, the heat map alone needs no step."""
     if "k" in ds.coords and "k" not in ds.dims:
-        raise ValueError(f"this result is of K = {int(ds['k'])} alone; give it whole, and say which: k={int(ds['k'])}")
+        k = int(ds["k"])
+        raise UsageError(f"this result is the selection K = {k}; give the whole Dataset, and k={k}")
     if "step" in ds.dims:
         return ds
     if "step" in ds.coords or name == "heatmap":
         return ds.expand_dims("step")
-    raise ValueError(f"figure {name} says at which training step; this result has none: ds.assign_coords(step=512)")
+    raise UsageError(
+        f"figure {name} shows training steps, and this result has none; set one: ds.assign_coords(step=512)"
+    )

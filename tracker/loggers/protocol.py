@@ -40,7 +40,7 @@ class Row:
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.drawing import coupling_heatmap, pixels
+        from tracker.figures.overview import coupling_heatmap, pixels
 
         if "miscoupling" not in self.matrices:
             return {}

@@ -1,4 +1,4 @@
-"""The models themselves, without their couplings (Table 1). Scores and tokens are those after the last step."""
+"""The table of models (Table 1). Scores and training tokens are those after the last step."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,11 @@ from tracker.analysis.across_models import SIZES, TRAINING_TOKENS, Results, arch
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from tracker.figures.plots import Plotted
+    from tracker.figures.drawing import Plotted
 
 
-def table_of_models(results: Results) -> "Plotted":
-    """Architecture, parameters, blocks, width, training tokens and mean score of each result; NaN where it is not known.
+def table_of_models(results: Results, _: int) -> "Plotted":
+    """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.
     """
@@ -32,22 +32,14 @@ def table_of_models(results: Results) -> "Plotted":
             for name, ds in results.items()
         ]
     )
-    return _as_figure(table, benchmarks), table
+    return _draw_table(table, benchmarks), table
 
 
-def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
-    """The table drawn as one; a dash where a number is not known."""
+def _draw_table(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
     from matplotlib.figure import Figure
 
-    def said(column: str, value: Any) -> str:
-        if isinstance(value, float) and np.isnan(value):
-            return "—"
-        if column == "score":
-            return f"{value:.4f}"
-        return f"{value:.4g}" if column == TRAINING_TOKENS else f"{value:,}" if isinstance(value, int) else str(value)
-
-    cells = [[said(column, value) for column, value in row.items()] for row in table.to_dict("records")]
-    widths = [max(map(len, (column, *of))) for column, of in zip(table, zip(*cells, strict=True), strict=True)]
+    cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
+    widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
     figure = Figure(figsize=(1 + 0.1 * sum(widths), 1.2 + 0.25 * len(cells)), layout="constrained")
     axes = figure.subplots()
     axes.axis("off")
@@ -55,9 +47,17 @@ def _as_figure(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
     drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8)
-    lacking = [] if benchmarks else ["scores: --scores FILE"]
+    notes = [f"score: mean of {', '.join(benchmarks)}"] if benchmarks else ["to add scores: --scores FILE"]
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
-        lacking.append("training tokens: names of checkpoints that say them, --revisions")
-    of = [f"score: mean of {', '.join(benchmarks)}"] if benchmarks else []
-    figure.supxlabel("; ".join(of + [f"to add {what}" for what in lacking]), fontsize=7)
+        notes.append("to add training tokens: a pattern for the checkpoints' names, --revisions '...(?P<tokens>...)'")
+    figure.supxlabel("; ".join(notes), fontsize=7)
     return figure
+
+
+def _cell(column: str, value: Any) -> str:
+    """Return the text of a cell; a dash where the value is unknown."""
+    if isinstance(value, float) and np.isnan(value):
+        return "—"
+    if column == "score":
+        return f"{value:.4f}"
+    return f"{value:.4g}" if column == TRAINING_TOKENS else f"{value:,}" if isinstance(value, int) else str(value)

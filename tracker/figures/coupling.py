@@ -1,0 +1,136 @@
+"""Figures of coupling between blocks: over training, between layers, by layer, and by prompt.
+
+Coupling is minus mis-coupling. Intervals are 95 % t intervals of means over prompts, clustered by their sources where results
+record them (`regression.clustered_mean`).
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.analysis.across_models import Results
+from tracker.analysis.regression import holm, linear_fit, onset
+from tracker.analysis.statistics import null_matrix, over_pairs, sources
+from tracker.figures.drawing import evenly_spaced, fitted_line, mean_line, panels, shades, training_axis
+from tracker.figures.palette import BLUE, GREY, ORANGE
+
+if TYPE_CHECKING:
+    from tracker.figures.drawing import Plotted
+
+MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+
+
+def over_training(results: Results, k: int) -> "Plotted":
+    """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b)."""
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        by_prompt = coupling_of_prompts(ds, k)
+        null = by_prompt["null"].mean("prompt").values
+        step, source = ds["step"].values, sources(ds)
+        departure = (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values
+        found = onset(step, departure, source)
+        mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
+        panel.plot(step, null, color=GREY, ls=":", label="null level")
+        if np.isfinite(found["step"]):
+            panel.axvspan(found["low"], found["high"], color=ORANGE, alpha=0.2, lw=0)
+            earlier, later = found["between"]
+            panel.axvline(found["step"], color=ORANGE, lw=1, label=f"onset: steps {earlier:,g} to {later:,g}")
+        training_axis(panel, step[-1])
+        panel.set_title(name, fontsize=9)
+        panel.legend(fontsize=7)
+        columns = {"step": step, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
+        columns |= {"onset": found["step"], "onset_low": found["low"], "onset_high": found["high"]}
+        rows.append(pd.DataFrame({"result": name, **columns}))
+    figure.supylabel(_label(k), fontsize=9)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def layer_graph(results: Results, k: int) -> "Plotted":
+    """Draw layers as nodes on a circle; width and opacity of an edge show how far the coupling is above its null level."""
+    shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 3)]
+    figure, axes = panels(len(shown))
+    rows = []
+    for name, ds, i in shown:
+        at = ds.isel(step=i).sel(k=k)
+        gain = (at[f"{MEASURE}_null"] - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other").values
+        gain = (gain + gain.T) / 2  # an edge has no direction
+        first, second = np.triu_indices(len(gain), 1)
+        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": gain[first, second]}
+        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **edges}))
+    table = pd.concat(rows, ignore_index=True)
+    top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
+    for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
+        angle = np.pi / 2 - 2 * np.pi * np.arange(ds.sizes["layer"]) / ds.sizes["layer"]
+        x, y = np.cos(angle), np.sin(angle)
+        for a, b, value in part[["layer", "layer_other", "coupling_above_null"]].itertuples(index=False):
+            weight = max(0.0, value / top)
+            panel.plot(x[[a - 1, b - 1]], y[[a - 1, b - 1]], color=BLUE, lw=0.3 + 2.5 * weight, alpha=weight, zorder=1)
+        panel.scatter(x, y, s=90, color="white", edgecolor=GREY, zorder=2)
+        for layer in range(len(x)):
+            panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
+        panel.set(aspect="equal", title=f"{name}, step {int(ds['step'][i]):,}")
+        panel.title.set_fontsize(8)
+        panel.axis("off")
+    return figure, table
+
+
+def by_layer(results: Results, k: int) -> "Plotted":
+    """Draw the mean coupling of each layer with all others after the last step, one line per result."""
+    figure, (axes,) = panels(1)
+    rows = []
+    for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
+        matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
+        others = matrices.where(matrices["layer"] != matrices["layer_other"]).mean("layer_other")
+        columns = mean_line(axes, others, sources(ds), colour, name)
+        columns = {"layer": columns["layer"], "coupling": columns.pop("mean"), **columns}
+        rows.append(pd.DataFrame({"result": name, **columns}))
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel(_label(k), fontsize=8)
+    axes.legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def by_prompt(results: Results, k: int) -> "Plotted":
+    """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
+    tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, k)}) for name, ds in results.items()}
+    shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
+    figure, axes = panels(len(shown))
+    points = [(tables[name][x].to_numpy(), tables[name]["coupling"].to_numpy()) for name, x in shown]
+    fits = [linear_fit(x, y) for x, y in points]
+    corrected = holm(np.array([fit["p"] for fit in fits]))
+    for panel, (name, against), (x, y), fit, p in zip(axes, shown, points, fits, corrected, strict=True):
+        panel.scatter(x, y, s=12, color=BLUE)
+        text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
+        count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
+        if count > 1:
+            text += f"\np treats prompts of {count} sources as independent"
+        panel.set_title(f"{name}\n{text}", fontsize=8)
+        panel.set_xlabel(against, fontsize=8)
+    axes[0].set_ylabel(_label(k), fontsize=8)
+    return figure, pd.concat(tables.values(), ignore_index=True)
+
+
+def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
+    last = ds.isel(step=-1)
+    columns = {
+        "prompt": last["prompt_text"].values,
+        "tokens": last["norm_raw"].isel(depth=0).notnull().sum("position").values,
+        "coupling": coupling_of_prompts(ds, k)["coupling"].isel(step=-1).values,
+    }
+    columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
+    columns |= {"source": last["prompt_source"].values} if "prompt_source" in ds.coords else {}
+    return columns
+
+
+def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.Dataset:
+    """Return the coupling of each prompt and its null level, means over l != l' and tokens, (step, prompt)."""
+    at = ds.sel(k=k)
+    both = {"coupling": at[MEASURE], "null": null_matrix(at, MEASURE)}
+    return xr.Dataset({name: -over_pairs(m.astype(float)).sel(pairs=PAIRS).mean("token") for name, m in both.items()})
+
+
+def _label(k: int) -> str:
+    return f"−{MEASURE}, K = {k}"

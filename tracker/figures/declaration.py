@@ -1,0 +1,40 @@
+"""What is declared of a figure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracker.analysis.across_models import Results
+
+if TYPE_CHECKING:
+    from tracker.figures.drawing import Plotted
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A figure that can be drawn.
+
+    Attributes:
+        number: its name on the command line, for figures of the paper their number.
+        draw: the function that draws it from results and K.
+        differs: how it differs from the paper's figure.
+        needs: variables that each result must have.
+        also: numbers of further figures of the paper that show the same.
+        results: the least number of results.
+        single: whether it is drawn from exactly one result.
+        steps: the least number of steps of a result.
+        untrained: whether the first step must be step 0.
+        may_differ: those of `CONVENTIONS` in which results may differ.
+    """
+
+    number: str
+    title: str
+    draw: "Callable[[Results, int], Plotted]"
+    differs: str
+    needs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    results: int = 1
+    single: bool = False
+    steps: int = 1
+    untrained: bool = False
+    may_differ: tuple[str, ...] = ()

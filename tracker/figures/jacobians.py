@@ -1,0 +1,142 @@
+"""Figures of the blocks' Jacobians: grids of coupling matrices A (Figs 3, 4, 17 to 23) and singular values (Figs 33, 34).
+
+A tile of a grid is the (K, K) matrix A of a pair of layers, or of a pair of tokens in two layers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.analysis.across_models import Results
+from tracker.analysis.statistics import inverse_fit, largest_singular_values, middle_layers
+from tracker.figures.drawing import panels, shades
+from tracker.figures.palette import BLUE, ORANGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tracker.figures.drawing import Plotted
+
+MAX_TILES = 8  # along a side of a grid
+RANKS = (1, 2, 5, 10, 30, 50)  # of the singular values drawn
+SCALE: dict[str, Any] = {"cmap": "magma", "vmin": 0, "vmax": 1}  # equal in all panels, for one colour bar
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid of coupling matrices and its labels."""
+
+    A: np.ndarray  # (T, T, K, K), absolute values
+    largest: np.ndarray  # (T,), largest singular value of the Jacobian of each row
+    index: Literal["block", "token"]
+    labels: np.ndarray  # (T,)
+    title: str
+    rows: str
+    columns: str
+    common: Mapping[str, int]  # what all tiles share
+
+
+def matrix_grid(results: Results, _: int, variable: str) -> "Plotted":
+    """Draw |A| of the first prompt at the first and the last step, at most eight tiles along a side.
+
+    Tiles are pairs of layers, about the middle one, at the first token measured, or pairs of tokens in the layers l and l' in the
+    middle of those compared. A column is the basis in which the Jacobian of a row is expressed. Colours are relative to the
+    largest singular value of the row's Jacobian; the table holds |A| itself.
+    """
+    shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
+    figure, axes = panels(len(shown))
+    tables = []
+    for panel, (name, ds, i) in zip(axes, shown, strict=True):
+        grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
+        step = int(ds["step"][i])
+        _draw_grid(panel, grid)
+        panel.set_title(f"{name}, step {step:,}\n{grid.title}", fontsize=8)
+        row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
+        columns = {grid.index: grid.labels[row], f"{grid.index}_other": grid.labels[column], **grid.common}
+        columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
+        tables.append(pd.DataFrame({"result": name, "step": step, **columns}))
+    label = "|A| relative to the largest\nsingular value of the row's Jacobian"
+    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
+    bar.ax.tick_params(labelsize=7)
+    bar.ax.yaxis.label.set_fontsize(8)
+    return figure, pd.concat(tables, ignore_index=True)
+
+
+def _layer_grid(at: xr.Dataset, variable: str) -> Grid:
+    A = abs(at[variable].isel(token=0)).transpose("layer", "layer_other", "row", "column").values
+    start = max(0, (len(A) - MAX_TILES) // 2)
+    part = slice(start, start + MAX_TILES)
+    largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0][part]  # in its own basis, A is diag(s)
+    title = f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'"
+    return Grid(
+        A[part, part], largest, "block", at["layer"].values[part], title, "l: the Jacobian", "l': the basis", {}
+    )
+
+
+def _token_grid(at: xr.Dataset, variable: str) -> Grid:
+    variant = variable.removesuffix("_matrix")
+    l, other = middle_layers(at)
+    positions = at["pair_position"].dropna("pair_token").values.astype(int)
+    labels = positions[:MAX_TILES]
+    part = slice(len(labels))
+    A = abs(at[variable].sel(layer=l)).transpose("pair_token", "pair_token_other", "row", "column").values
+    largest = largest_singular_values(at, variant).sel(layer=l).values[part]
+    jacobian = {
+        "self": "J of token {} to itself",
+        "fixed_input": f"J of token {positions[0]} to {{}}",
+        "fixed_output": f"J of {{}} to token {positions[-1]}",
+    }[variant]
+    rows, columns = jacobian.format("t") + f", in block {l}", f"basis: {jacobian}, in block {other}".format("t'")
+    common = {"block": l, "block_other": other}
+    return Grid(A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common)
+
+
+def _draw_grid(panel: "Axes", grid: Grid) -> None:
+    T, _, K, _ = grid.A.shape
+    picture = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
+    for a, b in np.ndindex(T, T):
+        top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
+        picture[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = grid.A[a, b] / top
+    panel.imshow(picture, **SCALE)
+    middle = np.arange(T) * (K + 1) + (K - 1) / 2
+    panel.set_xticks(middle, grid.labels)
+    panel.set_yticks(middle, grid.labels)
+    panel.grid(False)
+    panel.set_xlabel(grid.columns, fontsize=8)
+    panel.set_ylabel(grid.rows, fontsize=8)
+
+
+def singular_values(results: Results, _: int, step: Literal["first", "last"]) -> "Plotted":
+    """Draw top singular values by layer, medians over prompts and tokens, and 1 / s_1 with its straight line over depth."""
+    figure, axes = panels(2 * len(results))
+    rows = []
+    for values, inverse, (name, ds) in zip(axes[::2], axes[1::2], results.items(), strict=True):
+        at = ds["singular_value"].isel(step=0 if step == "first" else -1)
+        number, at = int(at["step"]), at.median(("prompt", "token"))
+        layers = at["layer"].values
+        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
+        fit = inverse_fit(layers, at.sel(rank=1).values)
+        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
+            s = at.sel(rank=rank).values
+            values.plot(layers, s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+            columns = {"rank": rank, "layer": layers, "value": s, **(fit if rank == 1 else {})}
+            rows.append(pd.DataFrame({"result": name, **columns}))
+        inverse.plot(layers, fit["inverse"], color=BLUE, marker="o", ms=3, ls="", label="1 / s₁")
+        text = "no line: fewer than 4 blocks, or no spread"
+        if np.isfinite(fit["r2"]):
+            inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
+            text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
+        values.set_title(f"{name}, step {number:,}", fontsize=8)
+        values.set_yscale("log")
+        values.tick_params(which="minor", labelsize=7)
+        values.set_ylabel("singular value", fontsize=8)
+        inverse.set_title(f"{name}: {text}", fontsize=8)
+        inverse.set_ylabel("1 / s₁", fontsize=8)
+        for panel in (values, inverse):
+            panel.set_xlabel("layer", fontsize=8)
+            panel.legend(fontsize=6)
+    return figure, pd.concat(rows, ignore_index=True)

@@ -1,0 +1,248 @@
+"""Figures that compare results, one point per result: one property against another, subsets, definitions of coupling.
+
+Values are those after the last step. Intervals of R^2 treat results as independent (Fisher's z); intervals of a coupling are over
+its prompts. Where results are not independent (`analysis.clusters`), a second fit has one point per cluster.
+"""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from tracker.analysis.across_models import (
+    SIZES,
+    TRAINING_TOKENS,
+    Property,
+    Results,
+    architecture,
+    controlled_fit,
+    final_couplings,
+    fit_line,
+    mean_score,
+    shared_ks,
+    subset_fits,
+    tokens_seen,
+)
+from tracker.analysis.clusters import cluster_labels, independence_note
+from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
+from tracker.analysis.statistics import correlations, curves, sources
+from tracker.errors import UsageError
+from tracker.figures.coupling import coupling_of_prompts
+from tracker.figures.drawing import PAIR_WORDS, fit_text, fitted_line, panels
+from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
+from tracker.measures.registry import MISCOUPLINGS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from tracker.figures.drawing import Plotted
+
+BENCHMARK = "gsm8k"
+LETTERS_PER_INCH = 19  # of a note below a figure
+
+
+def score_against_coupling(results: Results, k: int, exponential: bool = False) -> "Plotted":
+    """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
+    coupling, properties = _coupling_and_score(results, k)
+    return _scatter(results, properties, [(coupling, "score")], exponential)
+
+
+def score_against_coupling_by_k(results: Results, _: int) -> "Plotted":
+    """Draw the score against coupling for every K that all results have (Fig. 36)."""
+    ks = shared_ks(results)
+    properties: dict[str, Property] = {}
+    for k in ks:
+        properties |= _coupling_and_score(results, k)[1]
+    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks])
+
+
+def score_against_sizes(results: Results, k: int) -> "Plotted":
+    """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
+    coupling, properties = _coupling_and_score(results, k)
+    shown = [(name, "score") for name in (*SIZES, coupling)]
+    figure, table = _scatter(results, SIZES | properties, shown)
+    fit = controlled_fit(table, coupling)
+    text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
+    if fit["averaged"]:
+        text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
+    _annotate(figure, results, table, text)
+    return figure, table
+
+
+def against_training_tokens(results: Results, k: int) -> "Plotted":
+    """Draw coupling and score against the number of training tokens (Fig. 8)."""
+    coupling, properties = _coupling_and_score(results, k)
+    shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown)
+
+
+def benchmark_against_mean(results: Results, _: int) -> "Plotted":
+    """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
+
+    Raises:
+        UsageError: if not all results have a score on GSM8K.
+    """
+    benchmarks, score = mean_score(results)
+    variants = [task for task in benchmarks if BENCHMARK in task.lower()]
+    if not variants:
+        raise UsageError(
+            f"the results have {', '.join(benchmarks)} in common, but not {BENCHMARK}; join its scores: --scores FILE"
+        )
+    task = min(variants, key=len)  # prefer "gsm8k" to "gsm8k_cot"
+    properties: dict[str, Property] = {
+        "mean score": score,
+        task: lambda ds: float(ds["score"].isel(step=-1).sel(task=task)),
+    }
+    return _scatter(results, properties, [("mean score", task)])
+
+
+def subsets(results: Results, k: int) -> "Plotted":
+    """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
+    coupling, properties = _coupling_and_score(results, k)
+    table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
+    fits = subset_fits(table, coupling, "score", "architecture", "parameters", "cluster")
+    figure, (axes,) = panels(1)
+    figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
+    y = np.arange(len(fits))[::-1]
+    ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
+    axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
+    labels = [
+        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
+        for fit in fits.to_dict("records")
+    ]
+    axes.set_yticks(y, labels, fontsize=7)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4))
+    axes.set_xlabel(f"R² of score on {coupling}", fontsize=8)
+    _annotate(figure, results, table)
+    return figure, fits
+
+
+def definitions(results: Results, _: int) -> "Plotted":
+    """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
+    score = mean_score(results)[1]
+    measures = [*MISCOUPLINGS, *(f"{name}_raw" for name in MISCOUPLINGS)]
+    couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
+    scores = np.array([score(ds) for ds in results.values()])
+    table = correlations(couplings, scores, clusters=cluster_labels(results))
+    figure = correlation_heatmap(table, "score")
+    figure.supxlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
+    return figure, table
+
+
+def correlation_heatmap(table: pd.DataFrame, y: str) -> "Figure":
+    """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
+
+    Args:
+        table: the rows of `statistics.correlations`.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
+    rows = table.set_index(["measure", "pairs", "k"])
+    figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
+    axes = figure.subplots()
+    r = np.array([[rows.r[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
+    colours = LinearSegmentedColormap.from_list("diverging", DIVERGING)
+    image = axes.imshow(r, cmap=colours, vmin=-1, vmax=1, aspect="auto")
+    for i, j in np.ndindex(r.shape):
+        star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
+        colour = "white" if abs(r[i, j]) > 0.6 else "black"
+        axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=colour)
+    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
+    labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
+    axes.set_yticks(range(len(definitions)), labels, fontsize=8)
+    figure.colorbar(image, label=f"r of coupling and {y}; *: p < 0.05, corrected")
+    return figure
+
+
+def _scatter(
+    results: Results, properties: Mapping[str, Property], shown: Sequence[tuple[str, str]], exponential: bool = False
+) -> "Plotted":
+    """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
+
+    Args:
+        properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
+    """
+    table = _properties(results, properties)
+    figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
+    fits = [fit_line(table, x, y) for x, y in shown]
+    corrected = holm(np.array([fit["p"] for fit in fits]))
+    for panel, (x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
+        x, y = table[x_name].to_numpy(), table[y_name].to_numpy()
+        bars = {"xerr": _bars(table, x_name), "yerr": _bars(table, y_name)}
+        panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
+        panel.scatter(x, y, s=16, color=BLUE, zorder=3)
+        text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
+        if fit["averaged"]:
+            text += f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
+        if exponential:
+            curve = exponential_fit(x, y)
+            text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
+            along = np.linspace(x.min(), x.max(), 50)
+            panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
+        panel.set_title(text, fontsize=8)
+        panel.set_xlabel(x_name, fontsize=8)
+        panel.set_ylabel(y_name, fontsize=8)
+    _annotate(figure, results, table)
+    return figure, table
+
+
+def _annotate(figure: "Figure", results: Results, table: pd.DataFrame, text: str = "") -> None:
+    """Write a text below a figure, and a note on the independence of the results in the table."""
+    compared = {name: results[name] for name in table["result"]}
+    lines = [*([text] if text else []), independence_note(compared)]
+    figure.supxlabel("\n".join(fill(line, _letters(figure)) for line in lines), fontsize=7)
+
+
+def _letters(figure: "Figure") -> int:
+    """Return how many letters of a note fit in the width of a figure."""
+    return int(LETTERS_PER_INCH * figure.get_figwidth())
+
+
+def _bars(table: pd.DataFrame, name: str) -> Any:
+    """Return the distances from each value to the ends of its interval, (2, n); None without intervals."""
+    if f"{name} low" not in table:
+        return None
+    return np.abs([table[f"{name} low"] - table[name], table[f"{name} high"] - table[name]])
+
+
+def _properties(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame:
+    """Return a row for each result that has all properties; an interval may be missing.
+
+    Raises:
+        UsageError: if fewer than `MIN_POINTS` results have them.
+    """
+    rows = [
+        {"result": name, "cluster": cluster, **{p: take(ds) for p, take in properties.items()}}
+        for (name, ds), cluster in zip(results.items(), cluster_labels(results), strict=True)
+    ]
+    needed = [name for name in properties if not name.endswith((" low", " high"))]
+    table = pd.DataFrame(rows).dropna(subset=needed, ignore_index=True)
+    if len(table) < MIN_POINTS:
+        raise UsageError(
+            f"{len(table)} of {len(results)} results have {', '.join(needed)}; the figure needs at least {MIN_POINTS}: give "
+            "more results"
+        )
+    return table
+
+
+def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Property]]:
+    """Return the name of the coupling for K, and as properties: the coupling, its interval over prompts, and the score."""
+
+    def of_prompts(ds: xr.Dataset) -> xr.DataArray:
+        return coupling_of_prompts(ds.isel(step=[-1]), k)["coupling"].transpose("step", "prompt")
+
+    def interval(ds: xr.Dataset, end: int) -> float:
+        return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
+
+    name = f"coupling, K = {k}"
+    return name, {
+        name: lambda ds: float(of_prompts(ds).mean()),
+        f"{name} low": lambda ds: interval(ds, 0),
+        f"{name} high": lambda ds: interval(ds, 1),
+        "score": mean_score(results)[1],
+    }

@@ -1,0 +1,273 @@
+"""The declarations of all figures."""
+
+from functools import partial
+
+from tracker.analysis.across_models import CONVENTIONS
+from tracker.figures import coupling, jacobians, model_comparisons, model_table, overview, states
+from tracker.figures.coupling import MEASURE
+from tracker.figures.declaration import Declaration
+
+_against_score = partial(Declaration, needs=("miscoupling", "score"), results=4)
+
+LAST = "after the last step"
+K_AND_NORM = "K is the smallest measured, or --k; the last block with the final norm where the results include it"
+COUPLING = f"{MEASURE}, mean over l ≠ l' (paper: all pairs), prompts and tokens; {K_AND_NORM}"
+OVER_PROMPTS = "bars are 95 % intervals over prompts"
+HOLM = "p corrected for multiple tests (Holm)"
+MATRICES = (
+    "matrices for the smallest K and the first prompt, at the first step (for untrained) and the last (for trained)"
+)
+LAYERS = (
+    "l is the middle layer, l' = l + 1 unless others were measured (titles state l and l'; paper: two fixed layers)"
+)
+MEDIANS = "medians and quartiles over prompts and tokens"
+WITH_NORM = "with the final norm where the results include it"
+AT_LAYERS = "an early, a middle and a late layer"
+AT_STEPS = "at most four steps, evenly spaced"
+UNTRAINED = "untrained is step 0 (--untrained where no such checkpoint is published)"
+SPECTRA = (
+    "medians over prompts and tokens; 1 / s₁ of each block with its straight line over depth, R² and n; the last block "
+    f"{WITH_NORM}, which flattens its singular values"
+)
+WINDOWS = "windows of 11 states for models of at least 20 blocks, else narrower (results record the size)"
+
+_DECLARATIONS = (
+    Declaration(
+        "curves",
+        "Mis-coupling, line-shape score and expodistance over training",
+        overview.all_curves,
+        "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
+        f"tokens, {WITH_NORM}; expodistance: median, before the final norm; bands are quartiles",
+        ("miscoupling", "offdiag_normalized", "lss", "expodistance_raw"),
+        single=True,
+    ),
+    Declaration(
+        "heatmap",
+        "Mis-coupling of all pairs of blocks",
+        overview.last_heatmap,
+        f"not in the paper; mean over prompts and tokens, {LAST}; {K_AND_NORM}",
+        ("miscoupling",),
+        single=True,
+    ),
+    _against_score(
+        "1a",
+        "Coupling against benchmark score",
+        model_comparisons.score_against_coupling,
+        f"{COUPLING}; {LAST}; {OVER_PROMPTS}",
+    ),
+    Declaration(
+        "1b",
+        "Coupling over training",
+        coupling.over_training,
+        f"{COUPLING}; with interval over prompts, null level and onset",
+        (MEASURE,),
+        steps=2,
+    ),
+    Declaration(
+        "1c",
+        "Layers as nodes, edges by coupling (Figs 1c to 1e)",
+        coupling.layer_graph,
+        f"edges show how far {MEASURE} is below its null level, mean over prompts and both directions; at most three steps, "
+        f"evenly spaced; {K_AND_NORM}",
+        (MEASURE,),
+    ),
+    Declaration(
+        "3",
+        "Coupling matrices across depth",
+        partial(jacobians.matrix_grid, variable="matrix"),
+        MATRICES,
+        ("matrix",),
+        also=("20",),
+    ),
+    Declaration(
+        "4",
+        "Coupling matrices across tokens, self-coupling",
+        partial(jacobians.matrix_grid, variable="self_matrix"),
+        f"{MATRICES}; {LAYERS}",
+        ("matrix", "self_matrix"),
+        also=("17", "21"),
+    ),
+    Declaration(
+        "5",
+        "Line-shape score and expodistance, untrained and trained",
+        partial(states.by_model, variables=("lss", "expodistance_raw")),
+        f"{MEDIANS} together (paper: over prompts); LSS {WITH_NORM}, expodistance before the final norm; results in the order "
+        f"given; {UNTRAINED}",
+        ("lss", "expodistance_raw"),
+        steps=2,
+        untrained=True,
+    ),
+    _against_score(
+        "7",
+        "Exponential fit between coupling and score",
+        partial(model_comparisons.score_against_coupling, exponential=True),
+        f"{COUPLING}; {LAST}; {OVER_PROMPTS}; with the straight line too",
+    ),
+    _against_score(
+        "8",
+        "Training tokens against coupling",
+        model_comparisons.against_training_tokens,
+        f"{COUPLING}; {LAST}; with straight lines, {HOLM}",
+        needs=("miscoupling", "score", "tokens_seen"),
+    ),
+    Declaration(
+        "9",
+        "Coupling of each prompt against its difficulty and its length",
+        coupling.by_prompt,
+        f"{COUPLING}; {LAST}; difficulty where prompts have one: --prompts easy2hard (its GSM8K part), or a file; with "
+        f"straight lines, {HOLM}",
+        (MEASURE, "norm_raw"),
+    ),
+    Declaration(
+        "12",
+        "Token trajectories on a principal plane",
+        states.principal_planes,
+        f"the first prompt; all layers in one plot, at the first and the last step; the last state {WITH_NORM}",
+        ("pca",),
+        also=("13",),
+    ),
+    Declaration(
+        "15",
+        "Coupling by layer: plain prompts and others",
+        coupling.by_layer,
+        f"mean and 95 % interval over prompts, {LAST}, of each block l over l' ≠ l; {K_AND_NORM}",
+        (MEASURE,),
+        results=2,
+        may_differ=("inputs_sha256",),
+    ),
+    Declaration(
+        "18",
+        "Coupling matrices across tokens, fixed input",
+        partial(jacobians.matrix_grid, variable="fixed_input_matrix"),
+        f"{MATRICES}; {LAYERS}; the input is the first token",
+        ("matrix", "fixed_input_matrix"),
+        also=("22",),
+    ),
+    Declaration(
+        "19",
+        "Coupling matrices across tokens, fixed output",
+        partial(jacobians.matrix_grid, variable="fixed_output_matrix"),
+        f"{MATRICES}; {LAYERS}; the output is the last token compared",
+        ("matrix", "fixed_output_matrix"),
+        also=("23",),
+    ),
+    Declaration(
+        "25",
+        "Variation of step lengths at initialisation",
+        partial(states.by_model, variables=("equidistance_raw",), trained=False),
+        f"{MEDIANS}, before the final norm; {UNTRAINED}; the paper's caption names expodistance, its section 5.5 the step "
+        "lengths, which are drawn here",
+        ("equidistance_raw",),
+        untrained=True,
+    ),
+    Declaration(
+        "26",
+        "Norm, line-shape score, variation of step lengths and entropy by depth",
+        partial(states.by_depth, variables=("norm_raw", "lss_window", "equidistance_raw_window", "entropy")),
+        f"{MEDIANS} (paper: means of step lengths); norm and step lengths before the final norm, LSS {WITH_NORM}, entropy of "
+        f"every state through the final norm; step lengths in windows; {AT_STEPS}; {WINDOWS}",
+        ("norm_raw", "lss_window", "equidistance_raw_window", "entropy"),
+    ),
+    Declaration(
+        "27",
+        "Line-shape score over training",
+        partial(states.over_training, variable="lss"),
+        f"{MEDIANS}, {WITH_NORM}; the paper's right half is the second panel of Fig. 26, with medians instead of means",
+        ("lss",),
+        steps=2,
+    ),
+    Declaration(
+        "28",
+        "Linearity at fixed layers over training",
+        partial(states.at_layers, variable="lss_window", sign=-1),
+        f"{MEDIANS} (paper: means), {WITH_NORM}; {AT_LAYERS} (paper: 5, 15 and 30); {WINDOWS}",
+        ("lss_window",),
+        steps=2,
+    ),
+    Declaration(
+        "29",
+        "Expodistance at fixed layers over training",
+        partial(states.at_layers, variable="expodistance_raw_window"),
+        f"{MEDIANS} (paper: means), before the final norm; {AT_LAYERS}; {WINDOWS}",
+        ("expodistance_raw_window",),
+        steps=2,
+    ),
+    Declaration(
+        "30",
+        "Norm and expodistance by depth during training",
+        partial(states.by_depth, variables=("norm_raw", "expodistance_raw_window")),
+        f"{MEDIANS}, before the final norm; {AT_STEPS}; {WINDOWS}",
+        ("norm_raw", "expodistance_raw_window"),
+        steps=2,
+    ),
+    _against_score(
+        "31",
+        "The score on GSM8K against the mean score",
+        model_comparisons.benchmark_against_mean,
+        f"the mean is over the benchmarks that all results have, GSM8K included, {LAST}; with a straight line",
+        needs=("score",),
+        may_differ=CONVENTIONS,
+    ),
+    Declaration(
+        "32",
+        "Response to noise on the embeddings",
+        states.noise_response,
+        f"mean over tokens, then over prompts, with interval over prompts, {LAST}; one sample of noise per prompt; the output "
+        f"of the last block {WITH_NORM}",
+        ("noise_similarity",),
+    ),
+    Declaration(
+        "33",
+        "Singular values by depth, untrained",
+        partial(jacobians.singular_values, step="first"),
+        f"{SPECTRA}; {UNTRAINED}",
+        ("singular_value",),
+        untrained=True,
+    ),
+    Declaration(
+        "34",
+        "Singular values by depth, trained",
+        partial(jacobians.singular_values, step="last"),
+        f"{SPECTRA}; trained is the last step",
+        ("singular_value",),
+        steps=2,
+    ),
+    _against_score(
+        "35",
+        "Depth, width, parameters and coupling against score",
+        model_comparisons.score_against_sizes,
+        f"{COUPLING}; {LAST}; sizes against the score only (the page also has them against coupling); coupling and score also "
+        f"controlled for sizes; {HOLM}",
+    ),
+    _against_score(
+        "36",
+        "Coupling against score for every K",
+        model_comparisons.score_against_coupling_by_k,
+        f"{MEASURE}, mean over l ≠ l' (paper: all pairs), prompts and tokens, {LAST}; every K that all results have; {HOLM}",
+    ),
+    Declaration(
+        "table1",
+        "The models",
+        model_table.table_of_models,
+        "with architecture and number of blocks; the score is the mean over the benchmarks that all scored results have, "
+        f"{LAST}",
+        may_differ=CONVENTIONS,
+    ),
+    _against_score(
+        "table4",
+        "R² of coupling and score for subsets of models",
+        model_comparisons.subsets,
+        "subsets: each architecture of at least four models, all models but it, and the halves by parameters; with intervals; "
+        f"{COUPLING}; {LAST}",
+    ),
+    _against_score(
+        "definitions",
+        "Correlation of the score with coupling, by mis-coupling, K and layer pairs",
+        model_comparisons.definitions,
+        f"not in the paper; all definitions, {HOLM}; {LAST}, means over prompts and tokens",
+    ),
+)
+FIGURES = {figure.number: figure for figure in _DECLARATIONS}
+ALIASES = {other: figure.number for figure in _DECLARATIONS for other in figure.also}
+VIT_COMMAND = "python -m vit.analysis GRID"
+VIT_FIGURES = ("6", "10")  # drawn by VIT_COMMAND

@@ -1,0 +1,118 @@
+"""Figures by name: which of them results can make, and drawing one."""
+
+from collections.abc import Mapping
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from tracker.analysis.across_models import CONVENTIONS, Results, shared_ks
+from tracker.errors import UsageError
+from tracker.figures.declaration import Declaration
+from tracker.figures.registry import ALIASES, FIGURES, VIT_COMMAND, VIT_FIGURES
+from tracker.measures.registry import BY_NAME, choices, defaults
+
+if TYPE_CHECKING:
+    from tracker.figures.drawing import Plotted
+
+LETTERS_PER_INCH = 13  # of a title
+
+
+def resolve(name: str) -> str:
+    """Return the name under which a figure is declared; several figures of the paper may show the same.
+
+    Raises:
+        UsageError: for an unknown figure, and for one that another command draws.
+    """
+    if name in VIT_FIGURES:
+        raise UsageError(f"figure {name} shows a grid of vision transformers; draw it with {VIT_COMMAND}")
+    resolved = ALIASES.get(name, name)
+    if resolved not in FIGURES:
+        names = ", ".join([*FIGURES, *ALIASES, *VIT_FIGURES])
+        raise UsageError(f"unknown figure {name!r}; choose from all, list, {names}")
+    return resolved
+
+
+def draw(name: str, results: Results, k: int | None) -> "Plotted":
+    """Draw a figure by its resolved name.
+
+    Args:
+        k: number of singular vectors; None for the smallest that all results have.
+
+    Returns:
+        The figure, and the numbers that it plots.
+
+    Raises:
+        UsageError: if the results do not suffice; the message states what to run.
+    """
+    declaration = FIGURES[name]
+    if reason := lack(declaration, results):
+        raise UsageError(f"figure {name} can't be drawn: {reason}")
+    ks = shared_ks(results)
+    if (k is not None and k not in ks) or (not ks and any("k" in ds.coords for ds in results.values())):
+        shared = ", ".join(map(str, ks)) or "none"
+        raise UsageError(f"--k {k} was not measured in all results; they share {shared}")
+    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0)
+    if not figure.get_suptitle():
+        title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
+        figure.suptitle(title, fontsize=10)
+    return figure, table
+
+
+def lack(figure: Declaration, results: Results) -> str:
+    """State why these results do not suffice for a figure and what to run; "" if they suffice."""
+    reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
+    if reason := next(filter(None, reasons), ""):
+        return reason
+    if figure.single and len(results) > 1:
+        return f"it shows a single result; {len(results)} given: name one directory"
+    if len(results) < figure.results:
+        return f"it compares at least {figure.results} results; {len(results)} given"
+    for key in CONVENTIONS:
+        values = {name: ds.attrs.get(key) for name, ds in results.items()}
+        if key not in figure.may_differ and len(set(values.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in values.items())
+            return f"the results differ in {key} ({listed}); give results measured by the same conventions"
+    return ""
+
+
+def _result_lacks(figure: Declaration, name: str, ds: xr.Dataset) -> str:
+    missing = [variable for variable in figure.needs if variable not in ds]
+    if "score" in missing:
+        return (
+            f"{name} has no scores; give results with scores (a Pythia walk records its own, --scores FILE joins others) of "
+            "several models"
+        )
+    if missing == ["tokens_seen"]:
+        return (
+            f"{name} does not record the training tokens of its steps; walk with a pattern that reads them from the names of "
+            "checkpoints, --revisions '...(?P<tokens>...)'"
+        )
+    if missing:
+        command = f"python -m tracker.pythia --model ...{_measures(figure)} --out OTHER"
+        return f"{name} lacks {', '.join(missing)}; walk again: {command}"
+    first, count = int(ds["step"][0]), ds.sizes["step"]
+    if figure.untrained and first != 0:
+        remedy = "walk with --steps 0,... or --untrained SEED"
+        return f"{name} starts at step {first}, but the figure shows the untrained model; {remedy}"
+    if count < figure.steps:
+        return f"{name} has {count} step(s), and the figure needs {figure.steps}; walk more steps: --steps ..."
+    return ""
+
+
+def _measures(figure: Declaration) -> str:
+    """Return the option `--measures` that enables what the figure needs; "" where the default does."""
+    enabled = {*defaults(), *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
+    chosen = [name for name in choices() if name in enabled]
+    return f" --measures {','.join(chosen)}" if set(chosen) > set(defaults()) else ""
+
+
+def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """List every figure with its title, and what it needs or, where results are given, why they do not suffice."""
+    lines = []
+    for name, figure in FIGURES.items():
+        status = (
+            (lack(figure, results) or "can be drawn") if results else f"needs {', '.join(figure.needs) or 'results'}"
+        )
+        lines.append(f"{', '.join((name, *figure.also)):11} {figure.title}; {status}")
+    return [*lines, f"{', '.join(VIT_FIGURES):11} figures of a grid of vision transformers: {VIT_COMMAND}"]

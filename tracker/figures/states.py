@@ -1,0 +1,159 @@
+"""Figures of hidden states: measures of their trajectories over training and depth, principal planes, response to noise.
+
+Medians and quartiles are over prompts and positions.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pandas as pd
+
+from tracker.analysis.across_models import Results
+from tracker.analysis.statistics import quartiles, sources
+from tracker.errors import UsageError
+from tracker.figures.drawing import (
+    axis_label,
+    axis_scale,
+    evenly_spaced,
+    mean_line,
+    panels,
+    quartile_line,
+    shades,
+    training_axis,
+)
+from tracker.figures.palette import BLUE, ORANGE
+
+if TYPE_CHECKING:
+    from tracker.figures.drawing import Plotted
+
+
+def over_training(results: Results, _: int, variable: str) -> "Plotted":
+    """Draw medians and quartiles against the training step, one line per result."""
+    figure, (axes,) = panels(1)
+    rows = []
+    for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
+        columns = quartile_line(axes, ds[variable], "step", colour, name)
+        rows.append(pd.DataFrame({"result": name, **columns}))
+    training_axis(axes, max(float(ds["step"][-1]) for ds in results.values()))
+    axes.set_ylabel(axis_label(variable), fontsize=8)
+    axes.legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def at_layers(results: Results, _: int, variable: str, sign: Literal[1, -1] = 1) -> "Plotted":
+    """Draw medians and quartiles against the training step, at an early, a middle and a late layer.
+
+    Args:
+        sign: -1 draws the negative of the variable.
+
+    Raises:
+        UsageError: for a result with too few blocks for a window.
+    """
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
+        if not len(defined):
+            raise UsageError(
+                f"{name} has too few blocks for a window: {variable} is defined nowhere; choose another figure"
+            )
+        layers = [int(defined[i]) for i in evenly_spaced(len(defined), 3)]
+        for layer, colour in zip(layers, shades(len(layers)), strict=True):
+            values = sign * ds[variable].sel(layer=layer, drop=True)
+            columns = quartile_line(panel, values, "step", colour, f"layer {layer}")
+            rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
+        training_axis(panel, ds["step"].values[-1])
+        panel.set_yscale(axis_scale(variable))
+        panel.set_title(name, fontsize=8)
+        panel.set_ylabel(("−" if sign < 0 else "") + axis_label(variable), fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def by_depth(results: Results, _: int, variables: Sequence[str]) -> "Plotted":
+    """Draw medians and quartiles against depth, one line for each of at most four steps."""
+    shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
+    figure, axes = panels(len(shown))
+    rows = []
+    for panel, (name, ds, variable) in zip(axes, shown, strict=True):
+        axis = "depth" if "depth" in ds[variable].dims else "layer"
+        steps = evenly_spaced(ds.sizes["step"], 4)
+        for i, colour in zip(steps, shades(len(steps)), strict=True):
+            step = int(ds["step"][i])
+            columns = quartile_line(panel, ds[variable].isel(step=i), axis, colour, f"step {step:,}")
+            columns = {"depth": columns.pop(axis), **columns}
+            rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
+        panel.set_yscale(axis_scale(variable))
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel(axis, fontsize=8)
+        panel.set_ylabel(axis_label(variable), fontsize=8)
+    axes[0].legend(fontsize=6)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def by_model(results: Results, _: int, variables: Sequence[str], trained: bool = True) -> "Plotted":
+    """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
+    figure, axes = panels(len(variables))
+    rows = []
+    for panel, variable in zip(axes, variables, strict=True):
+        for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
+            for x, (name, ds) in enumerate(results.items()):
+                at = ds.isel(step=i)
+                low, middle, high = quartiles(at[variable], ("prompt", "position")).values
+                bar = [[middle - low], [high - middle]]
+                panel.errorbar(x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2)
+                columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
+                rows.append({"result": name, "variable": variable, **columns})
+        panel.set_xlim(-0.6, len(results) - 0.4)
+        panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
+        panel.set_ylabel(axis_label(variable), fontsize=8)
+        panel.set_title("blue: first step" + (", black: last" if trained else ""), fontsize=7)
+    return figure, pd.DataFrame(rows)
+
+
+def principal_planes(results: Results, _: int) -> "Plotted":
+    """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black.
+
+    Raises:
+        UsageError: for a result whose first prompt has too few tokens to span a plane.
+    """
+    shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)]
+    figure, axes = panels(len(shown))
+    rows = []
+    for panel, (name, ds, i) in zip(axes, shown, strict=True):
+        plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
+        positions = np.flatnonzero(np.isfinite(plane).all((1, 2)))
+        if not len(positions):
+            raise UsageError(
+                f"the first prompt of {name} has too few tokens to span a plane; measure a longer one first"
+            )
+        plane = plane[positions]
+        for index, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
+            panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if index == len(plane) - 1 else 2)
+        panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
+        token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
+        first, second = plane.reshape(-1, 2).T
+        columns = {"position": positions[token], "depth": depth, "first": first, "second": second}
+        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **columns}))
+    figure.supxlabel("first principal axis", fontsize=8)
+    figure.supylabel("second", fontsize=8)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+def noise_response(results: Results, _: int) -> "Plotted":
+    """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
+    figure, axes = panels(len(results), sharey=True)
+    rows = []
+    for panel, (name, ds) in zip(axes, results.items(), strict=True):
+        at = ds["noise_similarity"].isel(step=-1)
+        for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
+            by_prompt = at.sel(depth=depth, drop=True).mean("position")
+            columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")
+            rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
+        panel.set_xscale("log")
+        panel.set_title(name, fontsize=8)
+        panel.set_xlabel("noise / embedding", fontsize=8)
+    axes[0].set_ylabel("cosine similarity", fontsize=8)
+    axes[0].legend(fontsize=7)
+    return figure, pd.concat(rows, ignore_index=True)
