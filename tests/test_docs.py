@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -77,6 +78,14 @@ def test_the_table_is_short():
 def test_the_files_that_a_document_names_exist(document):
     files = re.findall(r"`((?:tracker|checkpoints|vit|benchmarks|tests|examples|docs)/[\w./-]*)`", text(document))
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_design_lists_the_layers_of_the_import_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["tracker"]]
+    (table,) = re.findall(r"^\| layer \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE)
+    listed = [" | ".join(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()]
+    assert listed == layers
 
 
 def commands() -> list[tuple[str, tuple[str, ...]]]:
