@@ -1,8 +1,8 @@
-"""Download what is needed of a revision into the hub's cache, whatever the connection does.
+"""Download the needed files of a revision into the hub's cache, resuming after interruptions.
 
-Weight files come through a loop of our own, as blobs under their hash: since version 2 huggingface_hub drops what it has of
-a file when a download ends early, and 10 GB shards have to be taken up where they stopped, also by another process. Their
-SHA-256 is computed on the way. The rest, and the links between blobs and snapshots, is the client's work.
+Weight files are downloaded by our own loop, as blobs named by their hash: since version 2, huggingface_hub discards a
+partial file when a download ends early, but a 10 GB shard has to resume where it stopped, also in another process. Their
+SHA-256 is computed while they arrive. The hub's client downloads the other files and links blobs into snapshots.
 """
 
 import errno
@@ -29,14 +29,14 @@ from checkpoints.hub import (
 )
 
 BLOCK = 1 << 20  # bytes
-Count = Callable[[int], None]  # takes bytes as they arrive, or that were there
+Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded
 
 
 def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
-    """The directory of a revision that must be in the cache.
+    """Return the directory of a cached revision.
 
     Raises:
-        CheckpointError: if it is not.
+        CheckpointError: if the revision is not in the cache.
     """
     directory = snapshot_dir(repo, revision, cache_dir)
     if not directory.is_dir():
@@ -48,9 +48,9 @@ def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> 
 
 
 def snapshot_dir(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
-    """Where the cache has a revision, or would have it if it is a commit; nothing is asked of the hub."""
-    place = repo_dir(repo, cache_dir)
-    return place / "snapshots" / (read_ref(place / "refs" / revision) or revision)
+    """Return the directory in the cache for a revision (a branch in the cache, or a commit) without asking the hub."""
+    directory = repo_dir(repo, cache_dir)
+    return directory / "snapshots" / (read_ref(directory / "refs" / revision) or revision)
 
 
 def fetch(
@@ -64,44 +64,44 @@ def fetch(
     count: Count = lambda _: None,
     stop: threading.Event | None = None,
 ) -> Path:
-    """The directory with the needed files of a revision as it was listed, downloaded where the cache lacks them.
+    """Download the needed files of a listed revision that the cache lacks, and return the snapshot's directory.
 
     Args:
-        offline: why the hub can't be asked; then the cache must hold everything.
-        count: told of bytes, as they arrive.
-        stop: set from another thread, ends the download within a second or so of the next byte.
+        offline: why the hub can't be reached; the cache must then contain every file.
+        count: called with the number of bytes as they arrive.
+        stop: an event that another thread sets to end the download at the next chunk.
 
     Raises:
-        CheckpointError: if a file can't be had, or is not what its hash says; the others, and what has come of it, are
-            kept for the next time.
+        CheckpointError: if a file can't be downloaded or does not match its hash. Complete files and the partial file
+            are kept for the next attempt.
     """
     stop = stop or threading.Event()
-    place = repo_dir(repo, cache_dir)
-    directory = place / "snapshots" / listing.commit
-    lacking = missing_files(directory, listing)
-    if lacking and offline:
-        names = ", ".join(file.name for file in lacking)
-        raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {place.parent}")
+    repo_cache = repo_dir(repo, cache_dir)
+    directory = repo_cache / "snapshots" / listing.commit
+    missing = missing_files(directory, listing)
+    if missing and offline:
+        names = ", ".join(file.name for file in missing)
+        raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {repo_cache.parent}")
     try:
-        for file in lacking:
+        for file in missing:
             if file.sha256 is None:
-                _by_client(repo, listing.commit, file, cache_dir, notify, stop)
+                _fetch_by_client(repo, listing.commit, file, cache_dir, notify, stop)
                 count(file.size)
             else:
-                blob = place / "blobs" / file.sha256
+                blob = repo_cache / "blobs" / file.sha256
                 if not blob.exists() or blob.stat().st_size != file.size:
                     _download(repo, listing.commit, file, blob, notify, count, stop)
-                _by_client(repo, listing.commit, file, cache_dir, notify, stop)
-        _refer(place / "refs" / revision, listing.commit, required=bool(lacking))
+                _fetch_by_client(repo, listing.commit, file, cache_dir, notify, stop)
+        _write_ref(repo_cache / "refs" / revision, listing.commit, required=bool(missing))
     except OSError as error:
-        raise CheckpointError(_in_words(error, f"{repo} at {revision}", place.parent)) from error
+        raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
     return directory
 
 
-def _by_client(
+def _fetch_by_client(
     repo: str, commit: str, file: File, cache_dir: Path | None, notify: Notify, stop: threading.Event
 ) -> None:
-    """Let huggingface_hub fetch a file, or link the snapshot to its blob where that is there."""
+    """Let huggingface_hub download a file, or link its blob into the snapshot if the blob is in the cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, httpx
@@ -111,7 +111,7 @@ def _by_client(
     def ask() -> None:
         try:
             hf_hub_download(repo, file.name, revision=commit, cache_dir=cache_dir)
-        except LocalEntryNotFoundError as error:  # what the client makes of a hub that does not answer
+        except LocalEntryNotFoundError as error:  # the client raises it if the hub does not answer
             if isinstance(error.__cause__, httpx.HTTPError):
                 raise error.__cause__ from error
             raise
@@ -122,15 +122,15 @@ def _by_client(
 def _download(
     repo: str, commit: str, file: File, blob: Path, notify: Notify, count: Count, stop: threading.Event
 ) -> None:
-    """Download a blob, going on from what an earlier attempt left, and check its hash."""
+    """Download a blob, resuming an earlier attempt, and verify its hash."""
     from huggingface_hub.utils import WeakFileLock
 
     what = f"{file.name} of {repo} at {commit[:8]}"
     blob.parent.mkdir(parents=True, exist_ok=True)
-    lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the client's own
+    lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the one that the client uses
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
-        if blob.exists() and blob.stat().st_size == file.size:  # another process was quicker
+        if blob.exists() and blob.stat().st_size == file.size:  # another process has downloaded it
             return
         for attempt in (1, 2):
             digest = _receive(repo, commit, file, partial_file(blob), what, notify, count, stop)
@@ -140,17 +140,17 @@ def _download(
             partial_file(blob).unlink()
             count(-file.size)
             if attempt == 1:
-                notify(f"{what}: the content does not have the hash that the hub gives for it; fetching it anew")
+                notify(f"{what}: the content does not match the hash that the hub lists; downloading it again")
         raise CheckpointError(
-            f"{what} came twice with another content than its SHA-256 {file.sha256} says; the copy on the hub or the way to "
-            "it is damaged"
+            f"{what} was downloaded twice and does not match its SHA-256 {file.sha256}; the copy on the hub or the "
+            "connection is damaged: try again later, or leave this revision out"
         )
 
 
 def _receive(
     repo: str, commit: str, file: File, target: Path, what: str, notify: Notify, count: Count, stop: threading.Event
 ) -> str:
-    """Bring `target` to its full size; returns the SHA-256 of what it holds then."""
+    """Download the rest of a file to `target` and return the SHA-256 of its whole content."""
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
 
@@ -163,31 +163,33 @@ def _receive(
             sha.update(block)
             have += len(block)
         if have:
-            notify(f"{what}: going on after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
+            notify(f"{what}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
             raise OSError(
-                errno.ENOSPC, f"{(file.size - have) / 1e9:.3g} GB are to come and {free / 1e9:.3g} GB are free"
+                errno.ENOSPC, f"{(file.size - have) / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free"
             )
         while have < file.size:
-            # Identity: a compressed answer has other byte positions.
+            # Identity: byte positions in a compressed response would differ.
             headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
             before = have
             try:
                 with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
                     hf_raise_for_status(response)
-                    if have and response.status_code != 206:  # the range was ignored: from the start
+                    if have and response.status_code != 206:  # the server ignored the range: start over
                         handle.truncate(0)
-                        sha, have = hashlib.sha256(), _counted(count, -have)
-                    for block in response.iter_bytes():  # as they arrive: nothing is lost with a connection
+                        count(-have)
+                        sha, have = hashlib.sha256(), 0
+                    for block in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
                         handle.write(block)
                         sha.update(block)
-                        have += _counted(count, len(block))
+                        count(len(block))
+                        have += len(block)
                         if stop.is_set():
                             raise Unreachable(f"stopped while fetching {what}")
                 if have < file.size:
-                    raise httpx.RemoteProtocolError(f"the answer ended after {have:,} of {file.size:,} bytes")
+                    raise httpx.RemoteProtocolError(f"the response ended after {have:,} of {file.size:,} bytes")
             except httpx.HTTPError as error:
                 handle.flush()
                 attempt = 1 if have > before else attempt + 1
@@ -195,13 +197,8 @@ def _receive(
     return sha.hexdigest()
 
 
-def _counted(count: Count, size: int) -> int:
-    count(size)
-    return max(size, 0)
-
-
-def _refer(reference: Path, commit: str, required: bool) -> None:
-    """Let the branch's name lead to the commit, so that offline walks find it."""
+def _write_ref(reference: Path, commit: str, required: bool) -> None:
+    """Record the commit of a branch in the cache, so that offline walks find it."""
     if read_ref(reference) == commit:
         return
     try:
@@ -212,14 +209,14 @@ def _refer(reference: Path, commit: str, required: bool) -> None:
             raise
 
 
-def _in_words(error: OSError, what: str, cache: Path) -> str:
+def _describe_error(error: OSError, what: str, cache: Path) -> str:
     if getattr(getattr(error, "response", None), "status_code", None) == 404:
-        return f"{what} is no longer on the hub as it was listed: the branch was changed meanwhile; run the same command again"
+        return f"{what} is no longer on the hub as it was listed: the branch has changed; run the same command again"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{what} does not fit on the disk of {cache} ({first_line(error)}); free some, set HF_HUB_CACHE to a larger disk, "
-            "or bound what is kept with --disk_budget"
+            f"{what} does not fit on the disk of {cache} ({first_line(error)}); free some space, set HF_HUB_CACHE to a larger "
+            "disk, or limit the cache with --disk_budget"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{what} is not in the cache {cache}, which can't be written to; set HF_HUB_CACHE to a directory of your own"
-    return f"{what} can't be fetched ({type(error).__name__}: {first_line(error)})"
+    return f"{what} can't be downloaded ({type(error).__name__}: {first_line(error)})"

@@ -1,8 +1,9 @@
-"""Files that several processes share: written whole, locked, and known by their content.
+"""Atomic writes, file locks and content hashes for files that several processes share.
 
-Locks are `flock`s. The kernel gives one back when its holder ends, however it ends, so a killed process leaves nothing to
-clean up and no time-out decides that a slow one is dead; Linux carries them over NFS. On a file system that grants every
-`flock` or none, the worst is work done twice: everything guarded here is written whole and replaces its equal.
+Locks are `flock`s. The kernel releases a lock when its process ends for any reason, so a killed process leaves nothing to
+clean up, and no time-out has to distinguish a slow process from a dead one. Linux supports them over NFS. On a file system
+that grants every `flock` or none, the worst case is duplicated work: every file guarded by a lock is written atomically and
+is replaced by an equal file.
 """
 
 import errno
@@ -21,23 +22,23 @@ from pathlib import Path
 from typing import Any
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
-# What `write_atomic` writes to before it renames it; an earlier form named no writer, and was not locked.
+# The temporary files of `write_atomic`. Earlier versions did not put the writer into the name and did not lock the file.
 TEMPORARY = re.compile(r"\.(?P<name>.+?)(?P<writer>\.\d+-\d+-[0-9a-f]{16})?\.tmp")
-ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file has no writer, where no lock says so
+ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file is stale, where locks can't tell
 
 
 def cache_root() -> Path:
-    """Where this package keeps what it can make again; `TRACKER_CACHE` moves it."""
+    """Return the directory of files that this package can recreate; the variable `TRACKER_CACHE` overrides it."""
     root = os.environ.get("TRACKER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "block-coupling-tracker"
 
 
 def write_atomic(file: Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all: also if others write it at once, the disk is full or the process is killed.
+    """Write a file completely or not at all, even with concurrent writers, a full disk or a killed process.
 
-    The last writer's content stays. What killed writers of the same file left behind is removed.
+    The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed.
     """
-    while not _written(file, content):
+    while not _try_write(file, content):
         pass
     remove_stale_temporaries(file.parent, file.name)
     directory = os.open(file.parent, os.O_RDONLY)
@@ -47,13 +48,13 @@ def write_atomic(file: Path, content: bytes | memoryview) -> None:
         os.close(directory)
 
 
-def _written(file: Path, content: bytes | memoryview) -> bool:
-    """Write a file under a name that no other writer uses, and rename it; False if somebody removed it meanwhile."""
+def _try_write(file: Path, content: bytes | memoryview) -> bool:
+    """Write under a name that no other writer uses, then rename; return False if another process removed the file."""
     writer = f"{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(8)}"
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
         with open(temporary, "xb") as handle:
-            _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: it has a writer, and is not to be removed
+            _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: others must not remove a file being written
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
@@ -62,7 +63,7 @@ def _written(file: Path, content: bytes | memoryview) -> bool:
             except FileNotFoundError:
                 if os.fstat(handle.fileno()).st_nlink:
                     raise
-                return False  # between its creation and the lock, or because this file system's locks exclude nobody
+                return False  # removed between creation and lock, or on a file system whose locks have no effect
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -70,23 +71,23 @@ def _written(file: Path, content: bytes | memoryview) -> bool:
 
 
 def remove_stale_temporaries(directory: Path, name: str | None = None) -> None:
-    """Remove what killed writers left in a directory, of the file `name` or of all; not what is being written."""
-    for left in directory.glob(".*.tmp"):
-        match = TEMPORARY.fullmatch(left.name)
+    """Remove the temporary files of killed writers from a directory, for the file `name` or all; keep those in use."""
+    for temporary in directory.glob(".*.tmp"):
+        match = TEMPORARY.fullmatch(temporary.name)
         if match is None or name not in (None, match["name"]):
             continue
-        with suppress(OSError):  # it has a writer or is gone, or we may not
-            descriptor = os.open(left, os.O_RDWR)
+        with suppress(OSError):  # it is in use or gone, or we lack the permission
+            descriptor = os.open(temporary, os.O_RDWR)
             try:
                 locked = _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if (locked and match["writer"]) or time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
-                    left.unlink()
+                    temporary.unlink()
             finally:
                 os.close(descriptor)
 
 
 def _flock(descriptor: int, operation: int) -> bool:
-    """Lock an open file; False on a file system without locks."""
+    """Lock an open file; return False on a file system without locks."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
@@ -97,21 +98,21 @@ def _flock(descriptor: int, operation: int) -> bool:
 
 
 def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Which of the settings that a directory was written with are others now, in words; "" where none is."""
-    settings = json.loads(json.dumps(settings))  # as they would be read back
+    """Describe how the settings differ from those stored in a directory; return "" if they are equal."""
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as in the stored settings
     names = sorted(name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name))
     return "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names)
 
 
 class Lock:
-    """A lock on a file, from `take` or `wait` until `release` or the end of this process."""
+    """A lock on a file, acquired by `take` or `wait` and kept until `release` or the end of this process."""
 
     def __init__(self, file: Path, descriptor: int):
         self.file, self.descriptor = file, descriptor
 
     @classmethod
     def take(cls, file: Path, *, shared: bool = False) -> "Lock | None":
-        """The lock on `file`, which is created where it is absent; None if another has it."""
+        """Lock `file`, creating it if necessary; return None if another process holds the lock."""
         try:
             return cls._locked(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -119,7 +120,7 @@ class Lock:
 
     @classmethod
     def wait(cls, file: Path, *, shared: bool = False) -> "Lock":
-        """The lock on `file`, once no other has it."""
+        """Lock `file`, creating it if necessary, as soon as no other process holds the lock."""
         return cls._locked(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
     @classmethod
@@ -131,18 +132,18 @@ class Lock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            # The last holder may have removed the file between our opening and locking it.
+            # The previous holder may have removed the file between our opening and our locking it.
             if os.fstat(descriptor).st_nlink:
                 return cls(file, descriptor)
             os.close(descriptor)
 
     def sign(self) -> None:
-        """Say in the file who holds it."""
+        """Write the host and process that hold the lock into the file."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
 
     def release(self, remove: bool = False) -> None:
-        """Give the lock back, and remove the file if nothing else is kept in it."""
+        """Release the lock; with `remove`, delete the file first."""
         if remove:
             self.file.unlink(missing_ok=True)
         os.close(self.descriptor)
@@ -155,27 +156,27 @@ class Lock:
 
 
 def sha256(file: Path) -> str:
-    """The SHA-256 of a file's content; remembered by path, size and time of change, so that it is read once."""
+    """Return the SHA-256 of a file's content, cached by path, size and modification time."""
     status = file.stat()
     signature = [str(file.resolve()), status.st_size, status.st_mtime_ns]
     name = hashlib.sha256(signature[0].encode()).hexdigest()[:32]
-    memory = cache_root() / "digests" / f"{name}.json"
+    entry = cache_root() / "digests" / f"{name}.json"
     try:
-        *known, digest = json.loads(memory.read_text())
+        *known, digest = json.loads(entry.read_text())
         if known == signature:
             return digest
     except (OSError, ValueError, TypeError):
-        pass  # not known, or not readable: read the file
+        pass  # not cached, or unreadable: hash the file
     digest = hash_file(file)
     try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(memory, json.dumps([*signature, digest]).encode())
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(entry, json.dumps([*signature, digest]).encode())
     except OSError:
-        pass  # it is read again next time
+        pass  # a cache that can't be written: the file is hashed again next time
     return digest
 
 
 def hash_file(file: Path) -> str:
-    """The SHA-256 of a file's content, read now."""
+    """Read a file and return the SHA-256 of its content."""
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""What the hub says about a repository: its branches, and the files of each with size and hash, before any download.
+"""Metadata from the hub: a repository's branches, and each branch's files with size and hash, before any download.
 
-Answers about a commit never change and are kept on disk. Requests are repeated after 429, 5xx, time-outs and dropped
-connections, a bounded number of times, and each time the reason is said. Where the hub can't be reached, the cache answers.
+The listing of a commit never changes and is cached on disk. After 429, 5xx, time-outs and dropped connections a request is
+retried a bounded number of times, with a message for each retry. If the hub can't be reached, the local cache is used.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing import TypeVar
 from checkpoints.files import cache_root, write_atomic
 
 ATTEMPTS, ATTEMPTS_TO_CONNECT = 6, 3
-LONGEST_WAIT = 60.0  # seconds, where the hub names no time itself
-TIMEOUT = 30.0  # seconds without an answer or a byte
-AT_ONCE = 8  # requests in flight
+LONGEST_WAIT = 60.0  # seconds between retries, unless the hub asks for more
+TIMEOUT = 30.0  # seconds without a response or a byte
+AT_ONCE = 8  # concurrent requests
 BUSY = (408, 429, 500, 502, 503, 504)
-# In the order in which transformers looks for them.
+# In the order of preference of transformers.
 FORMATS = {
     "safetensors": r"model(?:-\d{5}-of-(?P<of>\d{5}))?\.safetensors",
     "bin": r"pytorch_model(?:-\d{5}-of-(?P<of>\d{5}))?\.bin",
@@ -33,11 +33,11 @@ Notify = Callable[[str], None]
 
 
 class CheckpointError(Exception):
-    """A checkpoint that can't be had or can't be trusted; the message says which, why and what to do."""
+    """A checkpoint can't be loaded or can't be trusted; the message states which, why and what to do."""
 
 
 class Unreachable(CheckpointError):
-    """The hub gives no answer: offline mode is on, there is no network, or it stays busy."""
+    """The hub does not respond: offline mode is on, there is no network, or the hub stays busy."""
 
 
 @dataclass(frozen=True)
@@ -51,51 +51,51 @@ class File:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a revision, as they were at a commit."""
+    """The files of a revision at one commit."""
 
     commit: str
     files: tuple[File, ...]
 
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
-        """The weight files by format, each format in the order of its shards."""
+        """The weight files by format, in the order of the shards."""
         found = {name: _matching(self.files, pattern) for name, pattern in FORMATS.items()}
         return {name: files for name, files in found.items() if files}
 
     @property
     def format(self) -> str | None:
-        """The format that is fetched: the first that is whole, else the first there is."""
-        whole = [name for name, files in self.formats.items() if not missing_shards(files)]
-        return next(iter([*whole, *self.formats]), None)
+        """The format to download: the first without missing shards, else the first present."""
+        complete = [name for name, files in self.formats.items() if not missing_shards(files)]
+        return next(iter([*complete, *self.formats]), None)
 
     @property
     def weights(self) -> tuple[File, ...]:
-        """The weight files that are fetched: of one format, never of both."""
+        """The weight files to download, in one format."""
         return self.formats[self.format] if self.format else ()
 
     @property
     def needed(self) -> tuple[File, ...]:
-        """All files that are fetched: weights, and the configuration and tokenizer beside them."""
+        """All files to download: weights, configuration and tokenizer."""
         others = {index for name, index in INDEX.items() if name != self.format}
         text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
         return (*text, *self.weights)
 
     @property
     def bytes(self) -> int:
-        """Size of what is fetched."""
+        """The total size of the files to download."""
         return sum(file.size for file in self.needed)
 
 
 def _matching(files: Iterable[File], pattern: str) -> tuple[File, ...]:
     matches = {file: re.fullmatch(pattern, file.name) for file in files}
     found = [file for file, match in matches.items() if match]
-    # A whole file beside shards is what transformers loads.
-    whole = [file for file in found if (match := matches[file]) and match["of"] is None]
-    return tuple(whole or sorted(found, key=lambda file: file.name))
+    # transformers prefers a single file to shards.
+    single = [file for file in found if (match := matches[file]) and match["of"] is None]
+    return tuple(single or sorted(found, key=lambda file: file.name))
 
 
 def missing_shards(files: Iterable[File]) -> list[str]:
-    """The names of the shards that the names of the others say there should be."""
+    """List the shards that are absent, from the number of shards in the names of the others."""
     names = {file.name for file in files}
     expected = set()
     for name in names:
@@ -105,13 +105,13 @@ def missing_shards(files: Iterable[File]) -> list[str]:
 
 
 def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], str]:
-    """The commit that each branch of a repository points to: asked of the hub, or, where it can't be, of the cache.
+    """Get the commit of each branch of a repository from the hub, or from the cache if the hub can't be reached.
 
     Returns:
-        The commits by branch, and why the hub could not be asked ("" if it was).
+        The commits by branch, and why the hub could not be reached ("" if it was).
 
     Raises:
-        CheckpointError: if there is no such repository, or it can't be reached and nothing of it is cached.
+        CheckpointError: if there is no such repository, or the hub can't be reached and nothing is cached.
     """
     from huggingface_hub import HfApi
 
@@ -120,7 +120,7 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         return {reference.name: reference.target_commit for reference in found.branches}, ""
     except Unreachable as error:
         references = repo_dir(repo) / "refs"
-        files = (file for file in references.rglob("*") if not file.name.startswith("."))  # those are being written
+        files = (file for file in references.rglob("*") if not file.name.startswith("."))  # dot files are being written
         cached = {str(file.relative_to(references)): commit for file in files if (commit := read_ref(file))}
         if cached:
             return cached, str(error)
@@ -130,25 +130,25 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
 def list_files(
     repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
 ) -> dict[str, Listing]:
-    """The files of each revision.
+    """List the files of each revision.
 
     Args:
-        commits: the commit of each, from `branches`: listing and download are then of one state of the repository.
-        offline: ask nobody; what is neither remembered nor in the cache is left out.
+        commits: the commit of each revision, from `list_branches`, so that listing and download refer to the same commit.
+        offline: use cached listings and snapshots only; revisions without either are left out.
     """
-    found = {revision: _known(repo, commit) for revision, commit in commits.items()}
-    asked = [revision for revision, listing in found.items() if listing is None]
+    found = {revision: _cached_listing(repo, commit) for revision, commit in commits.items()}
+    unknown = [revision for revision, listing in found.items() if listing is None]
     if offline:
-        found |= {revision: _in_cache(repo, commits[revision], cache_dir) for revision in asked}
+        found |= {revision: _list_snapshot(repo, commits[revision], cache_dir) for revision in unknown}
     else:
-        if len(asked) > AT_ONCE:
-            notify(f"{repo}: asking for the files of {len(asked)} revisions")
+        if len(unknown) > AT_ONCE:
+            notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found |= zip(asked, pool.map(lambda r: _ask(repo, commits[r], notify), asked), strict=True)
+            found |= zip(unknown, pool.map(lambda r: _request_listing(repo, commits[r], notify), unknown), strict=True)
     return {revision: listing for revision, listing in found.items() if listing is not None}
 
 
-def _ask(repo: str, commit: str, notify: Notify) -> Listing | None:
+def _request_listing(repo: str, commit: str, notify: Notify) -> Listing | None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -163,26 +163,26 @@ def _ask(repo: str, commit: str, notify: Notify) -> Listing | None:
     files = [File(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None) for s in info.siblings or []]
     listing = Listing(commit, tuple(files))
     try:
-        _memory(repo, commit).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_memory(repo, commit), json.dumps([asdict(file) for file in files]).encode())
+        _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in files]).encode())
     except OSError:
-        pass  # it is asked for again next time
+        pass  # a cache that can't be written: the listing is requested again next time
     return listing
 
 
-def _known(repo: str, commit: str) -> Listing | None:
+def _cached_listing(repo: str, commit: str) -> Listing | None:
     try:
-        return Listing(commit, tuple(File(**file) for file in json.loads(_memory(repo, commit).read_text())))
+        return Listing(commit, tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text())))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def _memory(repo: str, commit: str) -> Path:
+def _listing_file(repo: str, commit: str) -> Path:
     return cache_root() / "listings" / repo.replace("/", "--") / f"{commit}.json"
 
 
-def _in_cache(repo: str, commit: str, cache_dir: Path | None) -> Listing | None:
-    """What a snapshot in the cache holds; a blob's name is its hash."""
+def _list_snapshot(repo: str, commit: str, cache_dir: Path | None) -> Listing | None:
+    """List the files of a snapshot in the cache; the name of a blob is its hash."""
     snapshot = repo_dir(repo, cache_dir) / "snapshots" / commit
     if not snapshot.is_dir():
         return None
@@ -195,14 +195,14 @@ def _in_cache(repo: str, commit: str, cache_dir: Path | None) -> Listing | None:
 
 
 def repo_dir(repo: str, cache_dir: Path | None = None) -> Path:
-    """The directory of a repository in the hub's cache."""
+    """Return the directory of a repository in the hub's cache."""
     from huggingface_hub import constants
 
     return Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def read_ref(reference: Path) -> str:
-    """The commit that a file in the cache's `refs` names; "" if there is no such file: others write and evict meanwhile."""
+    """Read the commit from a file under the cache's `refs`; return "" if another process has removed the file."""
     try:
         return reference.read_text().strip()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -210,17 +210,17 @@ def read_ref(reference: Path) -> str:
 
 
 def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: threading.Event | None = None) -> T:
-    """Ask the hub, and again where the reason may pass; says each time why and for how long it waits.
+    """Call `ask`, and retry after transient errors; `notify` receives the reason and the waiting time of each retry.
 
     Raises:
-        Unreachable: if it does not pass, with the last reason.
+        Unreachable: if all attempts fail, with the last reason.
         CheckpointError: if there is no such repository.
     """
     from huggingface_hub import get_session
     from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
     from huggingface_hub.utils import httpx
 
-    get_session().timeout = TIMEOUT  # the client's own default is to wait for ever
+    get_session().timeout = TIMEOUT  # by default the client waits for ever
     stop = stop or threading.Event()
     attempt = 0
     while True:
@@ -238,11 +238,11 @@ def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: 
 
 
 def pause_or_raise(error: Exception, attempt: int, what: str, notify: Notify, stop: threading.Event) -> None:
-    """Wait before the next attempt, if the reason may pass and attempts are left.
+    """Wait before the next attempt if the error is transient and attempts are left.
 
     Raises:
-        Unreachable: if none are left.
-        Exception: the error itself, where asking again would not help.
+        Unreachable: if no attempt is left, or `stop` is set.
+        Exception: the error itself, if it is not transient.
     """
     from huggingface_hub.utils import httpx
 
@@ -251,18 +251,18 @@ def pause_or_raise(error: Exception, attempt: int, what: str, notify: Notify, st
         raise error
     status = f"{response.status_code} {response.reason_phrase}" if response is not None else ""
     reason = status or f"{type(error).__name__}: {first_line(error)}"
-    # Without a network every name fails at once: a few attempts tell that from a hiccup.
+    # Without a network every connection fails at once; a few attempts suffice to tell that from a transient failure.
     attempts = ATTEMPTS_TO_CONNECT if isinstance(error, httpx.ConnectError) else ATTEMPTS
     if attempt >= attempts:
         raise Unreachable(f"can't get {what}: the hub can't be reached ({reason}, {attempt} attempts)") from error
-    wait = (response is not None and _asked_to_wait(response.headers)) or min(LONGEST_WAIT, 2.0 ** (attempt - 1))
+    wait = (response is not None and _retry_after(response.headers)) or min(LONGEST_WAIT, 2.0 ** (attempt - 1))
     notify(f"{what}: {reason}; trying again in {wait:.0f} s ({attempt} of {attempts - 1})")
     if stop.wait(wait):
         raise Unreachable(f"stopped while waiting for {what}") from error
 
 
-def _asked_to_wait(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a busy hub asks for."""
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that a busy hub asks the client to wait."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     limit = parse_ratelimit_headers(headers)
@@ -273,5 +273,5 @@ def _asked_to_wait(headers: Mapping[str, str]) -> float | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

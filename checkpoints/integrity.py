@@ -1,9 +1,9 @@
-"""Whether a revision holds what its name says: by the hashes of its files before any download, by its tensors after loading.
+"""Integrity checks of checkpoints: file hashes before a download, tensor values after loading.
 
-Two steps of one training never share a weight file, whether whole or a shard, so a file that several revisions share is
-the right one in at most one of them. The last step is taken for the owner of what it shares. Of others none is known to
-be, and all are suspect: a curve with a false point is worse than a gap. Steps 0 and 1 may agree by design: a warm-up that
-starts at rate zero leaves the weights as they were (EleutherAI/gpt-neox issue 1373).
+Two steps of a training run never have a weight file or shard in common, so a file that several revisions share belongs to
+at most one of them. A file shared with the last step is attributed to the last step. Otherwise the owner is unknown, and
+all revisions that share the file are suspect: a wrong point in a curve is worse than a gap. Steps 0 and 1 may legitimately
+agree: a warm-up that starts at learning rate zero leaves the weights unchanged (EleutherAI/gpt-neox issue 1373).
 """
 
 import hashlib
@@ -26,51 +26,51 @@ if TYPE_CHECKING:
 
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
 ZERO_RATE = (
-    "steps 0 and 1 hold the same weights: a warm-up that starts at rate zero leaves them as they were, by design"
+    "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
 )
-COMPARED = 200  # revisions that are all asked for
-HASHING_AT_ONCE = 4  # tensors
-HASHED_TOGETHER = 1 << 22  # values, held once more in float32
+COMPARED = 200  # up to this many revisions, all are compared
+HASH_THREADS = 4
+HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What the hub says about a suite, before any download."""
+    """The hub's metadata of a suite, before any download."""
 
     listings: dict[str, Listing]  # by revision
-    suspect: dict[int, str]  # the chosen steps that are not to be trusted, and why
-    offline: str = ""  # why the hub could not be asked, or ""
+    suspect: dict[int, str]  # reasons by step, for the chosen steps
+    offline: str = ""  # why the hub could not be reached, or ""
 
 
 def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: hub.Notify = print) -> Examination:
-    """Ask for the files of a suite's revisions and compare them.
+    """List the files of a suite's revisions and compare their hashes.
 
-    All revisions are compared, or, of suites with more than 200, the chosen ones and the last. A suite that is not on the
-    hub has no listings.
+    All revisions are compared; of a suite with more than 200, only the chosen ones and the last. A suite that is not on
+    the hub has no listings.
     """
     if not suite.on_hub:
         return Examination({}, {})
     try:
         commits, offline = hub.list_branches(suite.source, notify)
-    except hub.Unreachable as error:  # what others have found wrong is known all the same
+    except hub.Unreachable as error:  # the table of known defects works offline
         commits, offline = {}, str(error)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
-    there = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings = hub.list_files(suite.source, there, suite.cache_dir, bool(offline), notify)
-    doubted = find_suspects(compared, listings, online=not offline)
-    return Examination(listings, {c.step: doubted[c.step] for c in chosen if c.step in doubted}, offline)
+    found = {c.name: commits[c.name] for c in compared if c.name in commits}
+    listings = hub.list_files(suite.source, found, suite.cache_dir, bool(offline), notify)
+    suspect = find_suspects(compared, listings, online=not offline)
+    return Examination(listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline)
 
 
 def find_suspects(
     checkpoints: Sequence[Checkpoint], listings: Mapping[str, Listing], online: bool = True
 ) -> dict[int, str]:
-    """Why each doubtful checkpoint is doubted, by step: known defects, missing files, files of other revisions.
+    """Find suspect checkpoints and return the reasons by step: known defects, missing files, files of other revisions.
 
     Args:
-        checkpoints: all of a suite whose listings are to be compared, the last of the training among them.
-        listings: by revision; one that is absent is missing on the hub, if it was asked.
-        online: whether the hub was asked; the cache alone does not say what is missing.
+        checkpoints: the checkpoints to compare, including the last of the training.
+        listings: by revision. With `online`, a revision without a listing is missing on the hub.
+        online: whether the listings come from the hub; a revision missing from the cache may still exist.
     """
     reasons: dict[int, list[str]] = defaultdict(list)
     for checkpoint in checkpoints:
@@ -88,7 +88,7 @@ def find_suspects(
 
 
 def known_defect(checkpoint: Checkpoint) -> str | None:
-    """What others have found wrong with a revision, and where they say so."""
+    """Return the reported defect of a revision with a link to the report, or None."""
     for defect in _table():
         steps = {
             *defect["steps"],
@@ -116,28 +116,24 @@ def _missing(listing: Listing) -> list[str]:
 
 
 def _shared(weights: Mapping[int, Sequence[File]], last: int) -> dict[int, str]:
-    """What is doubtful about files that several steps share, by step."""
+    """Find weight files that several steps share, and return the reasons by step."""
     owners: dict[str, list[int]] = defaultdict(list)
     for step, of_step in sorted(weights.items()):
         for digest in {file.sha256 for file in of_step if file.sha256}:
             owners[digest].append(step)
     reasons = {}
     for step, of_step in weights.items():
-        foreign = [file for file in of_step if step in _doubted(owners.get(file.sha256 or "", []), last)]
+        foreign = [file for file in of_step if step in _without_owner(owners.get(file.sha256 or "", []), last)]
         if not foreign:
             continue
         others = sorted({other for file in foreign for other in owners[file.sha256 or ""]} - {step})
-        what = (
-            "its weights are"
-            if len(foreign) == len(of_step)
-            else f"{len(foreign)} of its {len(of_step)} shards are mixed in:"
-        )
-        reasons[step] = f"{what} those of step {join_names(others)}, bit for bit"
+        which = "weights" if len(foreign) == len(of_step) else f"shards ({len(foreign)} of {len(of_step)})"
+        reasons[step] = f"its {which} are identical to those of step {join_names(others)}"
     return reasons
 
 
-def _doubted(steps: Sequence[int], last: int) -> set[int]:
-    """Those of the steps sharing a file that are not known to own it."""
+def _without_owner(steps: Sequence[int], last: int) -> set[int]:
+    """Return those of the steps that share a file which are not known to own it."""
     if last in steps:
         return set(steps) - {last}
     if {0, 1} <= set(steps):
@@ -146,7 +142,7 @@ def _doubted(steps: Sequence[int], last: int) -> set[int]:
 
 
 def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
-    """For each step whose weights an earlier step had: the first that had them."""
+    """Map each step whose weights repeat an earlier step's to the first step with these weights."""
     first: dict[str, int] = {}
     found = {}
     for step, fingerprint in sorted(fingerprints.items()):
@@ -156,16 +152,16 @@ def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
 
 
 def describe_repeat(step: int, earlier: int) -> str:
-    """A repetition in words."""
+    """Describe in a sentence that two steps have the same weights."""
     if (earlier, step) == (0, 1):
         return ZERO_RATE
-    return f"steps {earlier} and {step} hold the same weights in every tensor: at least one of them is not what its name says"
+    return f"steps {earlier} and {step} hold the same weights in every tensor: at least one of them is mislabelled"
 
 
 def files_digest(directory: Path, listing: Listing | None = None) -> str:
-    """A hash of a checkpoint's weight files, from the hub's listing where it has them, else from the files.
+    """Hash a checkpoint's weight files, using the hashes of the hub's listing if present, else the files.
 
-    It tells a retrained directory and a moved branch from the weights that were measured, without loading anything.
+    The digest reveals that a directory was retrained or that a branch moved since the measurement, without loading weights.
     """
     if directory.is_file():
         return files.sha256(directory)[:16]
@@ -176,25 +172,27 @@ def files_digest(directory: Path, listing: Listing | None = None) -> str:
 
 
 def files_in(directory: Path) -> Listing:
-    """A listing of what a directory holds, for checkpoints that no hub lists."""
+    """List the files of a directory, for checkpoints that are not on the hub."""
     return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
 
 
 def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
-    """A hash of named tensors: of their names, shapes and values, whatever their order, file format or storage dtype.
+    """Hash the names, shapes and values of tensors, independent of their order, file format and storage dtype.
 
-    Values are hashed in float32, so a checkpoint stored in bfloat16 or float16 and its float32 copy agree. About 1 GB/s of
-    float32 for each of up to four threads.
+    Values are hashed in float32, so a checkpoint stored in bfloat16 or float16 and its float32 copy agree. The rate is about
+    1 GB/s of float32 for each of up to four threads.
 
     Raises:
-        CheckpointError: if a tensor holds NaN or infinite values; names those.
+        CheckpointError: if a tensor contains NaN or infinite values; the message names the tensors.
     """
-    workers = min(HASHING_AT_ONCE, os.cpu_count() or 1)
+    workers = min(HASH_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         hashed = sorted(pool.map(_hash, *zip(*tensors, strict=True)))
-    broken = [name for name, digest in hashed if digest is None]
-    if broken:
-        raise CheckpointError(f"NaN or infinite weights in {join_names(broken)}; nothing is measured from them")
+    not_finite = [name for name, digest in hashed if digest is None]
+    if not_finite:
+        raise CheckpointError(
+            f"NaN or infinite weights in {join_names(not_finite)}; this checkpoint is not measured: leave its step out"
+        )
     return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashed).encode()).hexdigest()[:16]
 
 
@@ -202,7 +200,7 @@ def _hash(name: str, tensor: "Tensor") -> tuple[str, str | None]:
     import torch
 
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.is_floating_point()}\n".encode())
-    for values in tensor.detach().reshape(-1).split(HASHED_TOGETHER):
+    for values in tensor.detach().reshape(-1).split(HASH_CHUNK):
         values = values.cpu()
         if values.is_floating_point():
             if not torch.isfinite(values).all():

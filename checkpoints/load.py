@@ -1,4 +1,4 @@
-"""A fetched checkpoint as a model and its tokenizer, or what is wrong with its weights, in one sentence."""
+"""Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights."""
 
 import importlib
 import os
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Legacy pickles carry constant causal masks and rotary frequencies; they are rebuilt, not loaded.
+# Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
 
 def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model of a fetched checkpoint and its tokenizer.
+    """Load a downloaded checkpoint's model and tokenizer.
 
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged or missing.
@@ -29,17 +29,17 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     with _readable(directory):
         tokenizer = AutoTokenizer.from_pretrained(directory)
     if len(tokenizer) == 0:
-        raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files beside the weights")
+        raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files into the same directory")
     return model, tokenizer
 
 
 def load_model(directory: Path) -> "PreTrainedModel":
-    """The model of a fetched checkpoint, in the dtype it is stored in; its weights are the pages of its files.
+    """Load a downloaded checkpoint's model in the stored dtype; its weights are memory-mapped.
 
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged.
     """
-    # Else transformers starts a thread that converts legacy weights over the network.
+    # Otherwise transformers starts a thread that converts legacy weights over the network.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -51,12 +51,12 @@ def load_model(directory: Path) -> "PreTrainedModel":
             directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
         )
     model, info = loaded
-    _refuse_other_tensors(directory, info)
+    _check_tensors(directory, info)
     return model
 
 
 def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
-    """An untrained model of the same configuration, as its class initialises it; the global random state is left alone."""
+    """Build an untrained model of the same class and configuration; preserve the global random state."""
     import torch
 
     with torch.random.fork_rng():
@@ -73,18 +73,18 @@ def _readable(directory: Path) -> Iterator[None]:
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(
             f"{directory} can't be loaded ({type(error).__name__}: {first_line(error)}); if a file is missing or damaged, "
-            "fetch it again"
+            "download it again"
         ) from error
 
 
 def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
-    """What loads a Lightning checkpoint into the user's own class, with the hyperparameters that the checkpoint holds.
+    """Return a function that loads a Lightning checkpoint into the user's class, with the stored hyperparameters.
 
     Args:
-        module: where the class is, as package.module:Class.
+        module: the class, as package.module:Class.
 
     Raises:
-        ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit it.
+        ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit the class.
     """
     from pickle import UnpicklingError
 
@@ -93,8 +93,8 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
         load_from_checkpoint = getattr(importlib.import_module(where), name).load_from_checkpoint
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"--module {module}: no LightningModule there ({first_line(error)}); give it as package.module:Class, in a place "
-            "from which Python can import it"
+            f"--module {module}: no such LightningModule ({first_line(error)}); give package.module:Class, in a package that "
+            "Python can import"
         ) from error
 
     def load_file(file: Path) -> "nn.Module":
@@ -110,7 +110,7 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """A tokenizer by its repository or directory.
+    """Load a tokenizer from a repository or directory.
 
     Raises:
         ValueError: if there is none.
@@ -120,12 +120,14 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--tokenizer {name}: no tokenizer there ({first_line(error)})") from error
+        raise ValueError(
+            f"--tokenizer {name}: no such tokenizer ({first_line(error)}); give a repository or a directory"
+        ) from error
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Transformers' bars per file say nothing beside a walk's own progress."""
+    """Hide transformers' progress bars for single files; a walk shows its own progress."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -137,17 +139,19 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _refuse_other_tensors(directory: Path, info: dict[str, Any]) -> None:
+def _check_tensors(directory: Path, info: dict[str, Any]) -> None:
     faults = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(k for k in info["unexpected_keys"] if not k.endswith(REBUILT)),
         "mis-shaped": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
     }
     described = [
-        f"{len(k)} {kind} ({', '.join(k[:3])}{', …' if len(k) > 3 else ''})" for kind, k in faults.items() if k
+        f"{len(names)} {fault} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for fault, names in faults.items()
+        if names
     ]
     if described:
         raise CheckpointError(
-            f"the weights in {directory} are not this model's: {'; '.join(described)} tensors. transformers would fill "
-            "them in at random; nothing is measured from them"
+            f"the weights in {directory} do not fit the model: {'; '.join(described)} tensors. transformers would "
+            "initialise missing ones at random, so this checkpoint is not measured; restore its files"
         )

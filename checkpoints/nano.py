@@ -1,9 +1,9 @@
-"""The embedded suite: a small GPT-NeoX with Pythia's architecture and log-spaced checkpoints, trained on real text.
+"""The embedded suite `nano`: a small GPT-NeoX with Pythia's architecture, trained locally, with log-spaced checkpoints.
 
-The text is the Python standard library's source and documentation, which ships with every Python: about two million
-tokens, of which 512 steps draw one million. Checkpoints go into a cache laid out like the Hugging Face hub's, so that whatever
-loads `EleutherAI/pythia-70m` at `step128` loads `block-coupling/nano` at `step128` the same way. Training is
-deterministic for a seed, a Python version and a number of threads. About 90 s on two CPU cores.
+The training text is the source and documentation of the Python standard library: about two million tokens, of which 512
+steps use one million. Checkpoints are written to a cache with the layout of the Hugging Face hub, so code that loads
+`EleutherAI/pythia-70m` at `step128` can load `block-coupling/nano` at `step128` in the same way. Training is deterministic
+for a given seed, Python version and number of threads, and takes about 90 s on two CPU cores.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ HELD_OUT = "held-out loss (nats per token)"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the suite's weights, besides the text and the seed."""
+    """The settings that determine the suite's weights, together with the text and the seed."""
 
-    characters: int = 6_000_000  # of text
+    characters: int = 6_000_000  # length of the text
     layers: int = 6
     width: int = 128
     heads: int = 4
@@ -56,7 +56,7 @@ class Recipe:
 
 
 def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
-    """Where the suite of this seed, recipe and Python lives; `TRACKER_CACHE` moves it."""
+    """Return the directory of the suite for this seed, recipe and Python version, below `files.cache_root()`."""
     recipe = recipe or Recipe()
     identity = json.dumps([asdict(recipe), sys.version_info[:3]], sort_keys=True)
     name = f"nano-seed{seed}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
@@ -64,17 +64,17 @@ def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
 
 
 def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
-    """Whether every checkpoint of the suite is there: references are written after what they point to."""
+    """Whether all checkpoints of the suite exist. A reference is written after the snapshot that it points to."""
     recipe = recipe or Recipe()
     references = _repository(cache_dir(seed, recipe)) / "refs"
     return all((references / f"step{step}").exists() for step in recipe.steps)
 
 
 def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] = ()) -> Path:
-    """Train the suite, with Lightning callbacks if any, and return its cache directory; prints a line per checkpoint.
+    """Train the suite, with optional Lightning callbacks; print a line per checkpoint and return the cache directory.
 
-    Stopped halfway, it leaves whole checkpoints only, and a later call trains anew over them, bit for bit. Of two calls at
-    once one trains and the other waits for it.
+    An interrupted training leaves complete checkpoints only; the next call trains again from scratch and reproduces them
+    exactly. Of two concurrent calls, one trains and the other waits.
     """
     recipe = recipe or Recipe()
     directory = cache_dir(seed, recipe)
@@ -98,7 +98,7 @@ def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any])
         f"({time.perf_counter() - started:.0f} s); writing to {directory}",
         flush=True,
     )
-    with quiet():
+    with quiet_lightning():
         lightning.seed_everything(seed, verbose=False)
         module = _module(recipe, tokenizer, held_out_ids, directory)
         generator = torch.Generator().manual_seed(seed)
@@ -116,12 +116,12 @@ def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any])
         )
         try:
             trainer.fit(module, torch.utils.data.DataLoader(sequences, batch_size=recipe.batch))  # type: ignore[arg-type]
-        except SystemExit as stopped:  # Lightning's answer to Ctrl-C
+        except SystemExit as stopped:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from stopped
 
 
 def build(recipe: Recipe) -> "GPTNeoXForCausalLM":
-    """The untrained model: transformers' own GPT-NeoX with Pythia's switches."""
+    """Build the untrained model: transformers' GPT-NeoX with Pythia's configuration."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     return GPTNeoXForCausalLM(
@@ -142,14 +142,14 @@ def build(recipe: Recipe) -> "GPTNeoXForCausalLM":
 
 
 def _texts(limit: int) -> tuple[list[str], list[str]]:
-    """Files to train on and files held out (every 20th), in a fixed order, up to `limit` characters."""
+    """Return the training texts and the held-out texts (every 20th), in a fixed order, up to `limit` characters."""
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
     files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
     texts = [text for _, text in sorted(topics.items())] + [path.read_text(errors="replace") for path in files]
-    # A stride through the sorted list mixes documentation and packages, whatever the limit cuts off.
+    # A stride through the sorted list mixes documentation and packages for every limit.
     texts = [texts[i] for offset in range(7) for i in range(offset, len(texts), 7)]
     kept, total = [], 0
     for text in texts:
@@ -172,7 +172,7 @@ def _tokenizer(texts: list[str], recipe: Recipe) -> "PreTrainedTokenizerFast":
 
 
 def _module(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast", held_out, directory: Path):
-    """The LightningModule that trains the model and saves its checkpoints."""
+    """Build the LightningModule that trains the model and saves its checkpoints."""
     import lightning
     import torch
 
@@ -215,7 +215,7 @@ def _module(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast", held_out, dire
 
 
 def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path) -> str:
-    """Write one revision: its snapshot under a hash of its content, then the reference to it. Returns the hash."""
+    """Write a revision (the snapshot, named by a hash of its content, then the reference to it) and return the hash."""
     repository = _repository(directory)
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     unfinished = repository / "snapshots" / f".step{step}.tmp"
@@ -242,8 +242,8 @@ def _repository(directory: Path) -> Path:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without Lightning's notices about GPUs, workers and tips."""
+def quiet_lightning() -> Iterator[None]:
+    """Silence Lightning's notices about GPUs, workers and tips."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,8 +1,8 @@
-"""Benchmark scores that belong to a checkpoint: joined exactly on model and step, never interpolated.
+"""Benchmark scores of checkpoints, joined exactly on model and step, never interpolated.
 
-`data/pythia_evals.csv`: the Pythia suite's own results over training (EleutherAI/pythia, evals/pythia-v1, commit
-a19eecb, Apache-2.0). Of it the zero-shot accuracies are used. Checkpoints that bring a `scores.json` (nano) use that. A
-user's own come as a table or as lm-evaluation-harness results.
+Scores come from three sources. `data/pythia_evals.csv` contains the Pythia suite's published results over training
+(EleutherAI/pythia, evals/pythia-v1, commit a19eecb, Apache-2.0), of which the zero-shot accuracies are used. A checkpoint
+may include a `scores.json` (nano does). Users give a table or results of lm-evaluation-harness.
 """
 
 import csv
@@ -18,17 +18,20 @@ from checkpoints.hub import CheckpointError
 from checkpoints.suites import Suite, join_names
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
-SPELLED = {"pythia-1b": "pythia-1b-bf16"}
+NAME_IN_TABLE = {"pythia-1b": "pythia-1b-bf16"}
 MEAN = "mean zero-shot accuracy"
 
 Scores = dict[int, dict[str, float]]  # by step and task
 
 
 def load_published(suite: str) -> Scores:
-    """Zero-shot accuracy by step and task of a Pythia model, with the mean where all tasks are there; else nothing."""
+    """Return a Pythia model's zero-shot accuracies by step and task, with their mean at steps that have all tasks.
+
+    Other suites have no published scores: the result is empty.
+    """
     scores: Scores = {}
     for model, step, task, accuracy in _table():
-        if model == SPELLED.get(suite, suite):
+        if model == NAME_IN_TABLE.get(suite, suite):
             scores.setdefault(step, {})[task] = accuracy
     tasks = set().union(*scores.values()) if scores else set()
     for of_step in scores.values():
@@ -38,24 +41,24 @@ def load_published(suite: str) -> Scores:
 
 
 def read_from_checkpoint(directory: Path) -> dict[str, float]:
-    """The scores that a checkpoint's own directory holds."""
+    """Read the scores that are included in a checkpoint's directory."""
     file = directory / "scores.json"
     if not file.is_file():
         return {}
     try:
         return {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a table of scores ({error}); mend or remove it") from error
+        raise CheckpointError(f"{file} is not a table of scores ({error}); fix or remove it") from error
 
 
 def read_user_scores(path: Path, suite: Suite) -> Scores:
-    """A user's scores of a suite: a .csv file, an lm-evaluation-harness .json file, or a directory of either.
+    """Read a user's scores of a suite from a .csv file, an lm-evaluation-harness .json file, or a directory of these.
 
-    A table has a column `step` and either `task` and `value` or one column for each task; a column `model`, where there is
-    one, picks the rows of this suite. A harness result names the repository and the revision it was made from.
+    A table has a column `step` and either columns `task` and `value` or one column per task. An optional column `model`
+    selects the rows of this suite. A harness result names the repository and revision that it belongs to.
 
     Raises:
-        ValueError: if there is no such file, it is neither, or it holds nothing about this suite.
+        ValueError: if the file does not exist, has neither format, or has no score of this suite.
     """
     files = sorted(path.rglob("*.csv")) + sorted(path.rglob("*.json")) if path.is_dir() else [path]
     scores: Scores = {}
@@ -71,8 +74,8 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
         for step, of_step in found.items():
             scores.setdefault(step, {}).update(of_step)
     if not scores:
-        about = f"it is about {join_names(sorted(seen))}" if seen else "no score is in it"
-        raise ValueError(f"--scores {path} holds nothing about {suite.name} ({suite.source}): {about}")
+        about = f"it is about {join_names(sorted(seen))}" if seen else "it contains no scores"
+        raise ValueError(f"--scores {path} has no scores of {suite.name} ({suite.source}): {about}")
     return scores
 
 
@@ -94,7 +97,7 @@ def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
         for task, value in of_step.items():
             if scores.setdefault(step, {}).setdefault(task, value) != value:
                 raise ValueError(
-                    f"--scores, line {line} of {file}: {task} at step {step} is there twice, with different values; keep one "
+                    f"--scores, line {line} of {file}: {task} at step {step} occurs twice with different values; keep one "
                     "setting and metric"
                 )
     return scores
@@ -117,7 +120,7 @@ def _from_json(file: Path, suite: Suite, seen: set[str]) -> Scores:
 
 
 def _metric(values: dict[str, Any]) -> float | None:
-    """A task's accuracy; where it has none, its first metric."""
+    """Return a task's accuracy, or its first metric if it has no accuracy."""
     numbers = {
         name: float(value)
         for name, value in values.items()
@@ -128,7 +131,7 @@ def _metric(values: dict[str, Any]) -> float | None:
 
 
 def describe_coverage(scores: Scores, steps: Iterable[int], where: str) -> str:
-    """How many checkpoints have scores, in words."""
+    """Describe in a sentence how many checkpoints have scores."""
     steps = list(steps)
     count = sum(step in scores for step in steps)
     return f"scores: {count} of {len(steps)} checkpoints have benchmark results ({where}); the others get none"

@@ -1,9 +1,10 @@
-"""Suites of training checkpoints: which steps are published, under which revision, and how many tokens each has seen.
+"""Suites of training checkpoints: the published steps, the revision of each, and the number of training tokens.
 
-A family of suites is described by how its repositories and their revisions are spelled. Pythia (Biderman et al. 2023):
-sizes 14m to 12b, `-deduped` forms of 70m to 12b, `-seed1` to `-seed9` of 14m to 410m; 154 checkpoints each, at steps 0, 1,
-2, 4 .. 512 and every 1000 to 143000, of 2,097,152 tokens a step. Every other repository is asked for its branches, every
-directory looked through; what is not spelled like a checkpoint is none.
+A family of suites is defined by two patterns, for repository ids and for revision names; to add one, add an entry to
+`FAMILIES`. Pythia (Biderman et al. 2023) is listed in full: sizes 14m to 12b, `-deduped` variants of 70m to 12b, `-seed1` to
+`-seed9` of 14m to 410m; each with 154 checkpoints, at steps 0, 1, 2, 4 .. 512 and every 1000 to 143000, of 2,097,152 tokens
+per step. For other repositories the branches are listed, for directories the subdirectories; names that do not match the
+pattern are ignored.
 """
 
 import re
@@ -19,17 +20,17 @@ PYTHIA_DEDUPED = PYTHIA_SIZES[2:]
 PYTHIA_SEEDED = PYTHIA_SIZES[:5]
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
-UNTRAINED = "untrained, seed "  # how the revision of a model at its initialisation begins
-UNKNOWN = 1  # where a checkpoint stands whose step nothing tells: after step 0, the untrained model
+UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
+UNKNOWN = 1  # the step assigned to a checkpoint of unknown step: after step 0, the untrained model
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the repositories of a family of suites, and the revisions of each, are spelled."""
+    """The naming patterns of a family of suites."""
 
     repositories: str  # matches a whole repository id
-    revisions: str  # found in a revision's name: the groups step and, where they are, tokens (billions) and stage
+    revisions: str  # searched in a revision's name; group step, and optionally tokens (billions) and stage
 
 
 OLMO = Family(r"allenai/OLMo(E|-1B|-7B|-1\.7).*", r"^step(?P<step>\d+)-tokens(?P<tokens>\d+)B$")
@@ -42,31 +43,31 @@ FAMILIES = (OLMO_2, OLMO, ANY)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint: where its files are, and how far training had come."""
+    """A checkpoint: its source and its training step."""
 
     step: int  # within its stage
     source: str  # a repository id, a directory, or a Lightning checkpoint file
     revision: str | None  # None for a directory or a file
-    tokens: int | None = None  # seen so far, as far as the name says it
+    tokens: int | None = None  # training tokens so far, if the name states them
     stage: str = ""
-    seed: int | None = None  # of a random initialisation that is measured in place of the weights
+    seed: int | None = None  # of the random initialisation that replaces the weights, for an untrained model
 
     @property
     def name(self) -> str:
-        """How it is called where it is published."""
+        """The name under which it is published: revision, directory or file."""
         return self.revision or Path(self.source).name
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A model's checkpoints, ascending in step."""
+    """A model's checkpoints in order of step."""
 
     name: str
     source: str
     checkpoints: tuple[Checkpoint, ...]
     cache_dir: Path | None = None  # None: the Hugging Face cache
-    default: str = "all"  # the steps walked when none are asked for
-    notice: str = ""  # what a reader of its curves should know
+    default: str = "all"  # the steps walked without --steps
+    notice: str = ""  # printed before a walk: how to interpret the steps
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -75,14 +76,14 @@ class Suite:
 
     @property
     def on_hub(self) -> bool:
-        """Whether its checkpoints are revisions of a repository that may be asked about."""
+        """Whether its checkpoints are revisions of a repository on the hub."""
         return self.cache_dir is None and self.checkpoints[0].revision is not None
 
     def select(self, steps: str | None, scored: Iterable[int] = ()) -> tuple[Checkpoint, ...]:
-        """The checkpoints for a choice of steps: paper, all, log2, scores, or numbers such as "128,512".
+        """Select checkpoints by steps: paper, all, log2, scores, or numbers such as "128,512".
 
         Raises:
-            ValueError: for steps that are not published, or a choice that leaves none.
+            ValueError: if a step is not published, or no checkpoint is selected.
         """
         steps = self.default if steps is None else steps
         if steps == "all":
@@ -97,18 +98,18 @@ class Suite:
             wanted = self._numbers(steps)
         if not wanted:
             raise ValueError(
-                f"--steps {steps} leaves no checkpoint of {self.name}; published are {join_names(self.steps)}"
+                f"--steps {steps} selects no checkpoint of {self.name}; published are {join_names(self.steps)}"
             )
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.step in wanted)
 
     def untrained(self, like: Checkpoint, seed: int) -> Checkpoint:
-        """The model of a checkpoint before any training, as step 0: initialised by its class, with this seed.
+        """Return a step 0 for the model of a checkpoint: randomly initialised by its class, with this seed.
 
         Raises:
             ValueError: if step 0 is published.
         """
         if self.steps[0] == 0:
-            raise ValueError(f"--untrained {seed}: {self.name} publishes its step 0; --steps 0,... measures it")
+            raise ValueError(f"--untrained {seed}: {self.name} has a published step 0; measure it with --steps 0,...")
         return replace(like, step=0, tokens=None if like.tokens is None else 0, seed=seed)
 
     def _numbers(self, steps: str) -> set[int]:
@@ -116,12 +117,12 @@ class Suite:
             wanted = {int(step) for step in steps.split(",")}
         except ValueError as error:
             raise ValueError(
-                f"--steps {steps!r}; give paper, all, log2, scores, or step numbers such as 128,512"
+                f"--steps {steps!r}: give paper, all, log2, scores, or step numbers such as 128,512"
             ) from error
-        absent = sorted(wanted - set(self.steps))
-        if absent:
+        unpublished = sorted(wanted - set(self.steps))
+        if unpublished:
             raise ValueError(
-                f"{self.name} has no checkpoint at step {join_names(absent)}; published are {join_names(self.steps)}"
+                f"{self.name} has no checkpoint at step {join_names(unpublished)}; published are {join_names(self.steps)}"
             )
         return wanted
 
@@ -134,18 +135,19 @@ def find_suite(
     lightning: bool = False,
     notify: hub.Notify = print,
 ) -> Suite:
-    """The suite that `model` names: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
+    """Find the suite named `model`: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
 
     Args:
-        seed: of nano.
-        revisions: a regular expression found in the names of checkpoints, with a group `step` and, where the names have
-            them, `tokens` (in billions) and `stage`; instead of the family's own.
-        stage: of a suite trained in several; None: the first.
+        seed: the training seed of nano.
+        revisions: a regular expression for the names of checkpoints, with a group `step` and optional groups `tokens` (in
+            billions) and `stage`. Default: the family's pattern.
+        stage: the stage of a suite trained in several. Default: the first.
         lightning: look for Lightning's `.ckpt` files in a directory.
+        notify: receives messages about retries.
 
     Raises:
-        ValueError: for a name that is none of these, a directory without checkpoints, or a stage that is not there.
-        CheckpointError: for a repository that can't be asked.
+        ValueError: if `model` is none of these, a directory has no checkpoints, or the stage does not exist.
+        CheckpointError: if the repository does not exist or can't be reached.
     """
     pattern = _pattern(revisions) if revisions else None
     if model == "nano":
@@ -164,8 +166,8 @@ def find_suite(
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _repository(model, pattern, stage, notify)
     raise ValueError(
-        f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; -deduped or -seedN after it), "
-        "a repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
+        f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; optionally with -deduped or -seedN), a "
+        "repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
     )
 
 
@@ -175,7 +177,7 @@ def _pattern(revisions: str) -> re.Pattern[str]:
     except re.error as error:
         raise ValueError(f"--revisions {revisions!r} is not a regular expression ({error})") from error
     if "step" not in pattern.groupindex:
-        raise ValueError(f"--revisions {revisions!r} has no group named step; write one, such as ckpt_(?P<step>\\d+)")
+        raise ValueError(f"--revisions {revisions!r} has no group named step; add one, as in ckpt_(?P<step>\\d+)")
     return pattern
 
 
@@ -196,18 +198,18 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         notice = (
             ""
             if parsed
-            else f"nothing in the name {path.name} tells this checkpoint's step: it stands at step {UNKNOWN}"
+            else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
         )
         return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
     if lightning:
-        children, sought = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
+        children, reason = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
     else:
         children = (child for child in path.glob("*") if (child / "config.json").is_file())
-        sought = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+        reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
     found = [_parse(child.name, str(child), None, pattern) for child in children]
     checkpoints = [checkpoint for checkpoint in found if checkpoint]
     if not checkpoints:
-        raise ValueError(f"no checkpoints in {path}: {sought}; --revisions takes another spelling")
+        raise ValueError(f"no checkpoints in {path}: {reason}; --revisions takes a pattern for other names")
     return _suite(name, str(path), checkpoints, stage)
 
 
@@ -220,8 +222,8 @@ def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, n
     if checkpoints:
         return _suite(name, repo, checkpoints, stage)
     if pattern:
-        raise ValueError(f"no branch of {repo} is spelled {pattern.pattern!r}; it has {join_names(sorted(names))}")
-    notice = f"{repo} has no branches named by step: its main branch is measured, and stands at step {UNKNOWN}"
+        raise ValueError(f"no branch of {repo} matches {pattern.pattern!r}; it has {join_names(sorted(names))}")
+    notice = f"{repo} has no branches named by step: its main branch is measured and shown at step {UNKNOWN}"
     return Suite(name, repo, (Checkpoint(UNKNOWN, repo, "main"),), notice=notice)
 
 
@@ -240,33 +242,33 @@ def _parse(name: str, source: str, revision: str | None, pattern: re.Pattern[str
 
 
 def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | None) -> Suite:
-    """The suite of one stage: steps are counted anew in each, so two stages make no curve."""
+    """Build the suite of one stage. Steps start from 0 in each stage, so stages can't be joined into one curve."""
     stages = sorted({checkpoint.stage for checkpoint in checkpoints}, key=_natural)
     if stage is not None and stage not in stages:
-        there = f"it has {', '.join(stages)}" if stages != [""] else "its checkpoints name no stage"
-        raise ValueError(f"--stage {stage}: no such stage in {name}; {there}")
-    taken = stages[0] if stage is None else stage
+        available = f"it has {', '.join(stages)}" if stages != [""] else "the names of its checkpoints have no stage"
+        raise ValueError(f"--stage {stage}: no such stage in {name}; {available}")
+    selected = stages[0] if stage is None else stage
     notice = ""
     if len(stages) > 1:
-        notice = f"{name} was trained in {len(stages)} stages: this is {taken}; --stage takes {', '.join(stages)}"
-        name = f"{name}-{taken}"
-    ascending = sorted((c for c in checkpoints if c.stage == taken), key=lambda c: (c.step, c.name))
+        notice = f"{name} was trained in {len(stages)} stages: this is {selected}; --stage takes {', '.join(stages)}"
+        name = f"{name}-{selected}"
+    ascending = sorted((c for c in checkpoints if c.stage == selected), key=lambda c: (c.step, c.name))
     for a, b in pairwise(ascending):
         if a.step == b.step:
             raise ValueError(
-                f"{name}: {a.name} and {b.name} are both step {a.step}; --revisions tells them apart, by a group (?P<stage>...) "
-                "or by matching only one"
+                f"{name}: {a.name} and {b.name} are both step {a.step}; distinguish them with --revisions, by a group "
+                "(?P<stage>...) or a pattern that matches only one"
             )
     return Suite(name, source, tuple(ascending), notice=notice)
 
 
 def _natural(name: str) -> list[int | str]:
-    """Digits in a name count as a number."""
+    """Sort key that compares the digits in a name as numbers."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _doubling(steps: tuple[int, ...]) -> list[int]:
-    """From the first step after 0, always the published step nearest to twice the last; with the first and the last."""
+    """Select the first step, the first after 0, then repeatedly the published step nearest to twice the previous one."""
     chosen = [step for step in steps if step > 0][:1]
     while later := [step for step in steps if chosen and step > chosen[-1]]:
         chosen.append(min(later, key=lambda step: abs(step - 2 * chosen[-1])))
@@ -274,6 +276,6 @@ def _doubling(steps: tuple[int, ...]) -> list[int]:
 
 
 def join_names(names: Iterable[int | str]) -> str:
-    """Names with commas between them, the middle of many left out."""
+    """Join names with commas, eliding the middle of a long list."""
     shown = [str(name) for name in names]
     return ", ".join(shown if len(shown) <= 16 else [*shown[:13], "…", *shown[-2:]])

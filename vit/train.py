@@ -120,14 +120,14 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
     import lightning
     import torch
 
-    from checkpoints.nano import quiet
+    from checkpoints.nano import quiet_lightning
     from vit.loaders import Batches
     from vit.module import Classifier
 
     started = time.perf_counter()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    with quiet():
+    with quiet_lightning():
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()

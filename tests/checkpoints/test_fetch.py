@@ -89,7 +89,7 @@ def test_only_what_is_needed_is_fetched_once_and_counted(place):
 
 
 PASSING = {
-    "dropped in mid-file": ("GET .*model.safetensors", {"drop_after": 100_000, "times": 2}, "going on|trying again"),
+    "dropped in mid-file": ("GET .*model.safetensors", {"drop_after": 100_000, "times": 2}, "resuming|trying again"),
     "429 with a time": ("GET .*model.safetensors", {"status": 429, "headers": {"Retry-After": "1"}}, "429.* in 1 s"),
     "429 of the rate limiter": ("GET /api.*refs", {"status": 429, "headers": {"ratelimit": '"api";r=0;t=0'}}, "429.* in 1 s"),
     "503 twice": ("GET .*model.safetensors", {"status": 503, "times": 2}, "503 Service Unavailable; trying again"),
@@ -125,7 +125,7 @@ def test_a_download_that_was_stopped_is_taken_up_by_the_next_process(place):
     have = left.stat().st_size
     assert 0 < have < SIZE
     place.assert_whole(1, place.fetch(1))
-    assert f"going on after {have / 1e9:.3g}" in place.said[-1]
+    assert f"resuming after {have / 1e9:.3g}" in place.said[-1]
     assert place.server.requests[-1].startswith("HEAD")
 
 
@@ -138,9 +138,9 @@ def test_a_server_without_ranges_sends_all_again(place, monkeypatch):
 def test_a_wrong_hash_is_fetched_anew_and_then_refused(place):
     place.server.fail("GET .*model.safetensors", content=lambda b: b[::-1])
     place.assert_whole(1, place.fetch(1))
-    assert "does not have the hash" in place.said[0]
+    assert "does not match the hash" in place.said[0]
     place.server.fail("GET .*model.safetensors", content=lambda b: b[::-1], times=2)
-    with pytest.raises(CheckpointError, match="came twice with another content than its SHA-256"):
+    with pytest.raises(CheckpointError, match="was downloaded twice and does not match its SHA-256"):
         place.fetch(2)
     assert not list(place.cache.rglob("*.incomplete"))
     place.assert_whole(2, place.fetch(2))

@@ -31,14 +31,14 @@ def test_a_suite_without_faults():
 def test_a_revision_that_serves_the_final_weights():
     final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
     assert doubted({1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}) == {
-        2: "its weights are those of step 4, 8, bit for bit",
-        4: "its weights are those of step 2, 8, bit for bit",
+        2: "its weights are identical to those of step 4, 8",
+        4: "its weights are identical to those of step 2, 8",
     }
 
 
 def test_a_mixed_shard():
     found = doubted({1: listing(1), 2: listing(2, shard1="8/1"), 8: listing(8)})
-    assert found == {2: "1 of its 3 shards are mixed in: those of step 8, bit for bit"}
+    assert found == {2: "its shards (1 of 3) are identical to those of step 8"}
 
 
 def test_of_two_that_agree_neither_is_known_to_be_right():

@@ -114,7 +114,11 @@ def test_any_repository_by_a_regular_expression(monkeypatch):
         find_suite("org/amber", revisions=r"(?P<step>\d+)")
     staged = find_suite("org/amber", revisions=r"(?P<stage>ema|ckpt)_(?P<step>\d+)", stage="ema")
     assert staged.steps == (20,)
-    wrong = {r"(\d+)": "no group named step", "(": "not a regular expression", r"x(?P<step>\d)": "is spelled"}
+    wrong = {
+        r"(\d+)": "no group named step",
+        "(": "not a regular expression",
+        r"x(?P<step>\d)": "no branch of org/amber matches",
+    }
     for pattern, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             find_suite("org/amber", revisions=pattern)
@@ -154,7 +158,7 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
         (tmp_path / f"step{step}" / "results.json").write_text(harness(f"step{step}", mmlu=value, mmlu_anatomy=0.1))
     found = scores.read_user_scores(tmp_path, find_suite("70m"))
     assert found == {512: {"mmlu": 0.5, "wikitext": 20.0}, 1000: {"mmlu": 0.6, "wikitext": 20.0}}
-    with pytest.raises(ValueError, match="nothing about pythia-160m.*EleutherAI/pythia-70m at step1000"):
+    with pytest.raises(ValueError, match="no scores of pythia-160m.*EleutherAI/pythia-70m at step1000"):
         scores.read_user_scores(tmp_path, find_suite("160m"))
 
 
@@ -163,8 +167,8 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
     [
         ("task,value\npiqa,0.5\n", "neither a table with the columns step"),
         ("step,task,value\nten,piqa,0.5\n", "line 2 of"),
-        ("step,task,value\n1,piqa,0.5\n1,piqa,0.6\n", "piqa at step 1 is there twice"),
-        ("", "no score is in it"),
+        ("step,task,value\n1,piqa,0.5\n1,piqa,0.6\n", "piqa at step 1 occurs twice"),
+        ("", "it contains no scores"),
     ],
 )
 def test_tables_that_can_not_be_used(tmp_path, content, message):

@@ -186,7 +186,7 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
 
 def test_untrained_where_it_can_not_be(walker, capsys):
     assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
-    assert "nano publishes its step 0; --steps 0,... measures it" in capsys.readouterr().err
+    assert "nano has a published step 0; measure it with --steps 0,..." in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_interrupted_and_resumed(walker, number):
 @pytest.mark.slow
 def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
     """Killed at a random moment between the first line, when measuring begins, and the end."""
-    preserve_global_state = tmp_path / "preserve_global_state"
+    preserve_global_state = tmp_path / "uninterrupted"
     process = walker.start("--out", str(preserve_global_state))
     process.stdout.readline()
     started = time.perf_counter()
@@ -347,7 +347,7 @@ USAGE = {
     "unknown pythia form": (["--model", "14m-deduped"], "-deduped for 70m"),
     "no such checkpoint": (["--steps", "3"], "no checkpoint at step 3; published are 0, 1, 2, 4, 8"),
     "steps in words": (["--steps", "some"], "paper, all, log2, scores"),
-    "no scores": (["--steps", "scores"], "leaves no checkpoint"),
+    "no scores": (["--steps", "scores"], "selects no checkpoint"),
     "no prompt file": (["--prompts", "absent.txt"], "no prompt file 'absent.txt'"),
     "k in words": (["--k", "ten"], "--k 'ten'; give whole numbers"),
     "k above the width": (["--k", "33"], "1 to the model's width d = 32"),

@@ -71,8 +71,8 @@ def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(wa
     plant(served.root, 4, SHARDS[0])
     assert command_line.main(["list", "block-coupling/nano"]) == 1
     table = capsys.readouterr().out
-    assert "step2" in table and "its weights are those of step 4, 8, bit for bit" in table
-    assert "1 of its 2 shards are mixed in: those of step 2, 8" in table and "5 checkpoints" in table
+    assert "step2" in table and "its weights are identical to those of step 4, 8" in table
+    assert "its shards (1 of 2) are identical to those of step 2, 8" in table and "5 checkpoints" in table
     assert not served.asked("resolve")
     assert pythia.main(walker.arguments()) == 0
     said = capsys.readouterr().out
@@ -89,7 +89,10 @@ def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(wa
     assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
     assert contents(summary(ds))["suspect"] == [False, False, True, True, False]
     page = (results / "report.html").read_text()
-    assert "Step 4 is suspect: 1 of its 2 shards are mixed in" in page and "Steps 2 and 8 hold the same weights" in page
+    assert (
+        "Step 4 is suspect: its shards (1 of 2) are identical to" in page
+        and "Steps 2 and 8 hold the same weights" in page
+    )
     assert command_line.main(["verify", "block-coupling/nano"]) == 1
     assert "as published" in capsys.readouterr().out
 
@@ -201,8 +204,8 @@ def test_lightning_checkpoints_with_a_module_of_ones_own(walker, suite, tmp_path
 
 
 MODULES = {
-    "tests.none:Toy": "no LightningModule there",
-    "tests.conftest:TINY": "no LightningModule there",
+    "tests.none:Toy": "no such LightningModule",
+    "tests.conftest:TINY": "no such LightningModule",
     "Toy": "package.module:Class",
 }
 
@@ -249,10 +252,10 @@ def test_walks_of_two_stores_fetch_the_same_revisions_into_one_cache(walker, ser
 
 @pytest.mark.slow
 def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served, tmp_path):
-    """Two walks at a time on one store, both killed at random moments; the end equals an preserve_global_state run's."""
+    """Two walks at a time on one store, both killed at random moments; the end equals an uninterrupted run's."""
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
-    walker.cache = tmp_path / "preserve_global_state-cache"
-    assert walker.run("--out", str(tmp_path / "preserve_global_state"), **environment)[0] == 0
+    walker.cache = tmp_path / "uninterrupted-cache"
+    assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
     walker.cache = tmp_path / "killed-cache"
     served.fail("GET .*safetensors", slow=0.3, times=10_000)  # downloads take as long as measuring
     moments, random_, killed = [], random.Random(0), []
@@ -273,15 +276,15 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert killed.count(-signal.SIGKILL) > 10 and max(moments) > 0, (killed, moments)
-    assert_same_results(walker.directory / "out", tmp_path / "preserve_global_state")
+    assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
     assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
 
 
 @pytest.mark.slow
 def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
-    walker.cache = tmp_path / "preserve_global_state-cache"
-    assert walker.run("--out", str(tmp_path / "preserve_global_state"), **environment)[0] == 0
+    walker.cache = tmp_path / "uninterrupted-cache"
+    assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
     walker.cache = tmp_path / "cache-of-workers"
     served.fail("GET .*safetensors", slow=6, times=10_000)  # else all is done before a worker has imported torch
     process = walker.start("--workers", "2", **environment)
@@ -297,7 +300,7 @@ def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
     os.kill(killed, signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert_same_results(walker.directory / "out", tmp_path / "preserve_global_state")
+    assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
 
 
 def test_workers_without_ray(walker, served, monkeypatch, capsys):
