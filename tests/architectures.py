@@ -14,9 +14,10 @@ import torch
 from tests.jacobians.test_brute_force import jacobian_error
 from tests.models import FAMILIES, Size, build
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full_sequence_jacobian
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"

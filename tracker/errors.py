@@ -1,5 +1,5 @@
-"""What a caller can mend."""
+"""The error for anything that the caller can fix."""
 
 
 class UsageError(ValueError):
-    """What was asked can't be done with this model or these inputs; the message says what to do instead."""
+    """A request that can't be met with this model or these inputs: what was given, what is allowed, what to do."""

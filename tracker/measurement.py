@@ -17,11 +17,13 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, Named, find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches, positions
-from tracker.capture.reachability import confirm
-from tracker.capture.recording import Recording, preserve_global_state, record
-from tracker.capture.replica import Replica
-from tracker.capture.span_recording import record_spans
+from tracker.capture.reachability import check_reachability
+from tracker.capture.recorder import record
+from tracker.capture.recording import Recording
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spans.recording import record_spans
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures import trajectory
@@ -131,7 +133,7 @@ def _measure_batches(
         available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
         recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
-            confirm(
+            check_reachability(
                 jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
             )
         samples += of_batch

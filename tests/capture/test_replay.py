@@ -15,9 +15,10 @@ from tests.brute_force import run
 from tests.jacobians.test_rows import Attention, Stack, random
 from tests.models import tokens
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.jacobians.batch_mixing import separating_sets
 from tracker.jacobians.rows import Jacobians, Rows

@@ -15,9 +15,9 @@ from tests.brute_force import couplings
 from tests.lightning_runs import Classifier, fit, trainer
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import Blocks, find_blocks
-from tracker.capture.recording import preserve_global_state
-from tracker.capture.replica import Replica
-from tracker.capture.span_recording import record_spans
+from tracker.capture.global_state import preserve_global_state
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spans.recording import record_spans
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.training.target import find_target
@@ -347,7 +347,7 @@ WRONG = {
     "what the last MLP returns": (
         "pre-norm",
         [*STARTS[:-1], "output of layers.2.1"],
-        r"end of the last span \(the output of layers.2.1\) is not the whole hidden state.*what the model returns changes",
+        r"end of the last span \(the output of layers.2.1\) is not the whole hidden state.*the output of the model changes",
     ),
     "kept in another tensor": ("kept in another tensor", STARTS, "start of span 1 .* the tensor that residuals add to"),
     "the first state again": ("first state again", STARTS, "start of span 2"),
@@ -355,7 +355,7 @@ WRONG = {
     "keeps state": ("counts", STARTS, "random or keeps state"),
     "keeps what a replay would read": ("keeps its first keys", STARTS, "random or keeps state"),
     "not one after another": ("pre-norm", [(STARTS[0], STARTS[1]), (STARTS[2], STARTS[3])], "not the hidden state that"),
-    "the other way": ("pre-norm", STARTS[::-1], "not in order of depth; .*meets them so: input of layers.0.0, input"),
+    "the other way": ("pre-norm", STARTS[::-1], "not in order of depth; .*in this order: input of layers.0.0, input"),
     "the same twice": ("pre-norm", [STARTS[0], STARTS[0]], "not in order of depth"),
     "ids": ("pre-norm", ["input of embed", *STARTS[1:]], r"the input of embed is int64 \(2, 6\)"),
     "another width": ("pre-norm", [STARTS[0], "output of head"], r"maps \(2, 6, 8\) to \(2, 6, 20\)"),
@@ -436,7 +436,7 @@ def test_lists_that_are_never_called_lead_to_boundaries():
 def test_a_module_called_twice_is_no_boundary():
     model = loop()
     model.layers[1] = model.layers[0]
-    with pytest.raises(UsageError, match="input of layers.0.0 is met twice"):
+    with pytest.raises(UsageError, match="reaches the input of layers.0.0 twice"):
         tracker.measure(model, ids(), blocks=[STARTS[0], STARTS[2], STARTS[3]], k=4)
 
 
@@ -476,9 +476,7 @@ def test_the_error_gives_the_line_that_measures(case):
 def test_no_line_is_given_where_it_would_be_a_guess():
     # Post-norm: what the first module is given is no state of the model.
     model = x_transformer("Decoder", pre_norm=False)
-    with pytest.raises(
-        UsageError, match=r"where no module is a block, blocks=\[\('input of A', 'output of B'\), ...\]"
-    ):
+    with pytest.raises(UsageError, match=r"if no module is a block, blocks=\[\('input of A', 'output of B'\), ...\]"):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
     with pytest.raises(UsageError, match=r'\["output of 1"\]'):

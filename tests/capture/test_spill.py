@@ -16,9 +16,10 @@ from benchmarks import shapes
 from benchmarks.machine import status
 from tests.models import build
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.capture.spill import Spill
 
 CPU = torch.device("cpu")
@@ -114,7 +115,7 @@ def test_a_full_disk(tmp_path, entries, room):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert (
-        f"{tmp_path} has no room for another {4e-9 * entries:.3g} GB; name a directory with more in TMPDIR"
+        f"{tmp_path} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
         in full.stdout
     )
     assert not any(tmp_path.iterdir())

@@ -12,9 +12,10 @@ from tests import brute_force
 from tests.conftest import ROOT
 from tests.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.jacobians.rows import Jacobians, Rows
 
 K = 6

@@ -7,9 +7,10 @@ import tracker.jacobians.checks
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.jacobians.checks import derivative_error
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows

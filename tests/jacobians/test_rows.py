@@ -13,8 +13,9 @@ import tracker.jacobians.row_attention
 import tracker.jacobians.rows
 from tests.models import WIDTH, build, images, timm_vit, tokens
 from tracker.blocks.find import find_blocks
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.global_state import preserve_global_state
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows

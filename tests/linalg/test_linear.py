@@ -61,11 +61,11 @@ def test_values_products_and_jacobians(chunk, products):
 def test_few_rows(rows, products, monkeypatch):
     """Up to `FEW` rows, by the weights' rows, which backward are copied, to where earlier copies were."""
     monkeypatch.setattr(linear, "LARGE", 1)
-    x, spare, addresses = torch.randn(rows, 12), [], []
+    x, buffers, addresses = torch.randn(rows, 12), [], []
     exact = linearize(network(torch.float64), x.double())
     J = dense_jacobian(exact.pullback, exact.y, 12)
     for _ in range(2):
-        with FrozenLinear(spare):
+        with FrozenLinear(buffers):
             found = linearize(network(), x)
         torch.testing.assert_close(found.y.double(), exact.y, atol=1e-6, rtol=0)
         for _ in range(3):
@@ -74,9 +74,9 @@ def test_few_rows(rows, products, monkeypatch):
             torch.testing.assert_close(found.pullback(u).double(), expected, atol=2e-6, rtol=0)
             expected = torch.einsum("rij,crj->cri", J, u.double())
             torch.testing.assert_close(found.pushforward(u).double(), expected, atol=2e-6, rtol=0)
-        assert not spare, "in use"
+        assert not buffers, "in use"
         del found
-        addresses.append({memory.data_ptr() for memory in spare})
+        addresses.append({memory.data_ptr() for memory in buffers})
     assert len(addresses[0]) == 2 and addresses[0] == addresses[1], "W^T of both layers, and again there"
 
 
@@ -280,4 +280,4 @@ def test_rows_of_an_identity_are_told_from_others():
     assert rows_of_identity(I) is None, "no longer one"
     address = I.untyped_storage().data_ptr()
     del I, others
-    assert address not in identity._made, "forgotten with its memory"
+    assert address not in identity._identities, "forgotten with its memory"

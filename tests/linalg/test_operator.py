@@ -8,9 +8,10 @@ import torch
 import tracker.jacobians.rows
 from tests.models import build, tokens
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 

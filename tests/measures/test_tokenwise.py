@@ -13,9 +13,10 @@ from tests.jacobians.test_brute_force import oracle
 from tests.models import FAMILIES, Size, build, neox, tokens
 from tracker.analysis.statistics import CURVES, curves
 from tracker.blocks.find import find_blocks
+from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
-from tracker.capture.recording import preserve_global_state, record
-from tracker.capture.replica import Replica
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows

@@ -1,4 +1,10 @@
-"""Find the residual blocks of a model.
+"""Find the residual blocks of a model from its module tree and its config, without running it.
 
-In: an `nn.Module`. Out: `Blocks`, the names of its residual blocks and what was assumed about the model around them.
+Input: an `nn.Module`, and optionally the blocks as the caller names them. Output: `Blocks`, the names of the residual blocks
+in order of depth, the final norm, the unembedding and the class token, and which of these were assumed.
+
+- `find`: `find_blocks`, and its result `Blocks`.
+- `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
+- `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each.
+- `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
 """

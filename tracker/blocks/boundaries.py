@@ -1,10 +1,10 @@
-"""Boundaries of blocks that are not modules.
+"""Name blocks that are not modules by their boundaries in the forward pass.
 
-Where a model's forward calls attention and MLP by itself (x = attn(x) + x; x = ff(x) + x), no module maps one hidden
-state to the next. Such a block is a span between two boundaries of the forward pass:
+If a model's forward calls attention and MLP itself (x = attn(x) + x; x = ff(x) + x), no module maps one hidden state to the
+next. Such a block is a span between two boundaries:
 
-    "input of layers.0.0"     the first tensor that the module layers.0.0 is given
-    "output of layers.0.1"    the tensor that it returns, or the first entry of the tuple that it returns
+    "input of layers.0.0"     the first tensor passed to the module layers.0.0
+    "output of layers.0.1"    the tensor that the module returns, or the first entry of the tuple that it returns
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ SIDES = ("input", "output")
 
 @dataclass(frozen=True)
 class Boundary:
-    """What a module, by its qualified name, is given or returns."""
+    """The input or the output of a module, by its qualified name."""
 
     side: str
     module: str
@@ -33,10 +33,10 @@ Span = tuple[Boundary, Boundary]
 
 
 def read_spans(blocks: Any) -> list[Span] | None:
-    """Spans from pairs of boundaries, or from L + 1 boundaries in order of depth; None where `blocks` names modules.
+    """Parse spans from pairs of boundaries, or from L + 1 boundaries in order of depth; None if `blocks` names modules.
 
     Raises:
-        UsageError: for boundaries that are not written as such, or stand among modules.
+        UsageError: for malformed boundaries, and for a mixture of boundaries and modules.
     """
     if isinstance(blocks, (str, nn.Module)) or not isinstance(blocks, Sequence):
         return None
@@ -66,11 +66,11 @@ def _read(entry: Any) -> Boundary:
     return Boundary(side, module)
 
 
-def suggestions(model: nn.Module) -> list[str]:
-    """For every list of lists that hold attention (vit-pytorch, x-transformers): the `blocks=` that would measure it.
+def suggest_boundaries(model: nn.Module) -> list[str]:
+    """Suggest a `blocks=` argument for every list of lists that contain attention (vit-pytorch, x-transformers).
 
-    The blocks are taken to begin where the first module of each is called, and the last to end where the norm beside
-    the list is, or where the module that holds the list returns. The measurement checks it.
+    It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
+    next to the list, or at the output of the module that contains the list. The measurement checks both.
     """
     return [line for name, module in model.named_modules() if (line := _suggestion(model, name, module))]
 
@@ -80,28 +80,28 @@ def _suggestion(model: nn.Module, name: str, layers: nn.Module) -> str | None:
     plain = (nn.ModuleList, nn.Sequential)
     if type(layers) is not nn.ModuleList or len(children) < 2 or not all(type(child) in plain for child in children):
         return None
-    kinds = [tuple(type(part).__name__ for part in child.modules()) for child in children]
-    period = next(p for p in range(1, len(kinds) + 1) if kinds == kinds[:p] * (len(kinds) // p))
+    classes = [tuple(type(part).__name__ for part in child.modules()) for child in children]
+    period = next(p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p))
     first = _first(children[0])
     if (
-        period == len(kinds)
+        period == len(classes)
         or first is None
-        or not any("attention" in kind.lower() or "attn" in kind.lower() for kind in sum(kinds, ()))
+        or not any("attention" in name.lower() or "attn" in name.lower() for name in sum(classes, ()))
     ):
         return None
     holder, _, _ = name.rpartition(".")
     prefix = f"{holder}." if holder else ""
-    beside = model.get_submodule(holder).named_children()
-    norms = [child for child, module in beside if "norm" in type(module).__name__.lower()]
+    siblings = model.get_submodule(holder).named_children()
+    norms = [child for child, module in siblings if "norm" in type(module).__name__.lower()]
     if len(norms) > 1 or not (norms or holder):
         return None
     end = f"input of {prefix}{norms[0]}" if norms else f"output of {holder}"
-    every = f"{len(kinds)}" if period == 1 else f"0, {len(kinds)}, {period}"
+    every = f"{len(classes)}" if period == 1 else f"0, {len(classes)}, {period}"
     return f'blocks=[f"input of {name}.{{i}}.{first}" for i in range({every})] + ["{end}"]'
 
 
 def _first(module: nn.Module) -> str | None:
-    """The name of the first module in lists of modules, as far as it is what comes first."""
+    """Return the path of the first module that is not a list, inside nested lists; None if a list is empty."""
     path: list[str] = []
     while type(module) in (nn.ModuleList, nn.Sequential):
         entries: Iterator[tuple[str, nn.Module | None]] = iter(module._modules.items())

@@ -1,9 +1,9 @@
 """Find the residual blocks of a transformer.
 
-A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` looks for them in this order: the modules a
-caller names; what a Hugging Face model says of itself (`declared`); else the only run of modules of one class that each
-hold an attention module (`towers`). Between several towers or stages no guess is made. Blocks that are no modules are named
-by their boundaries (`boundaries`).
+A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
+the list that a Hugging Face model's config declares (`huggingface`); the only run of modules of one class that each contain
+an attention module (`towers`). It does not guess between several towers or stages. Blocks that are no modules are named by
+their boundaries (`boundaries`).
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tracker.blocks.boundaries import Span, read_spans, suggestions
-from tracker.blocks.huggingface import declared, huggingface_owner, in_text_tower, is_encoder_decoder, token_embedding
+from tracker.blocks.boundaries import Span, read_spans, suggest_boundaries
+from tracker.blocks.huggingface import (
+    declared_blocks,
+    huggingface_owner,
+    in_text_tower,
+    is_encoder_decoder,
+    token_embedding,
+)
 from tracker.blocks.huggingface import unembedding as find_unembedding
 from tracker.blocks.towers import (
     Run,
-    class_attention,
     class_token_parameter,
     find_runs,
+    is_class_attention,
     nested,
     norms_around,
     related,
@@ -29,34 +35,34 @@ from tracker.errors import UsageError
 __all__ = ["Blocks", "Named", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
 
 
-Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks, as a caller names them
+Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller names them
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where a model's residual blocks are, and what was assumed about the model around them.
+    """A model's residual blocks, final norm, unembedding and class token, by name.
 
     Names are qualified names within the unwrapped model (no DDP or `torch.compile` wrapper).
     """
 
     names: tuple[str, ...]
     found_by: str
-    final_norms: tuple[str, ...] = ()  # candidates; the forward pass says which one takes the last block's output
-    include_final_norm: bool = False  # the convention `final_norm="auto"` stands for
+    final_norms: tuple[str, ...] = ()  # candidates; the recorded pass shows which one takes the last block's output
+    include_final_norm: bool = False  # what `final_norm="auto"` means for this model
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
-    class_token: int | None = None  # position of the token a classifier reads, if there is one
+    class_token: int | None = None  # position of the token that the classifier reads, if it has one
     batch_first: bool = True
-    assumed: tuple[str, ...] = ()  # of "blocks" and "class token", what the forward pass is to confirm
-    spans: tuple[Span, ...] = ()  # of blocks that are no modules; `names` then says where each begins and ends
+    assumed: tuple[str, ...] = ()  # which of "blocks" and "class token" a forward pass has to confirm
+    spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
 
     def __str__(self) -> str:
-        kind = "batch first" if self.batch_first else "sequence first"
+        layout = "batch first" if self.batch_first else "sequence first"
         norm = " or ".join(self.final_norms) or "none"
         token = "none" if self.class_token is None else f"position {self.class_token}"
         included = "included" if self.include_final_norm else "excluded"
         first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         return (
-            f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {kind}; "
+            f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {layout}; "
             f"final norm: {norm} ({included} by default); unembedding: {self.unembedding or 'none'}; class token: {token}"
         )
 
@@ -74,16 +80,16 @@ def find_blocks(
 
     Args:
         model: any transformer.
-        blocks: to name them yourself: the qualified name of the container, or a list of modules or of their names. Blocks
-            that are no modules: [("input of A", "output of B"), ...], where each begins and ends, or their L + 1
-            boundaries in order of depth, ["input of A", "input of C", ..., "output of Z"].
+        blocks: names the blocks instead of finding them: the qualified name of their container, or a list of modules or
+            their names. For blocks that are no modules, the start and end of each, [("input of A", "output of B"), ...],
+            or the L + 1 boundaries in order of depth, ["input of A", "input of C", ..., "output of Z"].
         final_norm: the qualified name of the norm that takes the last block's output.
         unembedding: the qualified name of the module that maps a hidden state to logits over the vocabulary.
         class_token: the position of the token that a classifier reads.
         batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
     Raises:
-        UsageError: where no blocks are found, several containers fit equally well, or a named module is not there.
+        UsageError: if no blocks are found, several containers fit equally well, or a named module does not exist.
     """
     if isinstance(blocks, Blocks):
         return blocks
@@ -109,7 +115,7 @@ def find_blocks(
         attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
         batch_first = all(attention.batch_first for attention in attentions)
     norms = norms_around(model, names, runs)
-    if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last may end where it begins
+    if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
         norms = [names[-1], *norms]
     return Blocks(
         names=tuple(f"{start} to {end}" for start, end in spans) or tuple(names),
@@ -137,9 +143,7 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
     if len(blocks) == 0:
-        raise UsageError(
-            "`blocks` names no module; give the blocks in order of depth, or leave it out to have them found"
-        )
+        raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
     names = []
     for block in blocks:
         module = _submodule(model, block) if isinstance(block, str) else block
@@ -159,61 +163,65 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, bool]:
-    """The blocks' names, how they were found, and whether the choice between towers rests on the module tree."""
-    said = declared(model)
-    if said is not None:
-        besides = [run for run in runs if not related(run, said.names)]
-        stages = [run for run in runs if nested(run, said.names)]
-        if not besides and not stages:
-            return said.names, str(said), False
-        prefix = next(f"{name}." for name, module in model.named_modules() if module is said.owner).lstrip(".")
-        within = all(run.container.startswith(prefix) for run in besides)
-        if within and said.tower:
-            kind = type(model.get_submodule(said.tower)).__name__
-            towers = ", ".join(dict.fromkeys(f"{run.tower or run.container} ({run.kind})" for run in besides))
-            return said.names, f"the text tower {said.tower} ({kind}), which {said.gives}; not {towers}", True
-        text = in_text_tower(model, said.names[0]) or find_unembedding(model, said.names[0]) is not None
-        if within and text and not is_encoder_decoder(said.owner):
-            return said.names, str(said), True
+    """Return the blocks' names, how they were found, and whether the choice of the tower was assumed."""
+    declared = declared_blocks(model)
+    if declared is not None:
+        others = [run for run in runs if not related(run, declared.names)]
+        stages = [run for run in runs if nested(run, declared.names)]
+        if not others and not stages:
+            return declared.names, str(declared), False
+        prefix = next(f"{name}." for name, module in model.named_modules() if module is declared.owner).lstrip(".")
+        within = all(run.container.startswith(prefix) for run in others)
+        if within and declared.tower:
+            tower_class = type(model.get_submodule(declared.tower)).__name__
+            towers = ", ".join(dict.fromkeys(f"{run.tower or run.container} ({run.block_class})" for run in others))
+            return (
+                declared.names,
+                f"the text tower {declared.tower} ({tower_class}), which {declared.role}; not {towers}",
+                True,
+            )
+        text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
+        if within and text and not is_encoder_decoder(declared.owner):
+            return declared.names, str(declared), True
     if not any(len(run.names) > 1 for run in runs):
         raise UsageError(
             f"no residual blocks found in {type(model).__name__}. Looked for: a Hugging Face model's list of "
             "config.num_hidden_layers blocks; a ModuleList or Sequential of two or more modules of one class that each "
-            f"hold an attention module. The model's parts are {_top_level(model)}. {_how_to_name(model)}"
+            f"contain an attention module. The model's parts are {_top_level(model)}. {_naming_hint(model)}"
         )
-    trunks = [run for run in runs if not class_attention(run)]
-    if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].kind:
-        (run,), after = trunks, [run for run in runs if class_attention(run)]
+    trunks = [run for run in runs if not is_class_attention(run)]
+    if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].block_class:
+        (run,), after = trunks, [run for run in runs if is_class_attention(run)]
         if not after:
             return run.names, f"the only list of blocks with attention, {run}", True
         return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", True
-    raise UsageError(_undecided(model, runs))
+    raise UsageError(_ambiguity(model, runs))
 
 
-def _how_to_name(model: nn.Module) -> str:
-    lines = suggestions(model)
+def _naming_hint(model: nn.Module) -> str:
+    lines = suggest_boundaries(model)
     if lines:
         return (
-            "Its attention and MLP are called by themselves, so that no module is a block: name the boundaries between "
+            "It calls attention and MLP separately, so that no module is a block: name the boundaries between "
             f"blocks: {' or '.join(lines)}"
         )
     return (
-        "Name the blocks: blocks='path.to.list', or a list of modules, or, where no module is a block, "
+        "Name the blocks: blocks='path.to.list', or a list of modules, or, if no module is a block, "
         "blocks=[('input of A', 'output of B'), ...]"
     )
 
 
-def _undecided(model: nn.Module, runs: Sequence[Run]) -> str:
+def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> str:
     depths = {len(run.names) for run in runs}
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
     why = (
-        "nothing says which of them is meant: blocks of several towers or stages are no one chain"
+        "blocks of several towers or stages do not form one chain"
         if len(runs) > 1
         else "its modules are of several classes"
     )
-    lines = "".join(f"\n  {run.line}  # {run}" for run in runs)
+    lines = "".join(f"\n  {run.argument}  # {run}" for run in runs)
     return f"{lists} found ({paths}) in {type(model).__name__}, and {why}. Name the one to measure:{lines}"
 
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face model says of itself: where its blocks are, its token embedding, its unembedding."""
+"""Read what a Hugging Face model declares about itself: its blocks, token embedding, unembedding and towers."""
 
 import inspect
 from dataclasses import dataclass
@@ -10,53 +10,53 @@ from tracker.blocks.towers import unwrap
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A list of as many blocks as the config says; of the text tower, where the config describes several towers."""
+class DeclaredBlocks:
+    """The list of config.num_hidden_layers blocks; the text tower's, if the config describes several towers."""
 
     owner: nn.Module
     container: str
     names: tuple[str, ...]
-    tower: str = ""  # the text tower, where there are several
-    gives: str = ""  # how it reaches the model's output
+    tower: str = ""  # the text tower, if there are several
+    role: str = ""  # how the tower reaches the model's output
 
     def __str__(self) -> str:
         return f"{type(self.owner).__name__}.base_model, a list of config.num_hidden_layers = {len(self.names)}"
 
 
 def huggingface_owner(model: nn.Module, block: str | None = None) -> nn.Module | None:
-    """The outermost Hugging Face model in `model` (itself, or wrapped in a module of one's own) that holds `block`."""
+    """Return the outermost Hugging Face model in `model` (itself, or inside the caller's own module) that contains `block`."""
     return next(iter(_owners(model, block)), None)
 
 
 def token_embedding(model: nn.Module) -> nn.Embedding | None:
-    """The table a Hugging Face model looks its token ids up in; None for models that read something else."""
+    """Return the embedding of a Hugging Face model's token ids; None for models with other inputs."""
     try:
         embed = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one that has no such table
+    except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one without an embedding
         return None
     return embed if isinstance(embed, nn.Embedding) else None
 
 
 def unembedding(model: nn.Module, block: str) -> str | None:
-    """The module that maps this block's tower's hidden states to logits, by name."""
+    """Return the name of the module that maps the hidden states of this block's tower to logits, or None."""
     owner = huggingface_owner(model, block)
     if owner is None or (token_embedding(owner) is not None and not in_text_tower(model, block)):
         return None
-    if is_encoder_decoder(owner) and _encodes(owner, model, block):
+    if is_encoder_decoder(owner) and _in_encoder(owner, model, block):
         return None
     head = owner.get_output_embeddings()  # type: ignore[operator]
-    if isinstance(head, nn.ModuleList):  # several, one for each codebook
+    if isinstance(head, nn.ModuleList):  # one for each codebook
         return None
     return next((name for name, module in model.named_modules() if head is not None and module is head), None)
 
 
 def in_text_tower(model: nn.Module, block: str) -> bool:
-    """Whether the block is of a Hugging Face model, or of that tower of it, that reads token ids."""
+    """Whether the block belongs to a Hugging Face model, or to a tower of one, that takes token ids."""
     owners = _owners(model, block)
     towers = _text_towers(owners[0]) if owners else []
     if towers and not any(inner is tower for inner in owners for tower in towers):
         return False
-    for inner in reversed(owners):  # the innermost that says what it reads: a vision tower has an embedding of its own
+    for inner in reversed(owners):  # the innermost one that declares its input: a vision tower has its own embedding
         try:
             embed = inner.get_input_embeddings()  # type: ignore[operator]
             tables = embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]  # one for each codebook
@@ -67,31 +67,31 @@ def in_text_tower(model: nn.Module, block: str) -> bool:
 
 
 def is_encoder_decoder(owner: nn.Module) -> bool:
-    """Whether the model holds an encoder and a decoder."""
+    """Whether the model has an encoder and a decoder."""
     return bool(getattr(owner.config, "is_encoder_decoder", False))
 
 
-def declared(model: nn.Module) -> Declared | None:
-    """The blocks that the outermost Hugging Face model declares; None where its config decides on no one list."""
+def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
+    """Return the blocks that the outermost Hugging Face model declares; None if its config does not determine one list."""
     owner = huggingface_owner(model)
     if owner is None:
         return None
     config: Any = owner.config
     towers = _text_towers(owner)
     if not towers:
-        return _list_of(model, owner, getattr(owner, "base_model", None), getattr(config, "num_hidden_layers", None))
-    gives = _reaches(owner)
-    if len(towers) > 1 or gives is None or is_encoder_decoder(owner):
+        return _block_list(model, owner, getattr(owner, "base_model", None), getattr(config, "num_hidden_layers", None))
+    role = _tower_role(owner)
+    if len(towers) > 1 or role is None or is_encoder_decoder(owner):
         return None
     (tower,) = towers
-    found = _list_of(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
+    found = _block_list(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
     if found is None:
         return None
-    return Declared(owner, found.container, found.names, _name_of(model, tower), gives)
+    return DeclaredBlocks(owner, found.container, found.names, _name_of(model, tower), role)
 
 
 def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
-    """The Hugging Face models in `model` that hold the block, the outermost first."""
+    """Return the Hugging Face models in `model` that contain the block, the outermost first."""
     return [
         module
         for name, module in unwrap(model).named_modules()
@@ -102,7 +102,7 @@ def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
 
 
 def _text_towers(owner: nn.Module) -> list[nn.Module]:
-    """The parts of a model with several towers that its config's section on text describes; none for other models."""
+    """Return the parts of a multi-tower model that its config's text section describes; none for other models."""
     config: Any = owner.config
     section = getattr(config, "text_config", None)
     if section is None or isinstance(section, dict) or type(section) is type(config):
@@ -115,8 +115,8 @@ def _text_towers(owner: nn.Module) -> list[nn.Module]:
     return towers
 
 
-def _reaches(owner: nn.Module) -> str | None:
-    """How the text tower of a vision-language model reaches its output; None where towers stand side by side."""
+def _tower_role(owner: nn.Module) -> str | None:
+    """Describe how a vision-language model's text tower reaches its output; None for towers in parallel (CLIP)."""
     if owner.get_output_embeddings() is not None:  # type: ignore[operator]
         return "gives the logits"
     if "past_key_values" in inspect.signature(owner.forward).parameters:
@@ -124,7 +124,7 @@ def _reaches(owner: nn.Module) -> str | None:
     return None
 
 
-def _list_of(model: nn.Module, owner: nn.Module, part: Any, depth: int | None) -> Declared | None:
+def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None) -> DeclaredBlocks | None:
     if not isinstance(part, nn.Module) or not isinstance(depth, int) or depth < 1:
         return None
     classes = set(getattr(owner, "_no_split_modules", None) or ())
@@ -133,11 +133,11 @@ def _list_of(model: nn.Module, owner: nn.Module, part: Any, depth: int | None) -
     if len(chosen) != 1:
         return None
     container = _name_of(model, chosen[0])
-    return Declared(owner, container, tuple(f"{container}.{i}" for i in range(depth)))
+    return DeclaredBlocks(owner, container, tuple(f"{container}.{i}" for i in range(depth)))
 
 
-def _encodes(owner: nn.Module, model: nn.Module, block: str) -> bool:
-    """Whether a block of an encoder-decoder is of its encoder."""
+def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:
+    """Whether a block of an encoder-decoder belongs to its encoder."""
     decoder = owner.get_decoder()  # type: ignore[operator]
     return not isinstance(decoder, nn.Module) or not any(
         part is model.get_submodule(block) for part in decoder.modules()

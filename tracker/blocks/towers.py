@@ -1,8 +1,8 @@
-"""Find the runs of blocks in a model's module tree, and which tower each belongs to, without a forward pass.
+"""Find the runs of blocks in a model's module tree, and the tower that each belongs to, without a forward pass.
 
-A *run* is a stretch of neighbours in a ModuleList or Sequential that each hold an attention module. The elements of a run
-that hold runs of blocks themselves are stages, and the runs inside them stand in their place. A *tower* is the largest
-module that holds one run and no other: the vision tower of a vision-language model, an encoder, a stage.
+A *run* is a sequence of consecutive modules in a ModuleList or Sequential that each contain an attention module. If the
+modules of a run contain runs themselves, they are stages, and the inner runs replace the outer one. A *tower* is the largest
+module that contains one run and no other: the vision tower of a vision-language model, an encoder, a stage.
 """
 
 import re
@@ -14,27 +14,27 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbours in one container that each hold attention; names are qualified names in the model."""
+    """Consecutive modules in one container that each contain attention, by qualified name."""
 
     container: str
     names: tuple[str, ...]
-    kind: str  # the blocks' class; several are joined by "/"
-    whole: bool  # whether it is all that the container holds
+    block_class: str  # the blocks' class; several are joined by "/"
+    fills_container: bool
     tower: str = ""  # "" is the whole model
-    tower_kind: str = ""
+    tower_class: str = ""
 
     def __str__(self) -> str:
-        where = f" in {self.tower} ({self.tower_kind})" if self.tower and self.tower != self.container else ""
-        return f"{len(self.names)} x {self.kind}{where}"
+        where = f" in {self.tower} ({self.tower_class})" if self.tower and self.tower != self.container else ""
+        return f"{len(self.names)} x {self.block_class}{where}"
 
     @property
-    def line(self) -> str:
-        """The argument that chooses this run."""
-        return f"blocks={self.container if self.whole and self.container else list(self.names)!r}"
+    def argument(self) -> str:
+        """The `blocks=` argument that selects this run."""
+        return f"blocks={self.container if self.fills_container and self.container else list(self.names)!r}"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside `torch.compile`, DataParallel and DistributedDataParallel wrappers."""
+    """Return the model inside `torch.compile`, DataParallel and DistributedDataParallel wrappers."""
     while True:
         if "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
@@ -45,7 +45,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_runs(model: nn.Module) -> list[Run]:
-    """All runs of blocks, in the order in which the model registers them; single blocks in a list of their own as well."""
+    """Return all runs of blocks, lists of a single block included, in the order in which the model registers them."""
     modules = dict(model.named_modules())
     attention = [name for name, module in modules.items() if name and _is_attention(name, module)]
     attending = {name[:end] for name in attention for end in _ends(name)}
@@ -56,7 +56,7 @@ def find_runs(model: nn.Module) -> list[Run]:
 
 
 def tower_of(names: Sequence[str], runs: Sequence[Run]) -> str:
-    """The largest module that holds the blocks of these names and none of the other runs."""
+    """Return the path of the largest module that contains the named blocks and none of the other runs."""
     others = [run.container for run in runs if not related(run, names)]
     parts = names[0].split(".")[:-1]
     while parts and not all(_inside(name, ".".join(parts)) for name in names):
@@ -69,42 +69,41 @@ def tower_of(names: Sequence[str], runs: Sequence[Run]) -> str:
 
 
 def related(run: Run, names: Sequence[str]) -> bool:
-    """Whether the run shares modules with the blocks of these names."""
+    """Whether the run shares modules with the named blocks."""
     return any(_inside(a, b) or _inside(b, a) for a in run.names for b in names)
 
 
 def nested(run: Run, names: Sequence[str]) -> bool:
-    """Whether the run lies within one of the modules of these names."""
+    """Whether the run is inside one of the named modules."""
     return any(_inside(run.container, name) for name in names)
 
 
-def class_attention(run: Run) -> bool:
-    """Whether its blocks change the class token alone, by what their class is called (CaiT, XCiT)."""
-    return re.search(r"class_?(attn|attention|block)", run.kind.lower()) is not None
+def is_class_attention(run: Run) -> bool:
+    """Whether the run's blocks change only the class token, according to their class name (CaiT, XCiT)."""
+    return re.search(r"class_?(attn|attention|block)", run.block_class.lower()) is not None
 
 
 _CLASS_TOKENS = {"cls_token", "class_token", "class_embedding", "cls_embed", "cls_embedding", "classification_token"}
 
 
 def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) -> str | None:
-    """The class token's parameter in the tower of these blocks; None where it says that it pools over the patches.
+    """Return the class token's parameter in these blocks' tower; None if the tower has none, or pools over the patches.
 
-    That it comes first, and reaches the model's output, is confirmed when the model is measured (`reach`).
+    A measurement checks that the token comes first and reaches the output (`tracker.capture.reachability`).
     """
     path = tower_of(names, runs)
     tower = model.get_submodule(path)
-    holders = names[0].split(".")[
-        :-1
-    ]  # not what stands beside the blocks: a stem of convolutions has a pooling of its own
+    # Only modules that contain the blocks: a convolutional stem next to them has its own pooling.
+    holders = names[0].split(".")[:-1]
     for part in (model.get_submodule(".".join(holders[:depth])) for depth in range(len(holders) + 1)):
         if getattr(part, "global_pool", "token") not in ("token", ""):  # timm
             return None
         if getattr(part, "pool", None) == "mean":  # vit-pytorch
             return None
-        if getattr(getattr(part, "config", None), "use_mean_pooling", False):  # BEiT and those made after it
+        if getattr(getattr(part, "config", None), "use_mean_pooling", False):  # BEiT and its descendants
             return None
     for name, part in tower.named_modules():
-        # An attention pool keeps a query of its own under such a name: it is not among the blocks' tokens.
+        # An attention pool has a query of such a name, which is not one of the blocks' tokens.
         if not _named_attention(type(part).__name__):
             for token in _CLASS_TOKENS & {key for key, value in part._parameters.items() if value is not None}:
                 return _join(_join(path, name) if name else path, token)
@@ -112,9 +111,10 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
 
 
 def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) -> list[str]:
-    """Norm layers beside the blocks or beside a module that holds them, nearest first, those after the blocks first.
+    """Return norm layers next to the blocks, or next to a module that contains them: the nearest first, those after the blocks
+    before those registered earlier.
 
-    Where the same module holds another run, only those registered between the blocks and the next run.
+    In a module that contains another run, only those registered between the blocks and the next run.
     """
     others = [run.container for run in runs if not related(run, names)]
     found: list[str] = []
@@ -142,19 +142,19 @@ def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str
         if name is not None and name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             stretch.append(name)
         elif stretch:
-            kinds = dict.fromkeys(type(unwrap(modules[element])).__name__ for element in stretch)
-            yield Run(container, tuple(stretch), "/".join(kinds), stretch == children)
+            block_classes = dict.fromkeys(type(unwrap(modules[element])).__name__ for element in stretch)
+            yield Run(container, tuple(stretch), "/".join(block_classes), stretch == children)
             stretch = []
 
 
 def _resolved(run: Run, found: Sequence[Run], modules: dict[str, nn.Module], attention: Sequence[str]) -> list[Run]:
-    """The run itself, or the runs inside it if its elements are stages; nothing if it is a single module and no block."""
+    """Return the run, or the runs inside it if its modules are stages; nothing if it is a single module that is no block."""
     within = [other for other in found if other is not run and nested(other, run.names)]
     direct = [
         other for other in within if not any(nested(other, third.names) for third in within if third is not other)
     ]
     inner = [r for other in direct for r in _resolved(other, found, modules, attention)]
-    if len(run.names) > 1:  # a block may hold a list of attentions: its heads, or its own and a crossed one
+    if len(run.names) > 1:  # a block may contain a list of attentions: heads, or self- and cross-attention
         inner = [other for other in inner if all(_is_block(name, modules, attention) for name in other.names)]
     if any(len(other.names) > 1 for other in inner):
         return inner
@@ -162,31 +162,33 @@ def _resolved(run: Run, found: Sequence[Run], modules: dict[str, nn.Module], att
 
 
 def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]) -> bool:
-    """Whether a module holds attention and a linear map besides it, as an MLP has, rather than attention alone."""
-    held = [other for other in attention if other != name and _inside(other, name)]
+    """Whether a module contains attention and also a linear map outside it, such as an MLP's."""
+    inner = [other for other in attention if other != name and _inside(other, name)]
     linear = (
         f"{name}.{path}"
         for path, module in modules[name].named_modules()
         if path and any(p is not None and p.dim() > 1 for p in module._parameters.values())
     )
-    return bool(held) and any(not any(_inside(path, other) for other in held) for path in linear)
+    return bool(inner) and any(not any(_inside(path, other) for other in inner) for path in linear)
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:
-    """By its class, or by what the module that holds it calls it."""
+    """Whether a module is attention, by its class name or its attribute name."""
     called = name.rpartition(".")[2] in ("attn", "attention", "self_attn", "self_attention")
     return _named_attention(type(module).__name__) or (
         called and any(isinstance(m, nn.Linear) for m in module.modules())
     )
 
 
-def _named_attention(kind: str) -> bool:
-    return "attention" in kind.lower() or "attn" in kind.lower()
+def _named_attention(class_name: str) -> bool:
+    return "attention" in class_name.lower() or "attn" in class_name.lower()
 
 
 def _with_tower(run: Run, runs: Sequence[Run], modules: dict[str, nn.Module]) -> Run:
     tower = tower_of(run.names, runs)
-    return Run(run.container, run.names, run.kind, run.whole, tower, type(unwrap(modules[tower])).__name__)
+    return Run(
+        run.container, run.names, run.block_class, run.fills_container, tower, type(unwrap(modules[tower])).__name__
+    )
 
 
 def _ends(name: str) -> list[int]:

@@ -1,4 +1,18 @@
-"""Record one forward pass as calls of blocks that can be replayed.
+"""Record one forward pass as block calls that can be replayed on other hidden states.
 
-In: a model, its `Blocks` and its inputs. Out: `Recording`, one `BlockCall` per block with its input and output states.
+Input: a model, its `Blocks` (`tracker.blocks`) and its inputs. Output: a `Recording`, with one `BlockCall` per block: its
+arguments, its input and output states, and the keys and values of its attentions.
+
+- `inputs`: prompts, tensors and mappings as checked forward calls.
+- `global_state`: process-wide PyTorch state that a measurement sets and restores.
+- `activation_checkpointing`: run checkpointed functions without recomputation.
+- `replicas`: the copy of the model that runs, and how it holds weights.
+- `attention`: hooks on a model's attention functions.
+- `recorder`: the hooks that record a pass.
+- `recording`: the recorded calls.
+- `outputs`: the hidden state in a block's output.
+- `residual_pair`: blocks that pass their state on as two tensors.
+- `spans`: blocks that are no modules, between two boundaries of the forward pass.
+- `reachability`: check that the blocks reach the model's output.
+- `spill`: tensors in memory up to a budget, the others in files.
 """

@@ -1,18 +1,20 @@
-"""Doors into a model's attention, without touching its code.
+"""Intercept a model's attention without changing its code.
 
-Everything in a block but attention acts row by row, so to restrict a block to one row it is enough to stand at the
-place where queries meet keys. Two doors lead there: the look-up of transformers' attention functions (`eager` included),
-and `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch). A
-third, on the replica's own modules, is the `_attn` method of families older than the look-up (GPT-J, GPT-Neo).
+Every part of a block but attention acts row by row, so a block can be restricted to single rows by replacing its attention,
+o = softmax(scale q K^T + mask) V, alone. Three hooks intercept it:
 
-Inside `intercept_attention(answer)` every attention of this thread is handed to
+- `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch);
+- `AttentionInterface.get_interface` of transformers, which looks up attention functions, `eager` included;
+- the `_attn` method of older transformers families (GPT-J, GPT-Neo), on the replica's own modules.
 
-    answer(attend, query, key, value, mask, causal)
+Inside `intercept_attention(handler)`, every attention of this thread calls
 
-with query (B, H, m, e), key and value (B, H_kv, n, e), the mask the model made (or None), and whether the model relies
-on causality by position where it gives no mask. `attend(query, key, value, mask, causal)` is the model's own attention
-with its scale, soft-cap, sinks, window and so on, and `attend.formula` is as much of it as the door can see; what the
-answer returns goes back into the model.
+    handler(attention, query, key, value, mask, causal)
+
+with query (B, H, m, e), key and value (B, H_kv, n, e), the mask that the model made (or None), and whether the attention is
+causal by position when it has no mask. `attention(query, key, value, mask, causal)` is the model's own attention, with its
+scale, soft cap, sinks, window and so on; `attention.formula` is its formula, if the hook knows it. The model uses what the
+handler returns.
 """
 
 import functools
@@ -31,121 +33,121 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Formula:
-    """softmax(cap tanh(scale q K / cap) + mask) V, as far as a door can see: what it says is checked by its values."""
+    """softmax(cap tanh(scale q K^T / cap) + mask) V, as far as a hook's arguments show it; its values are checked later."""
 
     scale: float | None = None  # None: e^-1/2
     cap: float | None = None  # of the scores
-    sinks: Tensor | None = None  # one more score for each head, with no value
+    sinks: Tensor | None = None  # (H,): one more score for each head, with no value
 
 
 @dataclass(frozen=True)
 class OriginalAttention:
-    """A model's own attention, and its formula where the door knows one."""
+    """A model's own attention function, and its formula if the hook knows one."""
 
-    own: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+    function: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
     formula: Formula | None = None
-    returned: Callable[[Tensor], Any] = lambda output: output  # gives (B, H, m, e) the form that the model expects
+    format_output: Callable[[Tensor], Any] = lambda output: output  # from (B, H, m, e) to what the model expects
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
-        """What the model would have computed."""
-        return self.own(query, key, value, mask, causal)
+        """Compute the model's own attention."""
+        return self.function(query, key, value, mask, causal)
 
 
-Answer = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
+AttentionHandler = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor | None, bool], Any]
 
-# The doors are process-wide while open; the answer belongs to the thread that measures, so that a model running in
-# another thread passes through untouched. Whoever comes first opens them, whoever leaves last shuts them.
-_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
-_doors = ExitStack()
-_inside = 0
+# Installed hooks are process-wide; the handler belongs to one thread, so a model running in another thread is not
+# intercepted. The first context installs the hooks, the last one removes them.
+_handler: ContextVar[AttentionHandler | None] = ContextVar("handler", default=None)
+_hooks = ExitStack()
+_contexts = 0
 _lock = threading.Lock()
 
 
 @contextmanager
-def intercept_attention(answer: Answer) -> Iterator[None]:
-    """Hand every attention of this thread to `answer` until the block ends; restores on error."""
-    global _inside
+def intercept_attention(handler: AttentionHandler) -> Iterator[None]:
+    """Pass every attention of this thread to `handler`; remove the hooks on exit."""
+    global _contexts
     with _lock:
-        if _inside == 0:
-            _open_doors()
-        _inside += 1
-    token = _answer.set(answer)
+        if _contexts == 0:
+            _install_hooks()
+        _contexts += 1
+    token = _handler.set(handler)
     try:
         yield
     finally:
-        _answer.reset(token)
+        _handler.reset(token)
         with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _doors.close()
+            _contexts -= 1
+            if _contexts == 0:
+                _hooks.close()
 
 
-def _open_doors() -> None:
-    attend = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _torch_door(attend)
-    _doors.callback(setattr, F, "scaled_dot_product_attention", attend)
-    # Where transformers was never imported, no model of it can be running.
+def _install_hooks() -> None:
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _hook_sdpa(original)
+    _hooks.callback(setattr, F, "scaled_dot_product_attention", original)
+    # If transformers was never imported, none of its models can be running.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling:
-        look_up = modeling.AttentionInterface.get_interface
-        modeling.AttentionInterface.get_interface = _huggingface_door(look_up)
-        _doors.callback(setattr, modeling.AttentionInterface, "get_interface", look_up)
+        get_interface = modeling.AttentionInterface.get_interface
+        modeling.AttentionInterface.get_interface = _hook_get_interface(get_interface)
+        _hooks.callback(setattr, modeling.AttentionInterface, "get_interface", get_interface)
 
 
-def _handed_over(answer: Answer, attend: OriginalAttention, *arguments: Any) -> Any:
-    """Call the answer with the doors shut behind it: transformers' sdpa runs through torch's."""
-    token = _answer.set(None)
+def _call_handler(handler: AttentionHandler, attention: OriginalAttention, *arguments: Any) -> Any:
+    """Call the handler without intercepting the attention that it calls: transformers' sdpa runs through torch's."""
+    token = _handler.set(None)
     try:
-        return answer(attend, *arguments)
+        return handler(attention, *arguments)
     finally:
-        _answer.reset(token)
+        _handler.reset(token)
 
 
-def _torch_door(original: Callable) -> Callable:
+def _hook_sdpa(original: Callable) -> Callable:
     @functools.wraps(original)
     def scaled_dot_product_attention(*arguments, **settings):
-        answer = _answer.get()
-        if answer is None:
+        handler = _handler.get()
+        if handler is None:
             return original(*arguments, **settings)
-        given = _sdpa_arguments(*arguments, **settings)
+        tensors, options = _sdpa_arguments(*arguments, **settings)
 
         def attend(query, key, value, mask, causal):
-            return original(query, key, value, mask, is_causal=causal, **given["settings"])
+            return original(query, key, value, mask, is_causal=causal, **options)
 
-        return _handed_over(answer, OriginalAttention(attend, Formula(given["settings"]["scale"])), *given["tensors"])
+        return _call_handler(handler, OriginalAttention(attend, Formula(options["scale"])), *tensors)
 
     return scaled_dot_product_attention
 
 
 def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    settings = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    return {"tensors": (query, key, value, attn_mask, is_causal), "settings": settings}
+    options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    return (query, key, value, attn_mask, is_causal), options
 
 
-def _huggingface_door(look_up: Callable) -> Callable:
-    """Stand in for `AttentionInterface.get_interface`, through which every family finds its attention function."""
+def _hook_get_interface(original: Callable) -> Callable:
+    """Wrap `AttentionInterface.get_interface`, by which every transformers family finds its attention function."""
 
-    @functools.wraps(look_up)
+    @functools.wraps(original)
     def get_interface(interface, name, default):
-        function = look_up(interface, name, default)
-        answer = _answer.get()
-        if answer is None:
+        function = original(interface, name, default)
+        handler = _handler.get()
+        if handler is None:
             return function
 
         def attention_interface(module, query, key, value, attention_mask, **settings):
-            asked = settings.get("is_causal")
-            causal = getattr(module, "is_causal", True) if asked is None else asked
-            # Eager attention never adds a causal mask of its own; the others do where the model gives them none.
+            is_causal = settings.get("is_causal")
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            # Eager attention never adds a causal mask of its own; the others do if the model gives them no mask.
             causal = name != "eager" and attention_mask is None and bool(causal) and query.shape[2] > 1
 
-            def attend(query, key, value, mask, now):
-                # Only a changed wish is passed on: some eager functions do not know the word.
-                changed = settings if now == causal else {**settings, "is_causal": now}
+            def attend(query, key, value, mask, requested):
+                # `is_causal` is passed on only if it changes: some eager functions do not take it.
+                changed = settings if requested == causal else {**settings, "is_causal": requested}
                 return function(module, query, key, value, mask, **changed)
 
             formula = Formula(settings.get("scaling"), settings.get("softcap"), settings.get("s_aux"))
-            door = OriginalAttention(attend, formula, lambda output: (output.transpose(1, 2), None))
-            return _handed_over(answer, door, query, key, value, attention_mask, causal)
+            attention = OriginalAttention(attend, formula, lambda output: (output.transpose(1, 2), None))
+            return _call_handler(handler, attention, query, key, value, attention_mask, causal)
 
         return attention_interface
 
@@ -153,7 +155,7 @@ def _huggingface_door(look_up: Callable) -> Callable:
 
 
 def hook_attn_method(module: nn.Module) -> None:
-    """Give a replica's attention module a door of its own, if its class has the older families' `_attn` method."""
+    """Intercept the `_attn` method of a replica's attention module, if its class has that of the older families."""
     original = getattr(type(module), "_attn", None)
     if original is None or list(inspect.signature(original).parameters)[:5] != _ATTN_PARAMETERS:
         return
@@ -162,10 +164,10 @@ def hook_attn_method(module: nn.Module) -> None:
         def attend(query, key, value, mask, causal):
             return original(module, query, key, value, mask, *more, **settings)
 
-        answer = _answer.get()
-        if answer is None:
+        handler = _handler.get()
+        if handler is None:
             return attend(query, key, value, attention_mask, False)
-        return _handed_over(answer, OriginalAttention(attend), query, key, value, attention_mask, False)
+        return _call_handler(handler, OriginalAttention(attend), query, key, value, attention_mask, False)
 
     module.__dict__["_attn"] = _attn
 

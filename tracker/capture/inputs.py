@@ -1,6 +1,6 @@
-"""What a model is measured on: prompts, a tensor or a mapping, as forward calls checked before the model runs.
+"""Turn inputs (prompts, a tensor or a mapping) into forward calls, checked before the model runs.
 
-Prompts are never padded: each has a forward pass of its own.
+Prompts are never padded: each has its own forward pass.
 """
 
 import inspect
@@ -18,22 +18,28 @@ from tracker.values import whole_numbers
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward call, and what is known of its B samples."""
+    """One forward call of B samples."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
-    labels: list[str]  # a prompt's text, or nothing
-    valid: Tensor | None = None  # (B, n) bool: positions that are not padding, where the caller gave an attention mask
+    labels: list[str]  # the prompts' texts; empty strings for other inputs
+    valid: Tensor | None = None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
 
 
 def batches(
     model: nn.Module, inputs: Any, tokenizer: Callable[..., Mapping[str, Tensor]] | None, max_tokens: int | None
 ) -> list[Batch]:
-    """The forward calls for `inputs`.
+    """Return the forward calls for `inputs`.
+
+    Args:
+        model: the model whose forward takes them.
+        inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments.
+        tokenizer: of the prompts.
+        max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
     Raises:
-        UsageError: for inputs that are empty, longer than the model's context, hold ids beyond its vocabulary, or are
-            of another kind, and for prompts without a tokenizer.
+        UsageError: for inputs that are empty, too long for the model's context, out of its vocabulary, or of another type,
+            and for prompts without a tokenizer.
     """
     model = unwrap(model)
     if isinstance(inputs, str):
@@ -48,7 +54,9 @@ def batches(
         calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None:
-            raise UsageError("the inputs are prompts; give their tokenizer too: measure(model, prompts, tokenizer=...)")
+            raise UsageError(
+                "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
+            )
         calls = [_prompt(model, prompt, i, tokenizer, max_tokens) for i, prompt in enumerate(inputs)]
     else:
         raise UsageError(
@@ -67,8 +75,8 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
     tokens = encoded["input_ids"].shape[1]
     if max_tokens is not None and tokens > max_tokens:
         if max_tokens < 1:
-            raise UsageError(f"max_tokens={max_tokens}; at least one token of each prompt must be left")
-        warnings.warn(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} as asked", stacklevel=4)
+            raise UsageError(f"max_tokens={max_tokens}; give at least 1, so that every prompt has a token")
+        warnings.warn(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} (max_tokens)", stacklevel=4)
         encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
     ids = encoded["input_ids"]
     try:
@@ -77,8 +85,8 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
         raise UsageError(f"prompt {i} ({_short(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and "input_ids" not in known:
-        known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # handed on to it
-    # Some tokenizers give more than their model takes; some forwards call their tokens something else.
+        known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # passed on to it
+    # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
     arguments = () if "input_ids" in keywords else (ids,)
     return _batch(model, arguments, keywords, ids, None, [prompt])
@@ -107,16 +115,17 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
     table, context = token_embedding(model), getattr(config, "max_position_embeddings", None)
     if ids.shape[1] == 0:
         raise UsageError("no tokens; every prompt needs at least one")
-    if context is not None and ids.shape[1] > context > 0:  # XLNet's -1 stands for no limit
+    if context is not None and ids.shape[1] > context > 0:  # XLNet's -1 means no limit
         raise UsageError(
-            f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten it, or cut it: max_tokens={context}"
+            f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten the input, or cut prompts with "
+            f"max_tokens={context}"
         )
     window = getattr(config, "attention_window", None)  # Longformer, LED
     multiple = max(window) if isinstance(window, (list, tuple)) else window
     if isinstance(multiple, int) and multiple > 0 and ids.shape[1] % multiple:
         raise UsageError(
-            f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}); padded tokens "
-            "would be measured: give a multiple of it"
+            f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}), so that "
+            f"padding would be measured; give a multiple of {multiple} tokens"
         )
     if table is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
         raise UsageError(
@@ -130,7 +139,12 @@ def _short(text: str) -> str:
 
 
 def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:
-    """The positions of one sample that `tokens` asks for, out of its valid (not padded) ones.
+    """Return the positions of one sample that `tokens` selects.
+
+    Args:
+        tokens: "last", "cls", "all", or indices into the valid positions.
+        valid: the positions that are not padding.
+        class_token: the class token's index, if the model has one.
 
     Raises:
         UsageError: for an unknown choice, or an index out of range.
@@ -143,10 +157,10 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
         if class_token is None:
             raise UsageError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
         return [valid[class_token]]
-    asked, tokens, n = tokens, whole_numbers(tokens), len(valid)
-    if not tokens:
-        raise UsageError(f"tokens={asked!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
-    outside = [t for t in tokens if not -n <= t < n]
+    indices, n = whole_numbers(tokens), len(valid)
+    if not indices:
+        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+    outside = [t for t in indices if not -n <= t < n]
     if outside:
         raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
-    return [valid[t] for t in tokens]
+    return [valid[t] for t in indices]

@@ -1,4 +1,4 @@
-"""What a block returns: where the hidden state stands in it."""
+"""Find the hidden state in what a block returns."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-STATES = ("last_hidden_state", "hidden_states", "hidden_state")  # what mappings call a block's output
-FORMS = (
+STATES = ("last_hidden_state", "hidden_states", "hidden_state")  # names of the hidden state in mappings
+ACCEPTED_FORMS = (
     "it must return the hidden state, a tuple that begins with it, or a mapping or dataclass that holds it under one of "
     f"{', '.join(STATES)} or as its only tensor: wrap the block in a module that does"
 )
 
 
 def hidden_state(output: Any) -> Any:
-    """A block's output is the hidden state, a tuple that begins with it, or a mapping or dataclass that names it or holds
-    no other tensor. Any other output comes back as it is.
+    """Return the hidden state in a block's output: the output itself, the first entry of a tuple, or the entry of a mapping or
+    dataclass that has one of the names `STATES` or is its only tensor. Return any other output as it is.
     """
     if isinstance(output, (tuple, list)) and output:
         return output[0]
@@ -30,18 +30,18 @@ def hidden_state(output: Any) -> Any:
 
 
 def with_hidden_state(output: Any, state: Tensor) -> Any:
-    """The same output with another hidden state."""
+    """Return the same output with another hidden state."""
     old = hidden_state(output)
     if _is_record(output):
         changed = copy(output)
         for name in (name for name, value in _entries(output).items() if value is old):
-            object.__setattr__(changed, name, state)  # also of a frozen one
+            object.__setattr__(changed, name, state)  # a frozen dataclass as well
         return changed
     return tree_map(lambda leaf: state if leaf is old else leaf, output)
 
 
-def described(output: Any) -> str:
-    """The type of what a block returned, with its entries."""
+def describe_output(output: Any) -> str:
+    """Describe a block's output for a message: its type, and its entries' types and shapes."""
     entries = dict(enumerate(output)) if isinstance(output, (tuple, list)) else _entries(output)
     if not isinstance(entries, Mapping):
         return type(output).__name__

@@ -1,9 +1,9 @@
-"""Confirm by forward passes what `find_blocks` assumed: that the blocks, and the class token, reach the model's output.
+"""Check by forward passes what `find_blocks` assumed: that the blocks, and the class token, reach the model's output.
 
-Two passes that differ in the last block's output alone: noise is added to it, at the class token's position or at all. What
-the model returns must differ. Two more, as far as the first block, that differ in the class token's parameter alone: the
-first block's input must differ at the class token's position and nowhere else. Cost: two forward passes, once per
-measurement, and only where something was assumed (`Blocks.assumed`).
+Two passes that differ in the last block's output alone, with noise added at the class token's position or at all positions,
+must give different model outputs. Two passes that differ in the class token's parameter alone must differ in the first
+block's input at the class token's position and nowhere else. Cost: two or three forward passes once per measurement, and two
+up to the first block; none if nothing was assumed (`Blocks.assumed`).
 """
 
 import inspect
@@ -18,45 +18,50 @@ from torch.utils._pytree import tree_leaves
 from tracker.blocks.find import Blocks
 from tracker.blocks.towers import class_token_parameter, find_runs, related
 from tracker.capture.outputs import hidden_state, with_hidden_state
-from tracker.capture.replica import Replica
+from tracker.capture.replicas.replica import Replica, StopForward
 from tracker.errors import UsageError
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
+ForwardArguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+REMEDY = "Choose the tokens to measure: tokens='last', 'all', or positions such as [0, 1]"
 
 
-def confirm(
+def check_reachability(
     found: Blocks,
     new_replica: Callable[[], Replica],
     arguments: Sequence[Any],
     keywords: Mapping[str, Any],
-    classifies: bool,
+    class_token_by_default: bool,
 ) -> None:
-    """Compare forward passes on these inputs. Call inside `preserve_global_state`, after they were recorded.
+    """Check the assumptions on these inputs. Call inside `preserve_global_state`, after the inputs were recorded.
 
     Args:
-        new_replica: makes the replica of one pass: what a pass writes must not reach another one.
-        classifies: whether the class token is measured because one was found, rather than asked for.
+        found: the blocks and what was assumed about them.
+        new_replica: makes the replica for one pass: what a pass writes must not reach another one.
+        arguments: positional arguments of the model's forward.
+        keywords: its keyword arguments.
+        class_token_by_default: whether the class token is measured because the model has one, not because the caller chose it.
 
     Raises:
-        UsageError: where the output does not depend on the last block, or not on the class token in it.
+        UsageError: if the output does not depend on the last block, or not on the class token in it.
     """
-    call = (arguments, keywords)
-    token = found.class_token if classifies and "class token" in found.assumed else None
+    inputs = (arguments, keywords)
+    token = found.class_token if class_token_by_default and "class token" in found.assumed else None
     if token is not None:
-        _confirm_entry(found, new_replica, call, token)
+        _check_class_token_position(found, new_replica, inputs, token)
     elif "blocks" not in found.assumed:
         return
     replica = new_replica()
-    plain = _run(replica, call)
-    if token is not None:
-        at_token = _run(
-            new_replica(), call, noise_at=slice(token, token + 1)
-        )  # an assumed token is never counted from the end
-        if _differ(_answers(plain), _answers(at_token)):
+    plain = _run(replica, inputs)
+    if token is not None:  # an assumed token never counts from the end
+        noisy = _run(new_replica(), inputs, noise_at=slice(token, token + 1))
+        if _differ(_predictions(plain), _predictions(noisy)):
             return
-    if not _differ(_floating(plain), _floating(_run(new_replica(), call, noise_at=slice(None)))):
+    if not _differ(_floating(plain), _floating(_run(new_replica(), inputs, noise_at=slice(None)))):
         others = [run for run in find_runs(replica.module) if not related(run, found.names)]
-        lines = "".join(f"\n  {run.line}  # {run}" for run in others) or " blocks='path.to.list', or a list of modules"
+        lines = "".join(f"\n  {run.argument}  # {run}" for run in others) or (
+            " blocks='path.to.list', or a list of modules"
+        )
         raise UsageError(
             f"nothing that {type(replica.module).__name__} returns depends on its last block, {found.names[-1]} "
             f"({found.found_by}). Name the blocks that reach its output:{lines}"
@@ -64,93 +69,79 @@ def confirm(
     if token is not None:
         raise UsageError(
             f"{type(replica.module).__name__} has a class token, but its output does not depend on it (position {token} "
-            f"after {found.names[-1]}). {_SAY}"
+            f"after {found.names[-1]}). {REMEDY}"
         )
 
 
-_SAY = "Say which tokens to measure: tokens='last', 'all', or positions such as [0, 1]"
-
-
-def _confirm_entry(found: Blocks, new_replica: Callable[[], Replica], call: Call, token: int) -> None:
+def _check_class_token_position(
+    found: Blocks, new_replica: Callable[[], Replica], inputs: ForwardArguments, token: int
+) -> None:
     model = new_replica().module
     parameter = class_token_parameter(model, found.names, find_runs(model))
     if parameter is None:
         return
-    before, after = (_run(new_replica(), call, noisy=name, stop=True) for name in (None, parameter))
-    moved = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
-    if moved != [token]:
-        where = "at no position" if not moved else f"at position {', '.join(map(str, moved))}"
+    before, after = (
+        _run(new_replica(), inputs, noisy_parameter=name, until_first_block=True) for name in (None, parameter)
+    )
+    changed = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
+    if changed != [token]:
+        where = "at no position" if not changed else f"at position {', '.join(map(str, changed))}"
         raise UsageError(
-            f"the class token {parameter} enters the first block {where}, not at {token} alone. {_SAY}"
-            + (f"; or blocks=find_blocks(model, class_token={moved[0]})" if len(moved) == 1 else "")
+            f"the class token {parameter} enters the first block {where}, not at {token} alone. {REMEDY}"
+            + (f"; or blocks=find_blocks(model, class_token={changed[0]})" if len(changed) == 1 else "")
         )
-
-
-class _Reached(Exception):
-    """The first block was called with this state."""
 
 
 def _run(
     replica: Replica,
-    call: Call,
+    inputs: ForwardArguments,
     noise_at: slice | None = None,
-    noisy: str | None = None,
-    stop: bool = False,
+    noisy_parameter: str | None = None,
+    until_first_block: bool = False,
 ) -> Any:
-    """What the model returns, with noise added to the last block's output or to a parameter, as large as they are.
+    """Run the model with noise of the size of the values added to the last block's output or to a parameter.
 
-    Parameters outside the blocks that are all zero have other values here.
+    Parameters outside the blocks that are all zero get other values, the same in every pass: an untrained head of zeros
+    (torchvision's) would hide what the blocks return.
 
     Args:
-        noise_at: the positions of the last block's output.
-        noisy: the parameter's name.
-        stop: return the first block's input (B, n, d) instead.
+        replica: a replica made for this pass.
+        inputs: arguments of the model's forward.
+        noise_at: positions of the last block's output.
+        noisy_parameter: the parameter's name.
+        until_first_block: whether to return the first block's input (B, n, d) instead of the model's output.
     """
-    lent, last, first = ExitStack(), replica.blocks[-1], replica.description.batch_first
+    last, batch_first = replica.blocks[-1], replica.description.batch_first
 
     def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if stop:
+        if until_first_block:
             state = next(iter(inspect.signature(block.forward).bind(*args, **kwargs).arguments.values()))
-            raise _Reached(state if first else state.transpose(0, 1))
-        lent.enter_context(replica.materialize(block))
-        replica.begin_call()
+            raise StopForward(state if batch_first else state.transpose(0, 1))
 
     def leave(block: nn.Module, args: tuple, output: Any) -> Any:
-        replica.end_call(block)
-        lent.close()
         if block is not last or noise_at is None:
             return None
         y = hidden_state(output)
         noise = torch.zeros_like(y)
-        at = (slice(None), noise_at) if first else (noise_at,)
+        at = (slice(None), noise_at) if batch_first else (noise_at,)
         noise[at] = _noise(y)[at]
         return with_hidden_state(output, y + noise)
 
     devices = [replica.device] if replica.device.type == "cuda" else []
-    with ExitStack() as stack:
-        stack.callback(lent.close)
-        stack.enter_context(torch.random.fork_rng(devices))
+    with torch.random.fork_rng(devices), ExitStack() as stack:
         torch.manual_seed(0)  # a model that draws random numbers draws the same ones in every pass
-        stack.enter_context(replica.materialize(replica.module, but=replica.blocks))
-        for block in replica.blocks:
-            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(block.register_forward_hook(leave).remove)
+        stack.enter_context(replica.stream_blocks(enter, leave))
         inside = {id(part) for block in replica.blocks for part in block.modules()}
         for path, part in replica.module.named_modules():
-            lent_here = part.__dict__["_parameters"]  # for this pass
-            for name, value in lent_here.items() if id(part) not in inside else ():
+            parameters = part.__dict__["_parameters"]  # the replica's own, released after this pass
+            for name, value in parameters.items() if id(part) not in inside else ():
                 if value is None or not value.is_floating_point():
                     continue
-                if not value.any():  # what an untrained head would hide (torchvision's begins as zeros)
-                    lent_here[name] = value + _noise(value)
-                if noisy == (f"{path}.{name}" if path else name):
-                    lent_here[name] = lent_here[name] + _noise(value)
-        stack.enter_context(replica.guard())
-        arguments, keywords = replica.own((list(call[0]), dict(call[1])))
-        try:
-            return replica.module(*arguments, **keywords)
-        except _Reached as reached:
-            return reached.args[0]
+                if not value.any():
+                    parameters[name] = value + _noise(value)
+                if noisy_parameter == (f"{path}.{name}" if path else name):
+                    parameters[name] = parameters[name] + _noise(value)
+        return replica.run(*replica.copy_inputs((list(inputs[0]), dict(inputs[1]))))
 
 
 def _noise(values: Tensor) -> Tensor:
@@ -163,8 +154,8 @@ def _floating(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _answers(output: Any) -> list[Tensor]:
-    """The logits; else what is one vector per sample; else all that is returned."""
+def _predictions(output: Any) -> list[Tensor]:
+    """Return the logits; without logits, the outputs with one vector per sample; without those, all floating outputs."""
     logits = output.get("logits") if isinstance(output, Mapping) else None
     if isinstance(logits, Tensor):
         return [logits]
@@ -173,6 +164,6 @@ def _answers(output: Any) -> list[Tensor]:
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
-    """Whether any of them differs; true where there is nothing to compare."""
+    """Whether any pair of tensors differs; True if there is nothing to compare."""
     pairs = zip(before, after, strict=False)
     return not before or len(before) != len(after) or any(not torch.equal(a, b) for a, b in pairs)

@@ -1,8 +1,8 @@
 """Blocks that pass their state on as two tensors: block(hidden, residual) -> (hidden, residual).
 
-Blocks with a fused add and norm (mamba-ssm, flash-attn, vLLM) leave the addition to the next block: the hidden state x^l is
-the sum of both tensors. A block that is a function of the sum alone can be measured with the whole state in one of them and
-zero in the other; any other block cannot.
+Blocks with a fused add and norm (mamba-ssm, flash-attn, vLLM) leave the addition to the next block: the hidden state is
+x^l = hidden + residual. If a block depends on the sum alone, it is measured with x^l in the first tensor and zero in the
+second; any other block is refused.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tracker.errors import UsageError
 
 
 def outputs_like(hidden: Any, output: Any) -> dict[int, Tensor]:
-    """Copies of a block's outputs that have the hidden state's shape, by place; empty where that is the only one."""
+    """Copy the block's outputs that have the hidden state's shape, by index; empty if the hidden state is the only one."""
     if not isinstance(output, (tuple, list)) or not isinstance(hidden, Tensor):
         return {}
     alike = {
@@ -30,14 +30,16 @@ def outputs_like(hidden: Any, output: Any) -> dict[int, Tensor]:
 def find_pair(
     arguments: BoundArguments, state: str, outputs: Mapping[int, Tensor]
 ) -> tuple[int, str | None] | tuple[None, None]:
-    """Which other output of the block before belongs to the state, and the argument that carries it into this block.
+    """Find the second tensor of the state: its index in the previous block's output, and the argument that carries it.
 
     Args:
-        arguments: of this block; `state` names the one that carries the hidden state.
-        outputs: of the block before, as `outputs_like` gives them.
+        arguments: of this block.
+        state: the argument that carries the hidden state.
+        outputs: of the previous block, from `outputs_like`.
 
     Returns:
-        Nothing where the hidden state alone was handed on. The argument is None where both were added between the blocks.
+        (None, None) if the hidden state alone was passed on. The argument is None if the model added both tensors between
+        the blocks.
     """
     x, first = arguments.arguments[state], outputs[0]
     for place, other in outputs.items():
@@ -53,7 +55,7 @@ def find_pair(
 
 
 def check_sum(call: Any) -> None:
-    """Check that a block is a function of the sum of its two tensors alone.
+    """Check that a recorded block depends on the sum of its two tensors alone.
 
     Raises:
         UsageError: if another split of the same sum gives another output.
@@ -68,13 +70,13 @@ def check_sum(call: Any) -> None:
     if not (torch.allclose(split, whole, rtol=0, atol=scale) and torch.allclose(whole, call.y, rtol=0, atol=scale)):
         raise UsageError(
             f"block {call.name} takes and returns two tensors of the hidden state's shape (the second as "
-            f"{call.second_argument!r}), but it is no function of their sum, so there is no single hidden state to measure; "
-            "name blocks that take and return one: blocks=[...]"
+            f"{call.second_argument!r}), but it is no function of their sum alone, so there is no single hidden "
+            "state to measure; name blocks that take and return one: blocks=[...]"
         )
 
 
-def put(arguments: BoundArguments, name: str, value: Any) -> None:
-    """Set an argument, also one that the signature collects as **kwargs."""
+def set_argument(arguments: BoundArguments, name: str, value: Any) -> None:
+    """Set an argument, which may be one that the signature collects in **kwargs."""
     if name in arguments.signature.parameters:
         arguments.arguments[name] = value
         return
@@ -82,8 +84,8 @@ def put(arguments: BoundArguments, name: str, value: Any) -> None:
     arguments.arguments[collected] = {**arguments.arguments.get(collected, {}), name: value}
 
 
-def get(arguments: BoundArguments, name: str) -> Any:
-    """An argument's value; None where it was not given."""
+def get_argument(arguments: BoundArguments, name: str) -> Any:
+    """Return an argument's value, or None if it was not given."""
     return _flat(arguments).get(name)
 
 

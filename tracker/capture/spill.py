@@ -1,7 +1,7 @@
-"""Tensors kept within a budget of memory, and beyond it in files.
+"""Keep tensors in memory up to a budget, and beyond it in memory-mapped temporary files.
 
-A file has no name by the time it is used, so it goes when its last tensor does, also when the process is killed. Its pages
-are the operating system's to write out and read back.
+A file is unlinked before it is used, so it disappears with its last tensor, also if the process is killed. The operating
+system writes its pages out and reads them back.
 """
 
 import errno
@@ -14,16 +14,16 @@ from tracker.errors import UsageError
 
 
 class Spill:
-    """Keeps tensors: as many bytes as `memory` where they are, the others in files (on the CPU, whatever their device)."""
+    """A budget of `memory` bytes: tensors within it stay where they are, the others go to files (on the CPU)."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory  # bytes left
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The same values, apart from any larger storage that they are a part of.
+        """Return the same values in a storage of their own size, in memory or in a file.
 
         Raises:
-            UsageError: if the directory of temporary files has no room for them.
+            UsageError: if the directory of temporary files has no space for them.
         """
         if tensor.nbytes > self.memory:
             return _in_file(tensor)
@@ -43,7 +43,7 @@ def _in_file(tensor: Tensor) -> Tensor:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UsageError(
-            f"recorded hidden states are larger than their part of the memory budget, and {tempfile.gettempdir()} has no "
-            f"room for another {tensor.nbytes / 1e9:.3g} GB; name a directory with more in TMPDIR, raise the budget, or "
-            "give shorter inputs"
+            f"recorded hidden states exceed their part of the memory budget, and {tempfile.gettempdir()} has no space for "
+            f"another {tensor.nbytes / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give "
+            "shorter inputs"
         ) from error

@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.capture.recording import BlockCall, recorded_products
+from tracker.capture.recording import BlockCall, recording_kernels
 from tracker.jacobians.checks import WINDOW, tolerance
 from tracker.jacobians.restriction import replay_errors_named, slicing_errors_caught
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
@@ -76,7 +76,7 @@ def _by_derivative(call: BlockCall, samples: Tensor) -> str:
 def _by_value(call: BlockCall, samples: Tensor) -> str:
     x = call.x
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
-    with torch.no_grad(), recorded_products(x.dtype), Roundings() as roundings:
+    with torch.no_grad(), recording_kernels(x.dtype), Roundings() as roundings:
         y = call(x.clone())  # a copy: a block may work in place
         for kept in separating_sets(len(x), x.device):
             # All other tokens like one that is kept: where room is limited, they take it.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracker.capture.recording import BlockCall, recorded_products
+from tracker.capture.recording import BlockCall, recording_kernels
 from tracker.errors import UsageError
 from tracker.jacobians.restriction import (
     RowAttention,
@@ -96,7 +96,7 @@ def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttentio
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
     """How far the block's output is from the recorded one where it is run in the same way: 0, or a rounding or two."""
-    with replay_errors_named(call), torch.no_grad(), recorded_products(recorded_dtype):
+    with replay_errors_named(call), torch.no_grad(), recording_kernels(recorded_dtype):
         y = call(call.x.clone())  # a block may work in place
     return relative_error(y - call.x, call.y - call.x, call.y, recorded_dtype)
 

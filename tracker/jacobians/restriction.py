@@ -21,7 +21,7 @@ from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.errors import UsageError
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
-from tracker.linalg.linear import FrozenLinear, Spare
+from tracker.linalg.linear import FreeBuffers, FrozenLinear
 from tracker.linalg.precision import Roundings
 
 # What the code of a block may raise when it is run in another way than its author thought of.
@@ -124,18 +124,18 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def linearize_rows(f: RowFunction, x: Tensor, spare: Spare | None = None) -> Linearization:
+def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
 
     Args:
-        spare: memory for copies of weights.
+        buffers: memory for copies of weights.
 
     Raises:
         NotSliceable: with what the block's code says of sequences of length one.
     """
     with slicing_errors_caught():
         # Attention as plain products: the fused kernels have no rule for many cotangents at once.
-        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(spare), Roundings() as roundings:
+        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
             block = linearize(f, x)
         return replace(block, rounded=roundings.seen)
 

@@ -63,7 +63,7 @@ def by_formula(
                 expansion.put(start + index, expand(attend.formula, query[start + index], K, V, group.live, seen))
             start += len(rows.sample)
     with torch.autocast(query.device.type, enabled=False):
-        return attend.returned(expansion(query, key, value))
+        return attend.format_output(expansion(query, key, value))
 
 
 def by_own_code(

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall
-from tracker.capture.replica import Replica
-from tracker.capture.spans import NOT_SLICEABLE, SpanCall
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
 from tracker.jacobians.checks import FAST, reproduced, tolerance
 from tracker.jacobians.restriction import (
@@ -43,7 +43,7 @@ from tracker.linalg.jacobian import (
     stacked_operator,
     tf32_operator,
 )
-from tracker.linalg.linear import Spare
+from tracker.linalg.linear import FreeBuffers
 from tracker.values import Precision
 
 PROBES = 64  # random products that stand for a Jacobian whose entries are not found
@@ -93,7 +93,7 @@ class Jacobians:
         self.memory = memory
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
         self._checks = CheckCache(replica.dtype)
-        self._spare: Spare = []
+        self._buffers: FreeBuffers = []
 
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
@@ -209,7 +209,7 @@ class Jacobians:
         """Where `rounded`, an error that is no more than what the block rounds inside is allowed for."""
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
-        block = linearize_rows(restrict(selections, PATHS[path]), x, self._spare)
+        block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         checks, keys = [], 0
         for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
             before, recorded = rows.select(call.x), rows.select(call.y)
@@ -227,7 +227,7 @@ class Jacobians:
                 keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = linearize_rows(restrict(selections, PATHS[path]), x, self._spare)
+                block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
         operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tracker.capture.copies import contains_tensors
 from tracker.capture.recording import AttentionCall, BlockCall
+from tracker.capture.replicas.copies import contains_tensors
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
 MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")

@@ -1,5 +1,13 @@
-"""Jacobians as linear operators and their top singular vectors.
+"""Jacobians as linear operators, and their top singular triplets.
 
-In: functions of tensors and frozen weights. Out: products with J and J^T, dense Jacobians, top-K singular triplets with a
-certificate.
+Input: a function f: (R, d) -> (R, d) that acts on each row separately. Output: its Jacobians J (R, d, d), dense or as products
+J V and J^T U, and their top K singular triplets, with residuals and a certificate of completeness.
+
+- `jacobian`: Jacobians of row-wise functions, as operators and entry by entry.
+- `svd`: the top K triplets of a matrix or an operator; the certificate.
+- `krylov`: block Golub-Kahan and block Lanczos iterations.
+- `linear`: products with frozen weights, on CPUs by the faster library.
+- `identity`: products with rows of an identity matrix, without arithmetic.
+- `precision`: switches of float32 products; detection of rounding inside a block.
+- `comparison`: relative error of a residual function, and tolerances.
 """

@@ -1,8 +1,8 @@
-"""Identity matrices whose rows are known again wherever autograd hands them on unchanged: products with them need no
-arithmetic.
+"""Identity matrices whose rows are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic.
 
-A dense Jacobian's cotangents are the rows of an identity. A residual sum hands them on as they are to what was added, so
-they reach a block's last linear layer unchanged, unless a norm or a scale follows it; and there e_c W is row c of W.
+The cotangents of a dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to
+both terms, so they reach a block's last linear layer unchanged, unless a norm or a scale follows that layer. Rows are
+recognised by their memory address, so a copy of them is not.
 """
 
 from weakref import WeakValueDictionary
@@ -11,24 +11,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # those in use, by their address
+_identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # the matrices in use, by memory address
 
 
 def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
-    """An identity whose rows `rows_of_identity` knows; not to be written to."""
-    made = torch.eye(d, dtype=like.dtype, device=like.device)
-    _made[made.untyped_storage().data_ptr()] = made
-    return made
+    """Return an identity matrix whose rows `rows_of_identity` recognises. Do not write to it."""
+    matrix = torch.eye(d, dtype=like.dtype, device=like.device)
+    _identities[matrix.untyped_storage().data_ptr()] = matrix
+    return matrix
 
 
 def rows_of_identity(x: Tensor) -> slice | None:
-    """Which rows of such an identity x consists of, x[c] being one of them all over B; None if it is not known to be any."""
+    """Return the rows of an identity that x (C, *B, d) consists of, x[c] being the same row for all B; None if it does not."""
     if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
         return None
-    found = _made.get(x.untyped_storage().data_ptr())
+    found = _identities.get(x.untyped_storage().data_ptr())
     if found is None or x.dtype != found.dtype or x.device != found.device or x.is_neg():
         return None
-    if found._version != 0:  # written to after all
+    if found._version != 0:  # written to
         return None
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()

@@ -1,12 +1,12 @@
-"""Jacobians of functions that act on each row by itself: entry by entry, or only their products.
+"""Jacobians of functions that act on each row separately: dense, or as products with blocks of vectors.
 
 For f: (R, d) -> (R, d) whose output row r depends on input row r alone,
 
     J[r, i, j] = d f(x)[r, i] / d x[r, j]        (R, d, d), row = output coordinate, column = input coordinate (eq. 8).
 
-Reverse mode gives J^T u. It is linear in u, so its own derivative with respect to u, by reverse mode again, gives J v:
+Reverse mode gives J^T u. J^T u is linear in u, so its derivative with respect to u, by reverse mode again, gives J v:
 no operation needs a forward-mode rule. Cost: one forward pass of R rows, then one backward pass of R rows for each
-cotangent (the dense J takes d of them, less what `identity` saves) and for each tangent; memory that of one chunk of them.
+cotangent and for each tangent; the dense J takes d cotangents, less what `identity` saves. Memory: one chunk of cotangents.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,29 +24,29 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 def cotangent_chunk(elements_per_cotangent: int, budget_elements: int, d: int) -> int:
-    """How many cotangents fit a declared budget of scalars: at least one, at most d."""
+    """Return how many cotangents fit a budget of scalars: at least one, at most d."""
     return max(1, min(d, budget_elements // max(1, elements_per_cotangent)))
 
 
 @dataclass(frozen=True)
 class Linearization:
-    """f at a point: its value there, and products with its Jacobian, entry (c, r) of each being for row r.
+    """A function linearized at x: its value f(x), and products with its Jacobian; entry (c, r) of each belongs to row r.
 
-    The recorded graph lives as long as this does.
+    The autograd graph lives as long as this object.
     """
 
     y: Float[Tensor, "R d"]
     pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
     pushforward: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r] v[c, r]
-    rounded: bool = False  # whether f's own code rounds to a lower precision than x has
+    rounded: bool = False  # whether f's own code rounds to a lower precision than that of x
 
 
 def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:
-    """Linearize f at x, detached from any caller's graph."""
+    """Linearize f at x, detached from the caller's graph."""
     with torch.enable_grad():
         leaf = x.detach().clone().requires_grad_()
-        y = f(leaf.clone())  # a block may work in place, which a leaf forbids
-    transposed: list[tuple[Tensor, Tensor]] = []  # u and J^T u, once a tangent asks for them
+        y = f(leaf.clone())  # a block may work in place, which a leaf does not allow
+    transposed: list[tuple[Tensor, Tensor]] = []  # u and J^T u, from the first tangent on
 
     def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
         return _gradients(y, leaf, u)
@@ -64,8 +64,8 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:
 
 
 def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
-    """Of y with respect to x, for many cotangents at once."""
-    if not y.requires_grad:  # y ignores x
+    """Return the gradients of y with respect to x for C cotangents at once."""
+    if not y.requires_grad:  # y does not depend on x
         return torch.zeros_like(cotangents)
     gradient = partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True)
     if len(cotangents) == 1:
@@ -74,12 +74,12 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
         return torch.vmap(lambda one: gradient(one)[0])(cotangents)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # an operation with no rule for batches, such as bloom's own GELU
+    except RuntimeError:  # an operation without a vmap rule, such as bloom's own GELU
         return torch.stack([gradient(one)[0] for one in cotangents])
 
 
 def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int) -> Float[Tensor, "R d d"]:
-    """The Jacobian of every row, `chunk` cotangents at a time."""
+    """Return the Jacobian of every row, `chunk` cotangents at a time."""
     R, d = y.shape
     J = y.new_empty(R, d, d)
     identity = identity_matrix(d, y)
@@ -91,9 +91,9 @@ def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"]
 
 @dataclass(frozen=True)
 class LinearOperator:
-    """The Jacobians J of a residual function f = block - 1 at R rows, through their products with blocks of m vectors.
+    """The Jacobians J of a residual function f = block - 1 at R rows, as products with blocks of m vectors.
 
-    The identity is subtracted exactly, not differenced.
+    J = J_block - I is formed exactly: the identity is subtracted from products, not the states from each other.
     """
 
     apply: Callable[[Tensor], Tensor]  # (R, d, m) -> (R, d, m): J V
@@ -102,10 +102,10 @@ class LinearOperator:
 
 
 def residual_operator(block: Linearization, chunk: int, identity: bool = True) -> LinearOperator:
-    """J of a block less the identity, if that is in it, at most `chunk` products at a time."""
+    """Return the operator J_block - I, at most `chunk` products at a time; without `identity`, the operator J_block."""
 
-    def less_identity(product: Callable[[Tensor], Tensor], X: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
-        columns = X.movedim(-1, 0).contiguous()  # with columns for rows, the products take five times as long
+    def minus_identity(product: Callable[[Tensor], Tensor], X: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
+        columns = X.movedim(-1, 0).contiguous()  # on a transposed view the products take five times as long
         return torch.cat([product(some) - identity * some for some in columns.split(chunk)]).movedim(0, -1)
 
     def dense() -> Float[Tensor, "R d d"]:
@@ -113,16 +113,16 @@ def residual_operator(block: Linearization, chunk: int, identity: bool = True) -
         J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
         return J
 
-    return LinearOperator(partial(less_identity, block.pushforward), partial(less_identity, block.pullback), dense)
+    return LinearOperator(partial(minus_identity, block.pushforward), partial(minus_identity, block.pullback), dense)
 
 
 def matrix_operator(J: Float[Tensor, "R d d"]) -> LinearOperator:
-    """An operator whose entries are known."""
+    """Return the operator of a dense J."""
     return LinearOperator(lambda V: J @ V, lambda U: J.mT @ U, lambda: J)
 
 
 def converting_operator(operator: LinearOperator, compute_dtype: torch.dtype, dtype: torch.dtype) -> LinearOperator:
-    """An operator that works in another dtype than those who ask it."""
+    """Return an operator on tensors of `dtype` that computes in `compute_dtype`."""
     return LinearOperator(
         lambda V: operator.apply(V.to(compute_dtype)).to(dtype),
         lambda U: operator.apply_transpose(U.to(compute_dtype)).to(dtype),
@@ -131,7 +131,7 @@ def converting_operator(operator: LinearOperator, compute_dtype: torch.dtype, dt
 
 
 def stacked_operator(operators: Sequence[LinearOperator], sizes: Sequence[int]) -> LinearOperator:
-    """Operators of R_1, R_2, ... rows as one."""
+    """Stack operators of R_1, R_2, ... rows into one of R_1 + R_2 + ... rows."""
     if len(operators) == 1:
         return operators[0]
     return LinearOperator(
@@ -142,7 +142,7 @@ def stacked_operator(operators: Sequence[LinearOperator], sizes: Sequence[int]) 
 
 
 def tf32_operator(operator: LinearOperator) -> LinearOperator:
-    """An operator whose float32 products may be computed in TF32, where the device has it."""
+    """Return the operator with its float32 products computed in TF32, if the device has it."""
 
     def in_tf32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*X: Tensor) -> Tensor:

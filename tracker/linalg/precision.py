@@ -1,9 +1,8 @@
-"""Precision of arithmetic: the switches of a device's float32 products, and what a block's own code rounds.
+"""Precision of arithmetic: switches of a device's float32 products, and detection of rounding inside a block's code.
 
-The switches let a device multiply float32 numbers less exactly: set for a while, and put back as they were.
-
-PyTorch has two sets of them, an older and a newer, and refuses some questions about the older when the newer disagrees.
-What is as wanted already is therefore not touched, and everything else is put back through the set that it came from.
+PyTorch has an older and a newer set of switches that let a device multiply float32 numbers less exactly, and it refuses to
+read some of the older ones when the newer ones disagree. So switches that have the right value are not touched, and the
+others are restored through the set that they belong to.
 """
 
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ OLDER = {"ieee": "highest", "tf32": "high"}
 
 @contextmanager
 def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
-    """Matrix products and convolutions of float32 in full ("ieee"), or in TF32 where the device has it."""
+    """Compute float32 matrix products and convolutions in full precision ("ieee"), or in TF32 if the device has it."""
     before = [switch.fp32_precision for switch in switches()]
     cudnn: Any = torch.backends.cudnn
     older, convolutions = _older(), cudnn.conv.fp32_precision
@@ -44,14 +43,14 @@ def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
 
 
 def switches() -> list[Any]:
-    """The newer set; each stands for itself or, at "none", for the one above it."""
+    """Return the newer switches; one set to "none" follows the switch above it."""
     backends: Any = torch.backends
     onednn, cudnn = backends.mkldnn, backends.cudnn
     return [backends.cuda.matmul, onednn.matmul, onednn.conv, cudnn.conv, cudnn.rnn]
 
 
 def _older() -> str | None:
-    """The older switch of matrix products; None where the newer ones have been used beside it."""
+    """Return the older switch of matrix products; None if the newer ones have been set to other values."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -59,10 +58,10 @@ def _older() -> str | None:
 
 
 class Roundings(TorchFunctionMode):
-    """Notice while it lasts whether code rounds floating tensors to a lower precision than it was given them in.
+    """While active, detect whether an operation rounds floating tensors to a lower precision than it was given (`seen`).
 
-    Many blocks do so in part: routers, norms, softmax and rotary positions in float32 whatever the dtype of the rest.
-    Code compiled by `torch.jit` is not seen.
+    Many blocks compute routers, norms, softmax and rotary positions in float32, whatever the dtype of the rest. Code
+    compiled by `torch.jit` is not observed.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class Roundings(TorchFunctionMode):
         result = function(*arguments, **(keywords or {}))
         if not self.seen:
             given = [t.dtype.itemsize for t in tree_leaves((arguments, keywords)) if _is_floating(t)]
-            # What is written into a tensor is rounded as well.
+            # An operation that returns None writes to its first argument, which rounds as well.
             written = arguments[:1] if result is None else result
             self.seen = any(t.dtype.itemsize < max(given, default=0) for t in tree_leaves(written) if _is_floating(t))
         return result

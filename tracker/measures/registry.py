@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tracker.measures import trajectory
-from tracker.measures.choices import OPTIONS, Option, choices, defaults
+from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.declaration import Measure
 from tracker.measures.families import BEFORE_NORM, EXTRAS, KINDS, across_tokens, couplings, jacobians

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
+from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.measures import trajectory
 from tracker.measures.registry import DIMS, TRAJECTORY

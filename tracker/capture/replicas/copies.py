@@ -1,8 +1,8 @@
-"""Copies of nested values: containers and plain data objects, however deep, with a choice of what becomes of the rest.
+"""Copy nested containers and plain data objects; a caller's function handles every other value.
 
 A forward pass may append to a list, fill a dictionary or write into a cache object that it was given or that a module
-holds. What is measured gets copies of these, so that nothing it writes reaches the caller, and no replay sees what a
-later call wrote.
+holds. A replica gets copies of these, so that its writes do not reach the caller and no replay sees what a later call
+wrote.
 """
 
 from collections import deque
@@ -17,11 +17,13 @@ SCALARS = (str, bytes, bool, int, float, complex, type(None))
 
 
 def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """Copy `value` where it is a container or a plain data object; `leaf` gives what stands in for everything else.
+    """Copy `value` if it is a container or a plain data object, recursively; replace every other value v by leaf(v).
 
     Args:
-        memo: by `id`, what has been copied already: one value held in two places stays one value. The originals must live
-            as long as the memo.
+        value: any value; numbers and text are returned as they are.
+        leaf: function of a value that is neither a container nor plain data.
+        memo: copies made so far, by the original's `id`, so that a value in two places stays one value. The originals must
+            live as long as the memo.
     """
     if isinstance(value, SCALARS):
         return value
@@ -48,7 +50,7 @@ def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) ->
 
 
 def clone_if_tensor(value: Any) -> Any:
-    """A tensor's clone, and any other value itself: a `leaf` of `copied`."""
+    """Clone a tensor, return any other value as it is: a `leaf` for `copy_nested`."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -64,20 +66,20 @@ def contains_tensors(value: Any) -> bool:
 
 
 def is_data(value: Any, depth: int = 3) -> bool:
-    """Whether an object is plain data: it holds numbers, text, tensors, types, and containers or objects of these alone.
+    """Whether an object is plain data: it has only numbers, text, tensors, types, and containers or objects of these.
 
-    Such are caches and configurations; modules, trainers, functions and open files are not.
+    Caches and configurations are plain data; modules, trainers, functions and open files are not.
     """
     if depth == 0 or not hasattr(value, "__dict__") or isinstance(value, (Tensor, Enum, type)) or callable(value):
         return False
-    return all(_holds_data(entry, depth) for entry in vars(value).values())
+    return all(_is_data_entry(entry, depth) for entry in vars(value).values())
 
 
-def _holds_data(value: Any, depth: int) -> bool:
+def _is_data_entry(value: Any, depth: int) -> bool:
     if isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch":  # dtypes, devices, sizes
         return True
     if isinstance(value, dict):
-        return all(_holds_data(entry, depth) for entry in value.values())
+        return all(_is_data_entry(entry, depth) for entry in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return all(_holds_data(entry, depth) for entry in value)
+        return all(_is_data_entry(entry, depth) for entry in value)
     return is_data(value, depth - 1)

@@ -1,8 +1,8 @@
-"""Activation checkpointing passed through: what `torch.utils.checkpoint` wraps runs plainly.
+"""Run functions wrapped in `torch.utils.checkpoint` without recomputation.
 
-A checkpointed function forgets its graph and runs again in the backward pass. One way of it refuses
-`torch.autograd.grad`, the other runs the function again where a measurement no longer stands at its attention. The result
-is the same without it. Both ways are intercepted below `checkpoint` itself, which modules often import by name.
+A checkpointed function drops its graph and runs again in the backward pass. The reentrant implementation refuses
+`torch.autograd.grad`; the other one runs the function again when its attention is no longer intercepted. Without
+checkpointing the result is the same. Both are intercepted below `checkpoint` itself, which modules often import by name.
 """
 
 import functools
@@ -16,8 +16,8 @@ from typing import Any
 
 @contextmanager
 def checkpointing_disabled() -> Iterator[None]:
-    """Run checkpointed functions of this thread plainly until the block ends; one thread at a time may do so."""
-    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")  # where nobody imported it, nobody can call it
+    """Run this thread's checkpointed functions as plain functions; only one thread at a time may do so."""
+    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")  # if it was never imported, nothing can call it
     with ExitStack() as stack:
         if checkpoint is not None:
             reentrant = checkpoint.CheckpointFunction
@@ -31,7 +31,7 @@ def checkpointing_disabled() -> Iterator[None]:
         yield
 
 
-_GENERATORS = [  # the first is that of torch 2.11, the second of 2.15
+_GENERATORS = [  # the first in torch 2.11, the second in 2.15
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
 ]
@@ -44,14 +44,14 @@ def _apply(original: Callable, thread: int, function: Callable, preserve_rng_sta
 
 
 def _generator(original: Callable, thread: int, *arguments: Any, **keywords: Any) -> Iterator[None]:
-    """What runs before and after the checkpointed function: nothing but the context that the caller gave."""
+    """Replace the generator that runs before and after a checkpointed function: only the caller's own context is entered."""
     if threading.get_ident() != thread:
         return original(*arguments, **keywords)
     given = inspect.signature(original).bind(*arguments, **keywords).arguments.get("context_fn")
-    return _within(given)
+    return _within_context(given)
 
 
-def _within(context_fn: Callable | None) -> Iterator[None]:
+def _within_context(context_fn: Callable | None) -> Iterator[None]:
     with ExitStack() as stack:
         if context_fn is not None:
             stack.enter_context(context_fn()[0])
@@ -59,7 +59,7 @@ def _within(context_fn: Callable | None) -> Iterator[None]:
 
 
 def _restore(owner: Any, name: str, value: Any) -> None:
-    """Put back what the class itself had; what it inherited reappears."""
+    """Restore an attribute of the class itself; one that it inherited becomes visible again."""
     if value is None:
         delattr(owner, name)
     else:

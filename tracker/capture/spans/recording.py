@@ -1,4 +1,4 @@
-"""One forward pass recorded as replayable calls of spans (`spans`), each proved to begin with the whole state."""
+"""Record one forward pass as calls of spans, and check that each begins with the whole hidden state."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.boundaries import Boundary
-from tracker.capture.module_state import ModuleState
 from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
-from tracker.capture.span_checks import check_stateless, check_whole_state
-from tracker.capture.spans import SpanCall, run
+from tracker.capture.replicas.module_state import ModuleState
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spans.calls import SpanCall, run
+from tracker.capture.spans.checks import check_stateless, check_whole_state
 from tracker.capture.spill import Spill
 from tracker.errors import UsageError
 
@@ -22,21 +22,26 @@ from tracker.errors import UsageError
 def record_spans(
     replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30
 ) -> Recording:
-    """Run the model and keep the states at every boundary, beyond `memory` bytes in files. Call inside `preserve_global_state`.
+    """Run the model and record the state at every boundary. Call inside `preserve_global_state`.
+
+    Args:
+        replica: the copy of the model that runs.
+        arguments: positional arguments of the model's forward; they are copied.
+        keywords: its keyword arguments; they are copied.
+        memory: bytes of recorded states to keep in memory; the others go to files.
 
     Raises:
-        UsageError: if a boundary was not reached, or more than once; if a span begins elsewhere than the one before ended,
-            or does not keep the shape; if a state is not all that the rest of the pass depends on.
+        UsageError: if the pass did not reach a boundary, or reached it twice; if a span does not begin where the one before
+            ended, or changes the shape; if the rest of the pass depends on more than the state at a boundary.
         FloatingPointError: if a state is not finite.
     """
-    arguments, keywords = replica.own((list(arguments), dict(keywords)))
+    arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
     bound = inspect.signature(replica.module.forward).bind(*arguments, **keywords)
     recorder = _Recorder(replica, Spill(memory))
     before = ModuleState(replica.module)
     with replica.materialize(replica.module):
-        replica.begin_call()
-        output = recorder.run(bound)
-        replica.end_call(replica.module)
+        with replica.watch_writes(replica.module):
+            output = recorder.run(bound)
         calls = recorder.calls(bound)
         if before.changed():
             check_stateless(replica, bound, calls, before)
@@ -48,75 +53,82 @@ def record_spans(
 
 
 class _Recorder:
+    """The hooks that record states at boundaries, and the states recorded so far."""
+
     def __init__(self, replica: Replica, spill: Spill) -> None:
         self.replica = replica
         self.spill = spill
         self.spans = replica.description.spans
-        self.met: dict[Boundary, Tensor] = {}
+        self.states: dict[Boundary, Tensor] = {}
         self.normed: tuple[str, nn.Module, Tensor] | None = None
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
-        """Run once; returns what the model does."""
+        """Run the model once, with hooks at all boundaries and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
         with ExitStack() as stack:
             for name in self.replica.description.final_norms:
                 norm = self.replica.module.get_submodule(name)
-                stack.callback(norm.register_forward_hook(partial(self.norm, name)).remove)
-            return run(self.replica, arguments, {b: partial(self.meet, b) for b in boundaries})
+                stack.callback(norm.register_forward_hook(partial(self.leave_norm, name)).remove)
+            return run(self.replica, arguments, {b: partial(self.record_state, b) for b in boundaries})
 
-    def meet(self, boundary: Boundary, state: Tensor) -> None:
-        """Keep the state at a boundary."""
+    def record_state(self, boundary: Boundary, state: Tensor) -> None:
+        """Record the state at a boundary."""
         if state.dim() != 3 or not state.is_floating_point():
-            kind = str(state.dtype).removeprefix("torch.")
+            dtype = str(state.dtype).removeprefix("torch.")
             raise UsageError(
-                f"the {boundary} is {kind} {tuple(state.shape)}; a boundary is where the hidden state (batch, tokens, width) "
+                f"the {boundary} is {dtype} {tuple(state.shape)}; a boundary is where the hidden state (batch, tokens, width) "
                 "is given or returned"
             )
-        if boundary in self.met:
+        if boundary in self.states:
             raise UsageError(
-                f"the {boundary} is met twice in the forward pass; name boundaries that are met once, in order of depth"
+                f"the forward pass reaches the {boundary} twice; name boundaries that it reaches once, in order of depth"
             )
         if not torch.isfinite(state).all():
             raise FloatingPointError(
                 f"the {boundary} has values that are not finite (overflow or NaN in {self.replica.dtype}); check the "
                 "weights, or measure in float64"
             )
-        self.met[boundary] = self.spill.keep(self.oriented(state).clone())
+        self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
 
-    def norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Keep the first norm that is handed the last state."""
-        last, given = self.met.get(self.spans[-1][1]), args[0] if args else None
+    def leave_norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        """Record the first norm that takes the last state."""
+        last, given = self.states.get(self.spans[-1][1]), args[0] if args else None
         if last is None or self.normed is not None or not isinstance(given, Tensor) or given.dim() != 3:
             return
-        if _same(self.oriented(given), last):
+        if _equal(self.to_batch_first(given), last):
             if not torch.isfinite(output).all():
                 raise FloatingPointError(
                     f"the final norm ({name}) gives values that are not finite; measure in float64"
                 )
-            self.normed = (name, module, self.oriented(output))
+            self.normed = (name, module, self.to_batch_first(output))
 
-    def oriented(self, state: Tensor) -> Tensor:
-        """(B, n, d)."""
+    def to_batch_first(self, state: Tensor) -> Tensor:
+        """Return a state as (B, n, d)."""
         return state if self.replica.description.batch_first else state.transpose(0, 1)
 
     def calls(self, arguments: inspect.BoundArguments) -> list[SpanCall]:
-        """The spans, in the order in which they were named."""
+        """Return the recorded spans, in the order in which they were named.
+
+        Raises:
+            UsageError: for boundaries that were not reached or are out of order, and spans that do not follow each other.
+        """
         boundaries = [boundary for span in self.spans for boundary in span]
-        missed = [str(boundary) for boundary in dict.fromkeys(boundaries) if boundary not in self.met]
+        missed = [str(boundary) for boundary in dict.fromkeys(boundaries) if boundary not in self.states]
         if missed:
             raise UsageError(f"the forward pass never reached {len(missed)} of the boundaries: {', '.join(missed)}")
-        order = [list(self.met).index(boundary) for boundary in boundaries]
+        order = [list(self.states).index(boundary) for boundary in boundaries]
         if order != sorted(order) or any(start == end for start, end in self.spans):
             raise UsageError(
-                f"the boundaries are not in order of depth; the forward pass meets them so: {', '.join(map(str, self.met))}"
+                "the boundaries are not in order of depth; the forward pass reaches them in this order: "
+                f"{', '.join(map(str, self.states))}"
             )
         calls: list[SpanCall] = []
         for i, (span, name) in enumerate(zip(self.spans, self.replica.description.names, strict=True)):
-            x, y = (self.met[boundary] for boundary in span)
-            if calls and not _same(x, calls[-1].y):
+            x, y = (self.states[boundary] for boundary in span)
+            if calls and not _equal(x, calls[-1].y):
                 raise UsageError(
-                    f"the {span[0]} is not the hidden state that the span before ends with (the {self.spans[i - 1][1]}); "
-                    "name spans each of which begins with the tensor that the one before ends with"
+                    f"the {span[0]} is not the hidden state that the previous span ends with (the {self.spans[i - 1][1]}); "
+                    "name spans that each begin with the tensor that the previous one ends with"
                 )
             if x.shape != y.shape:
                 raise UsageError(
@@ -129,5 +141,5 @@ class _Recorder:
         return calls
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a, b.to(a.device))

@@ -1,7 +1,7 @@
-"""A module's weights as plain tensors, however its model keeps them: offloaded, quantised, sharded, under inference mode.
+"""Read a module's weights as plain tensors: offloaded, quantised, sharded, or made under inference mode.
 
-What knows about accelerate, bitsandbytes and distributed tensors is here; nothing of them is imported unless a model
-brought it along.
+All code that depends on accelerate, bitsandbytes and distributed tensors is here; none of them is imported unless the
+model uses it.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from tracker.errors import UsageError
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its own value: not quantised, sharded, sparse or offloaded."""
+    """Whether a tensor holds its own values: not quantised, sharded, sparse or offloaded."""
     return (
         type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
         and tensor.layout == torch.strided
@@ -24,10 +24,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """The full, dequantised, detached value of a module's parameter or buffer.
+    """Return the full, dequantised, detached value of a module's parameter or buffer.
 
     Raises:
-        UsageError: if the weights are not there (on the meta device, and offloaded to nowhere known).
+        UsageError: if the weights are on the meta device and accelerate has no offloaded copy.
     """
     if tensor.device.type == "meta":
         tensor = _offloaded(module, name)
@@ -39,20 +39,20 @@ def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(tensor.data, tensor.SCB)  # type: ignore[attr-defined]
-    full = getattr(tensor, "full_tensor", None)  # DTensor: every rank must take part
+    full = getattr(tensor, "full_tensor", None)  # DTensor: a collective, which every rank must call
     if full is not None:
         return full().detach()
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class whose forward works on plain weights: a quantised linear layer becomes a linear layer."""
+    """Return the class whose forward takes plain weights: nn.Linear for a quantised linear layer, else `cls`."""
     quantised = cls.__module__.startswith("bitsandbytes.") and issubclass(cls, nn.Linear)
     return nn.Linear if quantised else cls
 
 
 def _offloaded(module: nn.Module, name: str) -> Tensor:
-    """The value that accelerate's hook on the module would bring back for its forward pass."""
+    """Return the value that accelerate's hook on the module would load for its forward pass."""
     hook: Any = module.__dict__.get("_hf_hook")
     for one in getattr(hook, "hooks", [hook]):
         offloaded = getattr(one, "weights_map", None)

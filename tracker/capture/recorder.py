@@ -1,0 +1,237 @@
+"""Record one forward pass of a model: hooks on its blocks and attentions fill a `Recording`.
+
+The pass runs through a replica, so that all of it is in the measuring dtype. Recorded tensors beyond a memory budget are
+kept in files (`spill`).
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.capture import outputs, residual_pair
+from tracker.capture.attention import OriginalAttention, intercept_attention
+from tracker.capture.outputs import hidden_state
+from tracker.capture.recording import AttentionCall, BlockCall, Recording, recording_kernels
+from tracker.capture.replicas.copies import copy_nested
+from tracker.capture.replicas.module_state import STATELESS, ModuleState, irreproducible
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spill import Spill
+from tracker.errors import UsageError
+
+
+def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
+    """Run the model once and record every block's call. Call inside `preserve_global_state`.
+
+    Args:
+        replica: the copy of the model that runs.
+        arguments: positional arguments of the model's forward; they are copied.
+        keywords: its keyword arguments; they are copied.
+        memory: bytes of recorded tensors to keep in memory; the others go to files.
+
+    Raises:
+        UsageError: if a block was not reached, is not residual (its input and output differ in shape), or did not take the
+            output of the block before it.
+        FloatingPointError: if a block returned a value that is not finite.
+    """
+    recorder = _Recorder(replica, Spill(memory))
+    with ExitStack() as stack:
+        stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
+        for name in replica.description.final_norms:
+            norm = replica.module.get_submodule(name)
+            stack.callback(norm.register_forward_hook(partial(recorder.leave_norm, name)).remove)
+        stack.enter_context(intercept_attention(recorder.record_attention))
+        stack.enter_context(recording_kernels(replica.dtype))
+        arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
+        replica.run(arguments, keywords)
+    return recorder.recording()
+
+
+class _Recorder:
+    """The hooks that record a pass, and what they have recorded so far."""
+
+    def __init__(self, replica: Replica, spill: Spill):
+        self.replica = replica
+        self.spill = spill
+        self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
+        self.calls: list[BlockCall] = []
+        self.running: BlockCall | None = None
+        self.normed: tuple[str, nn.Module, Tensor] | None = None
+        self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
+        self.state_before: ModuleState | None = None
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
+
+    def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Record a block's arguments and input."""
+        self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
+        bound = inspect.signature(block.forward).bind(*args, **kwargs)
+        name = self.names[id(block)]
+        if not bound.arguments:
+            raise UsageError(
+                f"block {name} is called without arguments; the first argument of a residual block is its hidden state"
+            )
+        state = next(iter(bound.arguments))
+        x = bound.arguments[state]
+        if not (isinstance(x, Tensor) and x.dim() == 3):
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise UsageError(
+                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
+            )
+        batch_first = self.replica.description.batch_first
+        place, second = self.find_pair(bound, state) if self.outputs else (None, None)
+        x = x if second is None else x + residual_pair.get_argument(bound, second)
+        x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
+        # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
+        if not self.calls:
+            self.check_finite(x, f"the model, before its first block ({name}),")
+            x = self.spill.keep(x.clone())
+        elif self.is_last_output(x):
+            x = self.calls[-1].y
+        else:
+            raise UsageError(
+                f"the model changes the hidden state between {self.calls[-1].name} and {name}; "
+                "name consecutive blocks, so that each takes the output of the one before"
+            )
+        bound.arguments[state] = None  # every replay sets it; keeping it here would keep the original alive
+        if second is not None:
+            residual_pair.set_argument(bound, second, None)
+        memo: dict[int, Any] = {}
+        given = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
+        bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
+        layer = len(self.calls) + 1
+        self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
+        self.running.second_argument, self.running.second_output = second, place
+        self.running.input_dtype = input_dtype
+
+    def copy_argument(self, value: Any) -> Any:
+        """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
+        if not isinstance(value, Tensor):
+            return value
+        key = id(value), value._version
+        if key not in self.copies:
+            self.copies[key] = value, value.clone()  # the original is kept alive, so that its id is not reused
+        return self.copies[key][1]
+
+    def find_pair(self, bound: inspect.BoundArguments, state: str) -> tuple[int | None, str | None]:
+        """Find out whether the previous block passed its state on as two tensors; if so, record their sum as its output.
+
+        Returns:
+            The second tensor's index in the previous block's output, and the argument that carries it into this block.
+        """
+        place, second = residual_pair.find_pair(bound, state, self.outputs)
+        before = self.calls[-1]
+        if place is not None and before.second_output is None:  # the first such block
+            y = self.outputs[0] + self.outputs[place]
+            before.second_output = place
+            before.y = self.spill.keep(y if before.batch_first else y.transpose(0, 1))
+            given = None if second is None else residual_pair.get_argument(before.arguments, second)
+            if isinstance(given, Tensor) and given.shape == self.outputs[0].shape:
+                assert second is not None
+                before.second_argument = second
+                residual_pair.set_argument(before.arguments, second, None)
+                before.x = self.spill.keep(before.x + (given if before.batch_first else given.transpose(0, 1)))
+        return place, second
+
+    def record_attention(
+        self,
+        attention: OriginalAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+    ) -> Any:
+        """Record an attention's keys, values and mask, and run it."""
+        if self.running is not None:
+            self.running.attention.append(AttentionCall(key, value, mask, causal))
+        return attention(query, key, value, mask, causal)
+
+    def leave_block(self, block: nn.Module, args: tuple, output: Any) -> None:
+        """Record a block's output, and check that the block keeps no state between calls."""
+        call, self.running = self.running, None
+        assert call is not None
+        y = hidden_state(output)
+        if not isinstance(y, Tensor):
+            raise UsageError(f"block {call.name} returns {outputs.describe_output(output)}; {outputs.ACCEPTED_FORMS}")
+        self.outputs = residual_pair.outputs_like(y, output)
+        y = y if call.second_output is None else y + output[call.second_output]
+        y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
+        if y.shape != call.x.shape:
+            raise UsageError(
+                f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
+            )
+        self.check_finite(y, f"block {call.layer} ({call.name})")
+        call.y = self.spill.keep(y.clone())
+        if self.state_before is not None and self.state_before.changed():
+            self.check_stateless(call, self.state_before)
+        self.replica.stateless.add(id(block))
+        for attention in call.attention:
+            attention.key, attention.value = self.spill.keep(attention.key), self.spill.keep(attention.value)
+        self.calls.append(call)
+        self.normed = None  # a norm recorded so far took an earlier block's output
+
+    def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
+        """Check that the block gives the same output from its attributes after the recorded call as from those before it.
+
+        Both calls are on another input than the recorded one: a cached output would agree on that.
+        """
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.x)
+        x = call.x + 0.1 * noise * call.x.square().mean().sqrt()
+        after = ModuleState(call.block)
+        found = call(x)
+        with self.replica.materialize(call.block):
+            before.restore()
+            expected = call(x)
+        after.restore()
+        if not torch.allclose(found, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
+            raise irreproducible(f"block {call.layer} ({call.name}) does not reproduce its own output")
+
+    def leave_norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
+        """Record the first norm that takes the last block's output itself."""
+        if self.calls and self.normed is None and args and isinstance(args[0], Tensor):
+            batch_first = self.calls[-1].batch_first
+            if self.is_last_output(args[0] if batch_first else args[0].transpose(0, 1)):
+                normed = output if batch_first else output.transpose(0, 1)
+                self.normed = (name, module, normed.to(self.replica.dtype))
+
+    def is_last_output(self, x: Tensor) -> bool:
+        """Whether x (B, n, d) equals the output recorded last."""
+        last = self.calls[-1].y
+        return x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
+
+    def recording(self) -> Recording:
+        """Check the recorded calls and return them.
+
+        Raises:
+            UsageError: if the pass did not reach a block, or a pair of state tensors does not act through its sum alone.
+            FloatingPointError: if the final norm returned a value that is not finite.
+        """
+        reached = {call.name for call in self.calls}
+        missed = [name for name in self.replica.description.names if name not in reached]
+        if missed:
+            raise UsageError(
+                f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}; if the model calls "
+                "parts of them separately, name the boundaries between blocks: blocks=[('input of A', 'output of B'), ...]"
+            )
+        for call in self.calls:
+            if call.second_argument is not None:
+                residual_pair.check_sum(call)
+        if self.normed is None:
+            return Recording(self.calls, None, None)
+        name, module, normed = self.normed
+        self.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
+        return Recording(self.calls, (name, module), normed)
+
+    def check_finite(self, values: Tensor, where: str) -> None:
+        """Raise FloatingPointError, naming the place, if a value is not finite."""
+        if not torch.isfinite(values).all():
+            raise FloatingPointError(
+                f"{where} gives values that are not finite (overflow or NaN in {self.replica.dtype}); check the weights, "
+                "or measure in float64"
+            )

@@ -1,0 +1,11 @@
+"""Copy a model for one measurement, so that the caller's model is only read.
+
+Input: an `nn.Module`, its `Blocks`, a dtype and a device. Output: a `Replica`, which runs like the model, in eval mode and in
+that dtype.
+
+- `replica`: the copied module tree, and when its parts hold weights.
+- `weights`: parameters as plain tensors: dequantized, gathered from shards, loaded from offloading.
+- `guard`: copy-on-write for tensors that share the caller's memory.
+- `copies`: copies of nested containers and plain data objects.
+- `module_state`: attributes of modules besides weights, to detect and restore changes.
+"""

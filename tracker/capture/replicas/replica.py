@@ -1,0 +1,264 @@
+"""Copy a model's module tree; give the copy the model's weights, in the measuring dtype, only while they are needed.
+
+The replica has no hooks and no compiled wrappers and is in eval mode. So bf16 and fp16 weights are measured in float32, hooks
+on the caller's modules never fire, and nothing has to be restored when measuring raises. Lists, dictionaries and cache
+objects that the modules hold are copied (`copies`); tensors share the caller's memory until a forward pass writes to them
+(`guard`).
+
+Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time. Weights that have the
+measuring dtype and device already are shared, not copied.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.blocks.find import Blocks, unwrap
+from tracker.capture.attention import hook_attn_method
+from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
+from tracker.capture.replicas.guard import SharedTensors, WriteGuard
+from tracker.capture.replicas.weights import is_plain, plain_class, plain_tensor
+from tracker.errors import UsageError
+
+
+class StopForward(BaseException):
+    """Raised by a hook to end a forward pass (`Replica.run`) with a value. A model's code may catch any Exception."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Replica:
+    """A copy of a model's module tree whose modules hold weights, in `dtype` on `device`, only inside `materialize`."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device):
+        self._shared = SharedTensors()
+        self.module = _ModuleCopier(self._shared).copy(model)
+        for part in self.module.modules():
+            hook_attn_method(part)
+            if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # LightningModule's own record of dtype and device
+                part.__dict__.update(_dtype=dtype, _device=device)
+        _adjust_configs(self.module)
+        self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
+        self.description = blocks
+        self.dtype = dtype
+        self.device = device
+        self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
+        self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
+
+    def guard(self) -> WriteGuard:
+        """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
+        return WriteGuard(self._shared)
+
+    def run(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Run the forward pass under `guard`; return its output, or the value of the `StopForward` that ended it."""
+        with self.guard():
+            try:
+                return self.module(*arguments, **keywords)
+            except StopForward as stopped:
+                return stopped.value
+
+    @contextmanager
+    def watch_writes(self, module: nn.Module) -> Iterator[None]:
+        """Undo on exit what `module` wrote to its weights, and remember that it writes to them."""
+        self._shared.begin_call()
+        yield
+        self._undo_writes(module)
+
+    def _undo_writes(self, module: nn.Module) -> None:
+        if self._shared.undo_writes():
+            self._writers.add(id(module))
+
+    def fresh_weights(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for one call of a block that holds its weights: copies of them, if it writes to them."""
+        return self.materialize(block) if id(block) in self._writers else nullcontext()
+
+    @contextmanager
+    def stream_blocks(
+        self, enter: Callable[..., None] | None = None, leave: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
+        """Hold the weights outside the blocks throughout, and each block's weights while that block runs.
+
+        Args:
+            enter: a forward pre-hook (with keywords) for every block, called before the block's weights are loaded.
+            leave: a forward hook for every block, called before they are released, when the block's writes to them are
+                undone. It may call the block again: that runs neither hook.
+        """
+        running: list[tuple[nn.Module, ExitStack | None]] = []  # with no stack: called again while it runs
+
+        def load(block: nn.Module, args: tuple, kwargs: dict) -> None:
+            if any(block is other for other, _ in running):
+                running.append((block, None))
+                return
+            if enter is not None:
+                enter(block, args, kwargs)
+            weights = ExitStack()
+            running.append((block, weights))
+            weights.enter_context(self.materialize(block))
+            self._shared.begin_call()
+
+        def release(block: nn.Module, args: tuple, output: Any) -> Any:
+            _, weights = running[-1]
+            changed = None
+            if weights is not None:
+                self._undo_writes(block)
+                changed = leave(block, args, output) if leave is not None else None
+                weights.close()
+            running.pop()
+            return changed
+
+        with ExitStack() as stack:
+            stack.enter_context(self.materialize(self.module, exclude=self.blocks))
+            stack.callback(lambda: [weights.close() for _, weights in reversed(running) if weights is not None])
+            for block in self.blocks:
+                stack.callback(block.register_forward_pre_hook(load, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(release).remove)
+            yield
+
+    @contextmanager
+    def materialize(
+        self, module: nn.Module | None, exclude: Sequence[nn.Module] = (), dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
+        """Give `module`, except the parts in `exclude`, its weights on the device, in the measuring dtype or in `dtype`."""
+        dtype = dtype or self.dtype
+        copied = id(module) in self._writers
+        skipped = {id(part) for excluded in exclude for part in excluded.modules()}
+        converted: dict[int, Tensor] = {}  # by id, so that tied weights stay tied
+        replaced = []
+        try:
+            for part in module.modules() if module is not None else ():
+                if id(part) in skipped:
+                    continue
+                for store in ("_parameters", "_buffers"):
+                    tensors = part.__dict__[store]
+                    replaced.append((part, store, tensors))
+                    part.__dict__[store] = {
+                        name: self._materialize(part, name, t, dtype, copied, converted) for name, t in tensors.items()
+                    }
+                for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
+                    hook(part, ())
+            with self._shared.watch(converted.values()):
+                yield
+        finally:
+            for part, store, tensors in replaced:
+                part.__dict__[store] = tensors
+
+    def _materialize(
+        self,
+        part: nn.Module,
+        name: str,
+        tensor: Tensor | None,
+        dtype: torch.dtype,
+        copied: bool,
+        converted: dict[int, Tensor],
+    ) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in converted:
+            plain = self.convert(plain_tensor(part, name, tensor), dtype)
+            converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
+        return converted[id(tensor)]
+
+    def copy_inputs(self, value: Any) -> Any:
+        """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""
+
+        def leaf(entry: Any) -> Any:
+            converted = self.convert(entry) if isinstance(entry, Tensor) else entry
+            return clone_if_tensor(converted) if converted is entry else converted
+
+        return copy_nested(value, leaf, {})
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Move a tensor to the device; cast it to the measuring dtype, or to `dtype`, if it is floating."""
+        tensor = tensor.to(self.device, (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype)
+        return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph
+
+
+class _ModuleCopier:
+    """Copy a module tree: own dictionaries and containers, shared tensors, no hooks, eval mode, no compiled wrappers."""
+
+    def __init__(self, shared: SharedTensors) -> None:
+        self.shared = shared
+        self.memo: dict[int, Any] = {}  # by id of the original
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """Copy a module and all its parts; each module has one copy, however many modules hold it."""
+        module = unwrap(module)
+        if id(module) in self.memo:
+            return self.memo[id(module)]
+        new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
+        state = new.__dict__
+        for name, value in module.__dict__.items():
+            if name in _HOOKS:
+                state[name] = OrderedDict()
+            elif name in ("_parameters", "_buffers", "_modules"):
+                state[name] = {key: None if entry is None else self.copy_leaf(entry) for key, entry in value.items()}
+            else:
+                state[name] = copy_nested(value, self.copy_leaf, self.memo)
+        state.update(training=False, _compiled_call_impl=None)
+        # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
+        state["_weight_hooks"] = [
+            h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")
+        ]
+        _rebind_methods(module, new)
+        return new
+
+    def copy_leaf(self, value: Any) -> Any:
+        """Copy a module, share a plain tensor, keep anything else; `copy_nested` has handled containers."""
+        if isinstance(value, nn.Module):
+            return self.copy(value)
+        if isinstance(value, Tensor) and is_plain(value):
+            if id(value) not in self.memo:  # tied weights stay tied
+                self.memo[id(value)] = self.shared.share(value)
+            return self.memo[id(value)]
+        return value
+
+
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
+
+
+def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
+    """Bind methods stored on the instance to its copy, and drop the forwards that accelerate and `torch.compile` installed.
+
+    Raises:
+        UsageError: if anything else replaced the forward on the instance.
+    """
+    state = new.__dict__
+    for name, value in list(state.items()):
+        if isinstance(value, MethodType) and value.__self__ is module:
+            state[name] = MethodType(value.__func__, new)
+    if "_hf_hook" in state or hasattr(state.get("forward"), "_torchdynamo_orig_callable"):
+        state.pop("forward", None)
+    if "forward" in state and not isinstance(state["forward"], MethodType):
+        raise UsageError(
+            f"the forward of {type(module).__name__} was replaced on the instance by {state['forward']!r}, and what that "
+            "computes is not known: measure the model without it, or make it a method or a subclass"
+        )
+
+
+def _adjust_configs(replica: nn.Module) -> None:
+    """Give a Hugging Face replica its own configs, changed where replays need it.
+
+    No cache, where a replay would find the block's own keys; an attention that supports float32 and derivatives; experts
+    one by one, as the grouped kernels support neither float64 nor vmap.
+    """
+    copies: dict[int, Any] = {}
+    for part in replica.modules():
+        config: Any = part.__dict__.get("config")
+        if not hasattr(config, "_attn_implementation"):
+            continue
+        if id(config) not in copies:
+            adjusted = copies[id(config)] = copy(config)
+            adjusted.use_cache = False
+            if adjusted._attn_implementation not in (None, "eager", "sdpa"):
+                adjusted._attn_implementation = "sdpa"
+            if getattr(adjusted, "_experts_implementation", None) not in (None, "eager"):
+                adjusted._experts_implementation = "eager"
+        part.__dict__["config"] = copies[id(config)]

@@ -1,0 +1,127 @@
+"""Blocks that are spans of the forward pass, from one boundary to the next (`tracker.blocks.boundaries`), as replayable calls.
+
+A span's function is the whole forward pass, run again on the recorded arguments. At the start boundary the tensor found
+there is replaced by the new state: by identity, in the arguments of every later PyTorch function, so that a residual kept in
+a local variable is replaced too, and no memory is written to. At the end boundary the pass stops. That the tensor at the
+start is the whole state is checked (`checks`).
+
+Cost of a linearisation: one forward pass up to the end boundary; derivatives pass through the span alone. All weights of
+the model are loaded at once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import BoundArguments
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from tracker.blocks.boundaries import Boundary, Span
+from tracker.capture.outputs import hidden_state
+from tracker.capture.recording import BlockCall
+from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
+from tracker.capture.replicas.replica import Replica, StopForward
+from tracker.errors import UsageError
+
+BoundaryHook = Callable[[Tensor], Tensor | None]  # takes the tensor at a boundary; returns its replacement, or None
+
+NOT_SLICEABLE = "a span between two boundaries is no module that would run on single rows"
+
+
+@dataclass
+class SpanCall(BlockCall):
+    """One span in the recorded pass. `block` is the whole model, `arguments` are those of its forward."""
+
+    span: Span = field(kw_only=True)
+
+    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None, second: Tensor | None = None) -> Tensor:
+        """Run the model up to the end of the span, and the final norm if it is folded in, on a state (B, n, d)."""
+        assert not arguments and second is None  # spans are neither sliced into rows nor given states in two tensors
+        start, end = self.span
+        out = run(self.replica, self.arguments, {start: replace_with(x, self.batch_first), end: stop_at})
+        out = out if self.final_norm is None else self.final_norm(out)
+        return out if self.batch_first else out.transpose(0, 1)
+
+
+def replace_with(state: Tensor, batch_first: bool) -> BoundaryHook:
+    """Return a hook that replaces the tensor by a copy of `state` (B, n, d): later code may work in place."""
+    state = state if batch_first else state.transpose(0, 1)
+    return lambda found: state.clone(memory_format=torch.contiguous_format)
+
+
+def stop_at(state: Tensor) -> None:
+    """End the pass with the tensor at a boundary: a `BoundaryHook`."""
+    raise StopForward(state)
+
+
+def run(replica: Replica, arguments: BoundArguments, hooks: Mapping[Boundary, BoundaryHook]) -> Any:
+    """Run a replica that holds its weights on copies of the arguments, with hooks at boundaries.
+
+    Returns:
+        The model's output, or the tensor at which `stop_at` ended the pass.
+
+    Raises:
+        UsageError: if a boundary has no tensor.
+    """
+    copies = copy_nested(dict(arguments.arguments), clone_if_tensor, {})
+    bound = BoundArguments(arguments.signature, OrderedDict(copies))
+    replacement = _TensorReplacement()
+    with replica.fresh_weights(replica.module), ExitStack() as stack:
+        for boundary, hook in hooks.items():
+            module = replica.module.get_submodule(boundary.module)
+            if boundary.side == "input":
+                enter = partial(replacement.enter, boundary, hook)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            else:
+                stack.callback(module.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
+        stack.enter_context(replacement)
+        return replica.run(bound.args, bound.kwargs)
+
+
+class _TensorReplacement(TorchFunctionMode):
+    """Call the hooks of boundaries, and use the tensors they return wherever the ones found there are used later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by id; both are kept alive, so that ids are not reused
+
+    def current(self, value: Any) -> Any:
+        """Return a tensor's replacement, any other value as it is."""
+        while isinstance(value, Tensor) and id(value) in self.replaced:
+            value = self.replaced[id(value)][1]
+        return value
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        keywords = keywords or {}
+        if self.replaced:
+            arguments, keywords = tree_map(self.current, (tuple(arguments), keywords))
+        return function(*arguments, **keywords)
+
+    def enter(self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        """Handle the input of a module: a forward pre-hook."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self.call_hook(boundary, hook, tensors[0] if tensors else None)
+        return tuple(map(self.current, args)), {name: self.current(value) for name, value in kwargs.items()}
+
+    def leave(self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Handle the output of a module: a forward hook."""
+        self.call_hook(boundary, hook, hidden_state(output))
+        return type(output)(map(self.current, output)) if type(output) in (tuple, list) else self.current(output)
+
+    def call_hook(self, boundary: Boundary, hook: BoundaryHook, found: Any) -> None:
+        """Call a boundary's hook on the tensor found there, and record the replacement."""
+        if not isinstance(found, Tensor):
+            raise UsageError(
+                f"the {boundary} is {'no tensor' if found is None else type(found).__name__}; a boundary is where a hidden "
+                "state is given or returned"
+            )
+        found = self.current(found)
+        new = hook(found)
+        if new is not None:
+            self.replaced[id(found)] = found, new
