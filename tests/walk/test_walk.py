@@ -274,8 +274,8 @@ def test_interrupted_and_resumed(walker, number):
 @pytest.mark.slow
 def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
     """Killed at a random moment between the first line, when measuring begins, and the end."""
-    preserve_global_state = tmp_path / "uninterrupted"
-    process = walker.start("--out", str(preserve_global_state))
+    uninterrupted = tmp_path / "uninterrupted"
+    process = walker.start("--out", str(uninterrupted))
     process.stdout.readline()
     started = time.perf_counter()
     assert process.wait() == 0
@@ -292,7 +292,7 @@ def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
     assert 0 < max(left), left  # some were killed between units
     status, _, err = walker.run()
     assert status == 0, err
-    assert_same_results(walker.directory / "out", preserve_global_state)
+    assert_same_results(walker.directory / "out", uninterrupted)
 
 
 def test_a_damaged_unit_is_measured_again(walker):

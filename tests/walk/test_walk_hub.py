@@ -316,6 +316,6 @@ def test_the_embedded_suite_is_listed(suite, monkeypatch, capsys):
     monkeypatch.setattr(nano, "Recipe", lambda: TINY)
     assert command_line.main(["list", "nano"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "whole" in table[1]
+    assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "complete" in table[1]
     assert command_line.main(["verify", "nano"]) == 0
     assert "no published hash to compare with" in capsys.readouterr().out
