@@ -1,0 +1,44 @@
+"""Agreement of coupling measurements: between two methods, and with the published algorithm."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from torch import Tensor
+
+
+def certificate(dataset: "xr.Dataset") -> dict[str, Any]:
+    """Summarise the certificates of the singular vectors and the ways in which the Jacobians were computed."""
+    return {
+        "residual": float(dataset["residual"].max()),
+        "complete": bool(dataset["complete"].all()),
+        "full_svd": float(dataset["full_svd"].mean()),
+        "sliced": float(dataset["sliced"].mean()),
+        "smallest_gap": float(dataset["singular_gap"].min()),
+    }
+
+
+def differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
+    """Return the largest difference of each mis-coupling and, relative to s_1, of the singular values."""
+    from tracker.measures.registry import MISCOUPLINGS
+
+    found = {name: float(abs(dataset[name] - other[name]).max()) for name in MISCOUPLINGS}
+    s, t = dataset["singular_value"], other["singular_value"]
+    return found | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
+
+
+def errors(
+    dataset: "xr.Dataset", J: "list[Tensor]", expected: "Tensor", s: "Tensor", by_name: dict
+) -> dict[str, float]:
+    """Return the largest differences from the published algorithm for the first prompt; both are computed in float32."""
+    import torch
+
+    first = dataset.isel(prompt=0, token=0, k=0)
+    measured = torch.from_numpy(first["singular_value"].values).to(s)
+    norm = torch.linalg.matrix_norm
+    found = {"singular_value": float(((measured - s).abs() / s[:, :1]).max())}
+    if J:
+        found["jacobian"] = float((norm(torch.stack(J) - expected) / norm(expected)).max())
+    for name, values in by_name.items():
+        found[name] = float((torch.from_numpy(first[name].values) - values).abs().max())
+    return found
