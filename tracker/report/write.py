@@ -115,6 +115,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
+    from tracker.report.texts import texts
     from tracker.results import Store
 
     models = {name: contents(ds) for name, ds in summaries.items()}
@@ -125,6 +126,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         "models": [
             {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
         ],
+        "texts": texts(),
         "differences": differences,
         "across": between,
         "refresh": refresh,
@@ -154,7 +156,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
         lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
         carried=_text(notes.carried(models)),
-        css=(ASSETS / "page.css").read_text(encoding="utf-8"),
+        css=_css(),
         script="\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         plotly=get_plotlyjs(),
         data=_json(data),
@@ -176,6 +178,13 @@ def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -
         return compare_models(summaries), ""
     except ValueError as why:
         return None, str(why)
+
+
+def _css() -> str:
+    from tracker.figures.palette import css_variables
+
+    themes = f":root {{ {css_variables('light')} }}\n:root[data-theme='dark'] {{ {css_variables('dark')} }}\n"
+    return themes + (ASSETS / "page.css").read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> str:

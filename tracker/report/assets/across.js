@@ -1,5 +1,5 @@
 // Results beside each other, a point for each: coupling and score after the last step, and fits of one on another.
-const SIGNED = [[0, "#67001f"], [0.25, "#d6604d"], [0.5, "#f7f7f7"], [0.75, "#4393c3"], [1, "#053061"]];
+const SIGNED = data.texts.colours.diverging.map((colour, i, { length }) => [i / (length - 1), colour]);
 const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
 const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));
@@ -85,7 +85,7 @@ figures.definitions = {
     const fit = (measure, pairs, k) => a[measure][k][pairs].fit;
     return {
       title: "r of score and coupling, by definition",
-      traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m][0]}, ${PAIRS[pairs]}`),
+      traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m].label}, ${PAIRS[pairs]}`),
         kinds.map(([m, pairs]) => ks.map((k) => fit(m, pairs, k).r)), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
           colorscale: SIGNED,
           text: kinds.map(([m, pairs]) => ks.map((k) => (fit(m, pairs, k).r === null ? "" :

@@ -1,12 +1,8 @@
 // What all charts share: colours, axes, bands, drawing when seen, the numbers of a chart as CSV.
-// Okabe-Ito, told apart by colour-blind readers; a model also has its own marker and dash.
-const COLOURS = {
-  light: ["#0072B2", "#D55E00", "#007A5A", "#A6477F", "#8A6100", "#2B7FB8", "#1a1d21"],
-  dark: ["#56B4E9", "#E69F00", "#00B386", "#CC79A7", "#F0E442", "#FF8C42", "#e8eaed"],
-};
+// A model also has its own marker and dash.
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon"];
 const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px,2px,2px,2px,2px", "solid"];
-const colour = (i) => { const of = COLOURS[dark() ? "dark" : "light"]; return of [i % of.length]; };
+const colour = (i) => { const of = data.texts.colours[dark() ? "dark" : "light"]; return of [i % of.length]; };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const narrow = () => window.innerWidth < 760;
 const stepName = (step) => step.toLocaleString("en");
@@ -43,7 +39,11 @@ function logarithmic(values) {
       .toExponential() : String(tick))) };
 }
 
-const LOGARITHMIC = "logarithmic";
+// An axis of values: { scale: "logarithmic" or "from zero", ...Plotly's }.
+function scaled({ scale, ...axis } = {}, lines) {
+  if (scale === "logarithmic") return { ...logarithmic(lines.map((line) => line.y)), ...axis };
+  return scale === "from zero" ? { rangemode: "tozero", ...axis } : axis;
+}
 
 function styled(axis, base = {}) {
   const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
@@ -149,8 +149,7 @@ function draw(id) {
       traceorder: "normal", itemwidth: 30 },
     dragmode: narrow() ? false : "zoom",
   };
-  const axes = { xaxis: styled(xaxis), yaxis: styled(yaxis === LOGARITHMIC ? logarithmic(lines.map((line) => line
-      .y)) : yaxis), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false,
+  const axes = { xaxis: styled(xaxis), yaxis: styled(scaled(yaxis, lines)), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false,
         tickmode: "auto", nticks: 6 }) } : {}) };
   Plotly.react(area, lines, { ...base, ...rest, ...axes }, { responsive: true, displaylogo: false,
     displayModeBar: false });

@@ -22,59 +22,60 @@ function emphasised(x, middle, faint, low = null, high = null) {
   ];
 }
 
-function byDepth(id, title, name, log = false) {
-  figures[id] = {
-    has: () => Boolean(model().depth[name()]),
+function byDepth(chart) {
+  const has = () => model().depth[variableOf(chart)];
+  return {
+    has: () => Boolean(has()),
     draw() {
-      const d = model().depth[name()],
+      const d = has(),
         count = d.median.shape[1],
         x = range(count, d.first);
       const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
       return {
-        title: `${ofModel()}${title()}, step ${stepName(state.step)}`,
+        title: `${ofModel()}${titleOf(chart)}, step ${stepName(state.step)}`,
         traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
         layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
-          yaxis: log ? LOGARITHMIC : {} }
+          yaxis: valuesOf(chart) }
       };
     },
   };
 }
-byDepth("norm", () => `Norm of the states, ${LAST[state.last]}`, lastState("norm"), true);
-byDepth("lss_window", () => `Line-shape score, ${model().window} states`, () => "lss_window");
-byDepth("expodistance_window", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
-  lastState("expodistance", "_window"), true);
-byDepth("equidistance_window", () => `Variation of step lengths, ${model().window} states, ${LAST[state.last]}`,
-  lastState("equidistance", "_window"));
-byDepth("entropy", () => "Entropy of the next token, nats", () => "entropy");
 
-// The window around an early, a middle and a late block, over training (Figs 28, 29).
-function atBlocks(id, title, name, axis) {
-  figures[id] = {
-    has: () => Boolean(model().depth[name()]) && ofBlocks(name()).length > 0 && model().steps.length > 1,
+// Over training, at an early, a middle and a late block (Figs 28, 29).
+function atBlocks(chart) {
+  const has = () => model().depth[variableOf(chart)];
+  return {
+    has: () => Boolean(has()) && threeBlocks(has()).length > 0 && model().steps.length > 1,
     draw: () => ({
-      title: `${ofModel()}${title()}, at fixed blocks`,
-      traces: ofBlocks(name()).flatMap((l, i) => {
-        const d = model().depth[name()],
+      title: `${ofModel()}${titleOf(chart)}, at fixed blocks`,
+      traces: threeBlocks(has()).flatMap((l, i) => {
+        const d = has(),
           of = (statistic) => model().steps.map((_, s) => finite(atStep(d[statistic], s).values[l - 1]));
         return [traces.band(model().steps.map(at), of("q25"), of("q75"), i),
           traces.training(model(), of("median"), `block ${l}`, i, { meta: { low: of("q25"), high: of(
                 "q75") } })
         ];
       }),
-      layout: { xaxis: stepAxis(), yaxis: axis },
+      layout: { xaxis: stepAxis(), yaxis: valuesOf(chart) },
     }),
   };
 }
 
-function ofBlocks(name) {
-  const there = model().depth[name].defined;
+function threeBlocks({ defined }) {
   return union([
-    [0, Math.round((there.length - 1) / 2), there.length - 1].map((i) => there[i])
+    [0, Math.round((defined.length - 1) / 2), defined.length - 1].map((i) => defined[i])
   ]).filter((l) => l !== undefined);
 }
-atBlocks("lss_blocks", () => `Line-shape score, ${model().window} states`, () => "lss_window", {});
-atBlocks("expodistance_blocks", () => `Expodistance, ${model().window} states, ${LAST[state.last]}`,
-  lastState("expodistance", "_window"), LOGARITHMIC);
+
+const CHARTS = { training: [overTraining, "scores"], depth: [byDepth, "noise"], blocks: [atBlocks, "noise"] };
+for (const chart of data.texts.charts) {
+  const [of, following] = CHARTS[chart.chart];
+  const figure = Object.assign(document.createElement("figure"), { id: `${chart.id}-figure` });
+  figure.append(Object.assign(document.createElement("div"), { id: chart.id, className: "chart" }), Object.assign(
+    document.createElement("figcaption"), { textContent: chart.caption }));
+  $(`${following}-figure`).before(figure);
+  figures[chart.id] = of(chart);
+}
 
 figures.singular = {
   has: () => Boolean(model().singular),
@@ -92,7 +93,7 @@ figures.singular = {
             inverse > 0 ? 1 / inverse : null)), name: "fit of 1 / s₁", mode: "lines",
           line: { color: colour(0), dash: "dash", width: 2 } }
       ])],
-      layout: { xaxis: layerAxis(m.layers), yaxis: LOGARITHMIC }
+      layout: { xaxis: layerAxis(m.layers), yaxis: { scale: "logarithmic" } }
     };
   },
 };

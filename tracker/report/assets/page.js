@@ -11,7 +11,7 @@ function offer() {
     kinds = Object.keys(model().tokens),
     layers = blocks();
   fill("model", data.models.map((_, i) => String(i)), data.models.map((m) => m.name));
-  fill("measure", measures, measures.map((name) => MEASURES[name][0]));
+  fill("measure", measures, measures.map((name) => MEASURES[name].label));
   fill("k", all((m) => m.ks).sort((a, b) => a - b).map(String));
   fill("pairs", Object.keys(PAIRS), Object.values(PAIRS));
   fill("score", ["", ...all((m) => Object.keys(m.score))], ["none", ...all((m) => Object.keys(m.score))]);

@@ -35,8 +35,8 @@ figures.matrix = {
       { values, index } = matrixOf(m, stepIndex());
     const [low, high] = span(packed, [state.model, state.measure, state.k].join());
     const box = { type: "rect", x0: state.m - 0.5, x1: state.m + 0.5, y0: state.l - 0.5, y1: state.l + 0.5,
-      line: { color: "#D55E00", width: 3 } };
-    $("last-row").textContent = m.curves[`${state.measure}_raw`] ?
+      line: { color: css("--warn"), width: 3 } };
+    $("last-row").textContent = m.curves[MEASURES[state.measure].raw] ?
       "The last row and column are of the last block with the final norm in it, which makes its Jacobian nearly a negative multiple of the identity; the measures “before final norm” have it without." :
       "";
     const value = values[(state.l - 1) * m.layers + state.m - 1],
@@ -54,7 +54,7 @@ figures.matrix = {
 };
 
 // With swapped bases a block's own are not trivial.
-const trivial = () => state.l === state.m && !state.measure.endsWith("_vju");
+const trivial = () => state.l === state.m && MEASURES[state.measure].trivial;
 const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "undefined");
 const alike = (m) => coupled(m) && m.layers === model().layers;
 figures.history = {

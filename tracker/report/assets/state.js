@@ -1,32 +1,7 @@
 // What the reader has chosen. It is kept in the address, so that a reload or a copied link shows the same.
 const $ = (id) => document.getElementById(id);
-const MEASURES = {
-  miscoupling: ["mis-coupling m_K", "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition)."],
-  miscoupling_release: ["mis-coupling, release",
-    "Mis-coupling as the authors' release has it: | |A| − S |_F / |s|₂."
-  ],
-  miscoupling_release_trace: ["mis-coupling, release, trace",
-    "Mis-coupling as the authors' release has it with p = 1: | |A| − S |_F / |s|₁."
-  ],
-  offdiag: ["off-diagonal norm", "|A − Diag A|_F (paper, eq. 13), in units of the singular values."],
-  offdiag_normalized: ["off-diagonal, normalized",
-    "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”."
-  ],
-};
-for (const [name, [short, long]] of Object.entries(MEASURES)) {
-  MEASURES[`${name}_vju`] = [`${short}, sides swapped`,
-    `${long} Here A = V′ᵀ J U′, the sides of the basis swapped.`];
-  MEASURES[`${name}_raw`] = [`${short}, before final norm`,
-    `${long} Here the last block is taken without the final norm.`];
-}
-const PAIRS = { mean: "all pairs", mean_offdiag: "l ≠ l′", mean_adjacent: "adjacent" };
-const KINDS_OF_TOKENS = {
-  self: "self: J of t against J of t′",
-  fixed_input: "fixed input: first token to t, to t′",
-  fixed_output: "fixed output: t, t′ to last token",
-};
+const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
-const LAST = { raw: "before the final norm", folded: "as measured" };
 
 const asked = new URLSearchParams(location.hash.slice(1));
 const state = {};

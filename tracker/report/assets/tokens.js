@@ -1,6 +1,6 @@
 // Coupling across tokens: J of one in block l, in the basis of another's in block l′ (paper, section 3.1).
 const tokensOf = (m) => m.tokens[state.kind];
-const baseMeasure = () => state.measure.replace(/_(vju|raw)$/, "");
+const baseMeasure = () => MEASURES[state.measure].base;
 const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
 baseMeasure()][state.k]);
 const tokenName = (i) => (model().token_positions ? `token ${model().token_positions[i]}` : `${i + 1}`);
@@ -25,7 +25,7 @@ figures.token_curves = {
         traces.null(m, c.null, i)
       ];
     });
-    const measured = `${MEASURES[baseMeasure()][0]}, K = ${state.k}${layers.length > 1 ? "" : `, ${layers[0]}`}`;
+    const measured = `${MEASURES[baseMeasure()].label}, K = ${state.k}${layers.length > 1 ? "" : `, ${layers[0]}`}`;
     return { title: `Tokens, ${state.kind.replace("_", " ")}: ${measured}`, traces: lines,
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
   },

@@ -1,7 +1,7 @@
 // Over training: curves of every model on one axis.
 const shown = (has) => data.models.map((m, i) => [m, i]).filter(([m]) => has(m));
 const labelled = (m, label) => (several ? m.name : label);
-const chosen = () => `${MEASURES[state.measure][0]}, K = ${state.k}`;
+const chosen = () => `${MEASURES[state.measure].label}, K = ${state.k}`;
 
 figures.coupling = {
   has: () => data.models.some(coupled),
@@ -30,7 +30,7 @@ figures.coupling = {
           width: 1, dash: DASHES[i % DASHES.length] } },
     ]);
     const absent = data.models.filter((m) => !coupled(m)).map((m) => m.name);
-    $("coupling-caption").textContent = MEASURES[state.measure][1] + onsetSaid(begun)
+    $("coupling-caption").textContent = MEASURES[state.measure].text + onsetSaid(begun)
       + (data.differences.length ? " These results are not measured alike: see the top of the page." : "") + (
         absent.length ? ` Not measured in ${absent.join(", ")}.` : "");
     return {
@@ -58,27 +58,28 @@ function onsetSaid(begun) {
   }).join("");
 }
 
-function medians(id, title, name, more = {}) {
-  figures[id] = {
-    has: () => data.models.some((m) => m.trajectory[name()]),
+// The charts that the registry of measures declares, each of one variable, before or after the final norm.
+const variableOf = (chart) => chart.variants[state.last];
+const titleOf = (chart) => chart.title + (chart.windowed ? ` of ${model().window} states` : "") + (chart.both ?
+  `, ${LAST[state.last]}` : "");
+const valuesOf = (chart) => ({ scale: chart.axis, title: { text: chart.unit } });
+
+function overTraining(chart) {
+  const has = (m) => m.trajectory[variableOf(chart)];
+  return {
+    has: () => data.models.some(has),
     draw: () => ({
-      title: title(),
-      traces: shown((m) => m.trajectory[name()]).flatMap(([m, i]) => {
-        const s = m.trajectory[name()];
+      title: titleOf(chart),
+      traces: shown(has).flatMap(([m, i]) => {
+        const s = has(m);
         return [traces.band(m.steps.map(at), s.q25, s.q75, i),
           traces.training(m, s.median, labelled(m, "median"), i, { meta: { low: s.q25, high: s.q75 } })
         ];
       }),
-      layout: { xaxis: stepAxis(), yaxis: more },
+      layout: { xaxis: stepAxis(), yaxis: valuesOf(chart) },
     }),
   };
 }
-const lastState = (name, end = "") => () => (state.last === "raw" ? `${name}_raw${end}` : `${name}${end}`);
-medians("lss", () => "Line-shape score", () => "lss");
-medians("expodistance", () => `Expodistance, ${LAST[state.last]}`, lastState("expodistance"), LOGARITHMIC);
-medians("alpha", () => `Mean growth rate α, ${LAST[state.last]}`, lastState("alpha_mean"));
-medians("equidistance", () => `Equidistance, ${LAST[state.last]}`, lastState(
-"equidistance"), { rangemode: "tozero" });
 
 figures.scores = {
   has: () => Object.keys(model().score).length > 0,

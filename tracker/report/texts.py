@@ -1,0 +1,56 @@
+"""The texts, charts and colours of the page, from the registry of measures and the palette; JSON-able."""
+
+from typing import Any
+
+from tracker.figures.palette import DIVERGING, SERIES
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
+
+PAIRS = {"mean": "all pairs", "mean_offdiag": "l ≠ l′", "mean_adjacent": "adjacent"}
+LAST_BLOCK = {"raw": "before the final norm", "folded": "as measured"}
+AT_BLOCKS = "At an early, a middle and a late block."
+
+
+def texts() -> dict[str, Any]:
+    """Return what the page's scripts need to know of the measures.
+
+    Returns:
+        measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of, its
+        variant before the final norm, and whether it is 0 on the diagonal by definition; kinds, pairs, last: labels of
+        choices; charts: the charts drawn from one variable each; colours: of lines by theme, and from -1 to 1.
+    """
+    return {
+        "measures": {name: _measure(BY_NAME[name]) for name in VARIANTS},
+        "kinds": KINDS,
+        "pairs": PAIRS,
+        "last": LAST_BLOCK,
+        "charts": [_chart(measure, i) for measure in MEASURES for i in range(len(measure.charts))],
+        "colours": {**SERIES, "diverging": DIVERGING},
+    }
+
+
+def _measure(measure: Measure) -> dict[str, Any]:
+    base = measure.base or measure.name
+    return {
+        "label": measure.label,
+        "text": measure.text,
+        "base": base,
+        "raw": None if measure.base else f"{base}_raw",
+        "trivial": measure.variant != "vju",
+    }
+
+
+def _chart(measure: Measure, i: int) -> dict[str, Any]:
+    """Return a chart's specification: the first has its variable's name as its id, others have the chart's name added."""
+    chart = measure.charts[i]
+    raw = next((m.name for m in MEASURES if m.base == measure.name and m.variant == "raw"), None)
+    return {
+        "id": measure.name if i == 0 else f"{measure.name}_{chart}",
+        "chart": chart,
+        "title": measure.label[0].upper() + measure.label[1:],
+        "caption": AT_BLOCKS if chart == "blocks" else measure.text,
+        "unit": "" if measure.unit == "1" else measure.unit,
+        "axis": measure.axis,
+        "windowed": measure.windowed,
+        "variants": {"raw": raw or measure.name, "folded": measure.name},
+        "both": raw is not None,
+    }
