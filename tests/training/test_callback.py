@@ -480,7 +480,7 @@ def test_refused_at_setup(module, options, message):
         (dict(max_overhead=None, thin=True), "needs a share"),
         (dict(max_samples=0), "max_samples=0"),
         (dict(measures="couplings"), "choose from all, coupling, trajectory"),
-        (dict(dtype=torch.bfloat16), "float32 or torch.float64"),
+        (dict(dtype=torch.bfloat16), "choose from torch.float32, torch.float64"),
     ],
 )
 def test_bad_settings(options, message):
