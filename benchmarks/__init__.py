@@ -1,1 +1,1 @@
-"""What a measurement costs, against the published algorithm and against the machine's own matrix products."""
+"""Benchmarks of the cost of a measurement, compared with the published algorithm and with plain matrix products."""

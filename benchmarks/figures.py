@@ -1,4 +1,4 @@
-"""Cost against prompt length and against width, from results: `python -m benchmarks.figures --out docs`."""
+"""Figure of the cost against prompt length and width, from results: `python -m benchmarks.figures --out docs`."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ COLOURS = {"ours": BLUE, "published": ORANGE, "products of d cotangents": GREY}
 
 
 def cost(results: Sequence[dict[str, Any]]) -> "Figure":
-    """Seconds per block and prompt, the forward pass aside: lines of one width over n, and of one n over d."""
+    """Draw the seconds per block and prompt, without the forward pass: against n for each d, and against d for each n."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -24,11 +24,11 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
     compared = [result for result in results if result["what"] == "coupling"]
     for axes, x, fixed, drawn in zip(panels, ("n", "d"), ("d", "n"), (results, compared), strict=True):
         points = [point for result in drawn for point in _points(result)]
-        known_at: dict[int, set[int]] = {}
+        x_of: dict[int, set[int]] = {}
         for point in points:
-            known_at.setdefault(point[fixed], set()).add(point[x])
-        if any(len(at) > 1 for at in known_at.values()):  # then what is known at one x alone is left out: it is no line
-            points = [point for point in points if len(known_at[point[fixed]]) > 1]
+            x_of.setdefault(point[fixed], set()).add(point[x])
+        if any(len(at) > 1 for at in x_of.values()):  # leave out points that form no line
+            points = [point for point in points if len(x_of[point[fixed]]) > 1]
         for name, colour in COLOURS.items():
             here = [point for point in points if point["name"] == name]
             for style, value in zip(
@@ -55,7 +55,7 @@ def cost(results: Sequence[dict[str, Any]]) -> "Figure":
 
 
 def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What one result says of the cost at an n and a d."""
+    """Return the costs in a result, each at an n and a d."""
     d, L = result["width"], result["blocks"]
 
     def point(name: str, n: int, timed: dict[str, Any]) -> dict[str, Any]:
@@ -69,14 +69,16 @@ def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return its exit status."""
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(prog="python -m benchmarks.figures", description="Draw what a measurement costs.")
+    parser = ArgumentParser(prog="python -m benchmarks.figures", description="Draw the cost of a measurement.")
     results = Path(__file__).parent / "results"
-    parser.add_argument("results", type=Path, nargs="?", default=results, help="a directory of benchmarks' JSON files")
-    parser.add_argument("--k", type=int, default=50, help="of the results to draw: how many singular vectors")
-    parser.add_argument("--device", default="cpu", help="of the results to draw")
+    parser.add_argument(
+        "results", type=Path, nargs="?", default=results, help="directory with JSON files of benchmarks"
+    )
+    parser.add_argument("--k", type=int, default=50, help="number of singular vectors of the results to draw")
+    parser.add_argument("--device", default="cpu", help="device of the results to draw")
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for cost.png")
     parsed = parser.parse_args(arguments)
     everything = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
@@ -85,10 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [result for result in found if result["settings"] | wanted == result["settings"]]
     if not chosen:
         have = sorted({(r["settings"]["k"], r["settings"]["device"]) for r in found})
-        print(
-            f"error: no results in {parsed.results} for --k {parsed.k} --device {parsed.device}; there are {have}",
-            file=sys.stderr,
-        )
+        settings = f"--k {parsed.k} --device {parsed.device}"
+        print(f"error: no results in {parsed.results} for {settings}; there are (k, device): {have}", file=sys.stderr)
         return 2
     parsed.out.mkdir(parents=True, exist_ok=True)
     file = parsed.out / "cost.png"

@@ -1,4 +1,4 @@
-"""The machine under a benchmark: its clock, its matrix products, its memory, and what it is."""
+"""Measurements of the machine that runs a benchmark: time, matrix products, memory, description."""
 
 import json
 import os
@@ -20,22 +20,22 @@ from tracker.linalg.linear import FrozenLinear, FrozenProduct
 
 
 class Clock:
-    """Seconds spent in each stage, less those of stages within it; on a GPU, until it has done what was asked of it."""
+    """Seconds spent in each stage, without those of stages nested in it; a GPU is synchronised first."""
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.within = 0.0  # seconds of the stages within the present one
+        self.within = 0.0  # seconds of the stages nested in the current one
 
     def now(self) -> float:
-        """The time at which all work asked for so far is done."""
+        """Return the time, after waiting for all queued work."""
         if self.device.startswith("cuda"):
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Count what happens inside as part of this stage."""
+        """Add the time spent in the context to a stage."""
         self.seconds.setdefault(stage, 0.0)
         started, before, self.within = self.now(), self.within, 0.0
         try:
@@ -47,14 +47,14 @@ class Clock:
 
 
 def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
-    """(outputs, inputs) of each linear layer of a block."""
+    """Return (outputs, inputs) of each linear layer of a block."""
     return [(m.out_features, m.in_features) for m in block.modules() if isinstance(m, nn.Linear)]
 
 
 def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
-    """Seconds for the products that d cotangents cost in one block: (d, outputs) @ (outputs, inputs) for each layer.
+    """Time the matrix products of d cotangents in one block, in seconds: (d, outputs) @ (outputs, inputs) for each layer.
 
-    By PyTorch's default and by the way that `tracker.linalg.linear` takes, whichever is faster for the layer.
+    Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts.
     """
     seconds = 0.0
     for outputs, inputs in layers:
@@ -69,7 +69,7 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
 
 @contextmanager
 def saved_products() -> Iterator[list[int]]:
-    """The operations of each product that needs none, as `tracker.linalg.identity` knows what it is of."""
+    """Record the operations of each product that `tracker.linalg.identity` saves: those of rows of the identity."""
     saved: list[int] = []
     forward = FrozenProduct.forward
 
@@ -83,7 +83,7 @@ def saved_products() -> Iterator[list[int]]:
 
 
 def reset_peak(device: str) -> int:
-    """Begin to watch the peak of memory; bytes in use now."""
+    """Reset the peak of memory and return the bytes in use."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -92,25 +92,25 @@ def reset_peak(device: str) -> int:
 
 
 def peak(device: str) -> int:
-    """The most bytes in use since `reset_peak`."""
+    """Return the largest number of bytes in use since `reset_peak`."""
     return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else status("VmHWM")
 
 
 def status(name: str) -> int:
-    """A figure of this process in /proc, in bytes."""
+    """Return an entry of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 
 def keep(result: dict[str, Any], file: Path) -> None:
-    """Write a result, and say where."""
+    """Write a result and print its path."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(file)
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What numbers depend on, and how busy the machine was."""
+    """Describe hardware, threads, load and library versions."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]

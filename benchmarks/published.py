@@ -1,8 +1,8 @@
-"""The published algorithm, written from its description: the baseline.
+"""The published algorithm, implemented from its description, as the baseline.
 
-For each block, the Jacobian of one token's output with respect to the same token's input, by d vector-Jacobian products
-over the whole sequence, vectorised in chunks: a cotangent has (n, d) entries, and of each gradient one row of n is kept.
-Then a full SVD of each Jacobian, and for each pair of blocks the K x K matrix U_K^T J V_K by itself.
+For each block, compute the Jacobian of one token's output with respect to the same token's input with d vector-Jacobian products
+over the whole sequence, vectorised in chunks: a cotangent has (n, d) entries, and one of the n rows of each gradient is used.
+Then compute a full SVD of each Jacobian and, for each pair of blocks separately, the K x K matrix U_K^T J V_K.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from benchmarks.machine import Clock
 def couplings(
     model: nn.Module, blocks: list[nn.Module], inputs: Tensor, token: int, K: int, chunk: int, clock: Clock
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Jacobians (L, d, d), top K singular values (L, K), and mis-couplings (L, L) by name, of one prompt."""
+    """Return Jacobians (L, d, d), top K singular values (L, K), and mis-couplings (L, L) by name, for one prompt."""
     with torch.no_grad(), clock("forward"):
         calls = _captured(model, inputs, blocks)
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
-        with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):  # the fused kernels know no batch of cotangents
+        with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support batched cotangents
             J.append(_jacobian(block, X, arguments, keywords, token, chunk))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])
@@ -41,7 +41,7 @@ def couplings(
 
 
 def _captured(model: nn.Module, inputs: Tensor, blocks: list[nn.Module]) -> list[tuple[Tensor, tuple, dict[str, Any]]]:
-    """What each block is called with."""
+    """Record the arguments of each block's call."""
     calls = []
 
     def keep(block: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> None:

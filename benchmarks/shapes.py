@@ -1,4 +1,4 @@
-"""Models to time: the published shapes with random weights, so that nothing is fetched."""
+"""Models of the published shapes with random weights, which need no download."""
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,15 @@ PYTHIA = {  # width, blocks, heads
     "12b": (5120, 36, 40),
 }
 CONTEXT = 2048
-VOCABULARY = 512  # the tables of tokens take no part in what is timed
+VOCABULARY = 512  # embeddings are not timed
 PIXELS, PATCH = 32, 4
 SEED = 0
 
 
 def model(shape: str, blocks: int | None, device: str, vocabulary: int = VOCABULARY) -> nn.Module:
-    """The model, with its first `blocks` blocks alone where that is given."""
+    """Return the model, with its first `blocks` blocks if given."""
     torch.manual_seed(SEED)
-    with torch.device(device):  # large ones are slow to initialise on a CPU
+    with torch.device(device):  # large models initialise slowly on a CPU
         if shape == "deit-ti":
             import timm
 
@@ -47,7 +47,7 @@ def model(shape: str, blocks: int | None, device: str, vocabulary: int = VOCABUL
 
 
 def inputs(shape: str, tokens: int, prompts: int) -> Tensor:
-    """Random images, or prompts of so many tokens."""
+    """Return random images, or prompts of `tokens` tokens."""
     generator = torch.Generator().manual_seed(SEED)
     if shape == "deit-ti":
         return torch.randn(prompts, 3, PIXELS, PIXELS, generator=generator)
@@ -55,16 +55,16 @@ def inputs(shape: str, tokens: int, prompts: int) -> Tensor:
 
 
 def length(shape: str, tokens: int) -> int:
-    """n: of an image, its patches and the class token."""
+    """Return the length n of the sequence; for an image, its patches and the class token."""
     return (PIXELS // PATCH) ** 2 + 1 if shape == "deit-ti" else tokens
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's blocks, in order."""
+    """Return the model's blocks in order."""
     found = model.get_submodule("blocks" if hasattr(model, "blocks") else "gpt_neox.layers")
     return list(found.children())
 
 
 def position(shape: str) -> int:
-    """Whose Jacobians: the class token, or the last."""
+    """Return the position of the token whose Jacobians are measured: the class token, or the last token."""
     return 0 if shape == "deit-ti" else -1

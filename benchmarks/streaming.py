@@ -1,7 +1,7 @@
-"""What a measurement of a checkpoint larger than its memory takes: `python -m benchmarks.streaming --shape 2.8b`.
+"""Time and memory to measure a checkpoint larger than memory: `python -m benchmarks.streaming --shape 2.8b`.
 
-A checkpoint with random weights is written in the published dtype and both published formats, and measured in fresh
-processes: streamed, as the walk does it, its weights left in their files; and with all weights in memory.
+A checkpoint with random weights is written in the published dtype and in both published formats. It is measured in fresh
+processes: streamed, as by the walk, with its weights left in their files; and with all weights in memory.
 """
 
 import json
@@ -17,21 +17,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-INTERVAL = 0.01  # seconds between two looks at the memory in use
+INTERVAL = 0.01  # seconds between samples of the memory in use
 
 
 @dataclass
 class Streaming:
-    """Measure a random checkpoint streamed from its files and with its weights in memory: time and memory.
+    """Compare time and memory of a measurement with weights streamed from files and with weights in memory.
 
     Args:
         shape: a Pythia size from 14m to 12b.
-        blocks: of the shape's. Default: all.
-        tokens: of each prompt.
-        prompts: how many.
-        k: singular vectors.
+        blocks: number of blocks. Default: all of the shape.
+        tokens: length of each prompt.
+        prompts: number of prompts.
+        k: number of top singular vectors.
         memory_budget: bytes for the streamed measurement; the other has the default of `tracker.measure`.
-        repeats: alternating runs; medians are reported.
+        repeats: number of runs of each, in turn; medians are reported.
         device: cpu, cuda, cuda:1 and so on.
         out: write the result to this JSON file.
     """
@@ -48,7 +48,7 @@ class Streaming:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return its exit status."""
     from jsonargparse import ArgumentParser
 
     description = (Streaming.__doc__ or "").partition("\n")[0]
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def streaming(settings: Streaming) -> dict[str, Any]:
-    """Both ways in turn, each in a process of its own."""
+    """Measure in both ways in turn, each in a fresh process."""
     from benchmarks import machine
 
     environment = machine.environment(settings.device)
@@ -101,7 +101,7 @@ def _alone(function: Any, *arguments: Any) -> Any:
 
 
 def write_checkpoint(settings: Streaming, directory: Path) -> int:
-    """The same weights as safetensors and as three legacy shards; returns their bytes."""
+    """Write the same weights as safetensors and as three legacy shards; return their size in bytes."""
     import torch
 
     from benchmarks import shapes
@@ -126,7 +126,7 @@ def write_checkpoint(settings: Streaming, directory: Path) -> int:
 
 
 def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]:
-    """Load, fingerprint and measure; anonymous memory is counted above that of the libraries."""
+    """Load, fingerprint and measure; anonymous memory is counted above that of the imported libraries."""
     import transformers  # noqa: F401
     import xarray  # noqa: F401
 
@@ -163,11 +163,11 @@ def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for a terminal."""
+    """Format the result for a terminal."""
     given, ways = result["settings"], result["ways"]
     lines = [
         f"{given['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {given['prompts']} prompts of "
-        f"{given['tokens']} tokens, K = {given['k']}, {given['device']}, {given['memory_budget'] / 1e9:.2f} GB to work with",
+        f"{given['tokens']} tokens, K = {given['k']}, {given['device']}, {given['memory_budget'] / 1e9:.2f} GB memory budget",
         f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'difference':>12}",
     ]
     for name, way in ways.items():

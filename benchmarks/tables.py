@@ -1,10 +1,10 @@
-"""Results of `benchmarks.coupling` for a terminal."""
+"""Tables of the results of `benchmarks.coupling` for a terminal."""
 
 from typing import Any
 
 
 def coupling(result: dict[str, Any]) -> str:
-    """Of `--what coupling`."""
+    """Format the result of `--what coupling`."""
     mine, theirs = result["ours"], result.get("published", {"stages": {}})
     given = result["settings"]
     lines = [
@@ -24,12 +24,12 @@ def coupling(result: dict[str, Any]) -> str:
     lines.append(
         f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
         f"Jacobian stage; residual {certificate['residual']:.1e}, complete {certificate['complete']}, "
-        f"in full {certificate['full_svd']:.0%}"
+        f"full SVD {certificate['full_svd']:.0%}"
     )
     if mine["products_saved"]:
         lines.append(
-            f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents at that rate; "
-            f"{mine['products_saved']:.0%} of their operations were not needed"
+            f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents; "
+            f"{mine['products_saved']:.0%} of their operations are skipped"
         )
     if "errors" in result:
         lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
@@ -45,7 +45,7 @@ def coupling(result: dict[str, Any]) -> str:
 
 
 def scaling(result: dict[str, Any]) -> str:
-    """Of `--what scaling`."""
+    """Format the result of `--what scaling`."""
     stages = list(result["points"][0]["stages"])
     lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
     for point in result["points"]:

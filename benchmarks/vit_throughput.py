@@ -1,7 +1,7 @@
-"""Images per second of one epoch-long training, batched augmentation against PIL in worker processes.
+"""Training throughput in images per second: batched augmentation compared with PIL in worker processes.
 
-`python -m benchmarks.vit_throughput --out benchmarks/vit_throughput.json`: DeiT-Ti, batch 512, full augmentation, bf16 where
-there is a GPU; each pipeline also without the model, so that what limits is seen. Images are random: no download.
+`python -m benchmarks.vit_throughput --out benchmarks/vit_throughput.json`: DeiT-Ti, batch 512, full augmentation, bf16 on
+a GPU. Each pipeline is also timed without the model, to show which of the two is the bottleneck. Images are random.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     from jsonargparse import ArgumentParser
 
     from tracker.provenance import describe
@@ -27,8 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--batch_size", type=int, default=512)
-    parser.add_argument("--batches", type=int, default=60, help="timed, after ten to warm up")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="of the PIL pipeline")
+    parser.add_argument("--batches", type=int, default=60, help="timed batches, after ten to warm up")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of the PIL pipeline")
     parsed = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     recipe = Recipe(batch_size=parsed.batch_size, workers=parsed.workers)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict[str, float]:
-    """Images per second over `batches`, and on a GPU the share of the time in which it was busy."""
+    """Measure images per second over `batches` and, on a GPU, its utilisation."""
     import lightning
 
     from vit.data import Data, Split
@@ -76,7 +76,7 @@ def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict
     for _ in range(10):
         next(running)
     _wait(device)
-    began, busy, timed = time.perf_counter(), [], 0
+    started, busy, timed = time.perf_counter(), [], 0
     for timed, _ in enumerate(running, 1):
         if device.type == "cuda" and timed % 10 == 0:
             query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
@@ -84,7 +84,7 @@ def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict
                 float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 100
             )
     _wait(device)
-    rate = timed * recipe.batch_size / (time.perf_counter() - began)
+    rate = timed * recipe.batch_size / (time.perf_counter() - started)
     return {"images_per_second": rate, **({"gpu_busy": sum(busy) / len(busy)} if busy else {})}
 
 

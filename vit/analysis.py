@@ -1,6 +1,6 @@
 """Tables, figures and a self-contained page of a grid: `python -m vit.analysis results/vit/cifar10`.
 
-Nothing heavy is imported before the arguments have been read.
+Large packages are imported after the arguments are parsed, to keep `--help` fast.
 """
 
 import base64
@@ -19,25 +19,28 @@ if TYPE_CHECKING:
     import xarray as xr
 
 TEMPLATE = Path(__file__).parent / "page.html"
-SHOWN_DECAY = 0.04  # the weight decay of the paper's Fig. 6b
+SHOWN_DECAY = 0.04  # of the paper's Fig. 6b
 CAPTIONS = {
-    "fig6a": "Test accuracy against coupling, a panel for each stochastic depth rate, a point for each weight decay and "
-    "seed, its colour the weight decay (paper, Fig. 6a). In brackets: the 95 % interval of R² (Fisher's z), which takes cells "
-    "as independent. Grey: one standard error of an accuracy found on so many images.",
+    "fig6a": "Test accuracy against coupling (paper, Fig. 6a). Each panel is a stochastic depth rate, each point a weight decay "
+    "and seed; colours show the weight decay. Brackets give the 95 % interval of R² (Fisher's z), which treats cells as "
+    "independent. Grey bars are one standard error of the accuracy, given the number of test images.",
     "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
-    "fig10": "The same for every weight decay (paper, Fig. 10).",
-    "training": "Coupling over training, a line for each stochastic depth rate: the mean over weight decays and seeds; the "
-    "band spans them. Dotted: what an unrelated basis would give.",
-    "which": "Which mis-coupling, K and layer pairs follow accuracy most: r at fixed stochastic depth (each rate's means "
-    "subtracted). A star: p below 0.05 after Holm's correction for all that were tried.",
+    "fig10": "Coupling against stochastic depth for every weight decay (paper, Fig. 10).",
+    "training": "Coupling over training for each stochastic depth rate. Lines are means over weight decays and seeds, bands "
+    "their range. The dotted line is the null level, the value for an unrelated basis.",
+    "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates (each "
+    "rate's means subtracted). A star marks p below 0.05 after Holm's correction for all definitions.",
 }
 
 
 def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
-    """Write cells.csv, correlations.csv, the figures and report.html; returns the page.
+    """Write cells.csv, correlations.csv, the figures and report.html.
 
     Args:
-        at: measure, k and pairs that the figures show.
+        at: the measure, k and pairs that the figures show.
+
+    Returns:
+        The path of the page.
     """
     from tracker.figures.palette import css_variables
     from vit import figures
@@ -50,7 +53,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
         "fig10": figures.coupling_against_rate(grid, at, decays),
         "training": figures.coupling_over_training(grid, at),
-        "which": figures.what_follows_accuracy(table),
+        "which": figures.correlations_with_accuracy(table),
     }
     cells = cell_table(grid)
     out.mkdir(parents=True, exist_ok=True)
@@ -82,11 +85,12 @@ def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> s
 
     decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
     accuracy, last = grid["accuracy"], grid["miscoupling"].isel(step=-1)
+    trends = f"{_trend('coupling', grid, -last.sel(at))}; {_trend('accuracy', grid, accuracy)}"
     return (
         f"{grid.sizes['cell']} vision transformers on {grid.attrs['data']}: {decays} weight decays, {rates} stochastic depth "
         f"rates, {seeds} seeds. Accuracy on {grid.attrs['images']:,} test images from {float(accuracy.min()):.4f} to "
-        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; {len(table)} correlations were tried. At fixed weight "
-        f"decay, against stochastic depth: {_trend('coupling', grid, -last.sel(at))}; {_trend('accuracy', grid, accuracy)}."
+        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; the tables hold {len(table)} correlations. At fixed "
+        f"weight decay, against stochastic depth: {trends}."
     )
 
 
@@ -95,7 +99,7 @@ def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
     from vit.statistics import settings
 
     points = group_means(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)
-    fit = linear_fit(*points)  # of the means over seeds
+    fit = linear_fit(*points)  # with seeds averaged
     return (
         f"{what} has r = {fit['r']:.2f} (95 % interval {fit['r_low']:.2f} to {fit['r_high']:.2f}, p = {fit['p']:.2g})"
     )
@@ -109,20 +113,25 @@ def _figure(key: str, picture: bytes) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return its exit status."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
-        prog="python -m vit.analysis", description="Tables, figures and page of a grid: does accuracy follow coupling?"
+        prog="python -m vit.analysis",
+        description="Write tables, figures and a page on the relation of accuracy and coupling in a grid.",
     )
-    parser.add_argument("grid", type=Path, help="the directory that vit.grid wrote (--out)")
-    parser.add_argument("--out", type=Path, help="directory of tables, figures and page; default: GRID/analysis")
-    parser.add_argument("--measure", type=str, default="offdiag_normalized", help="the mis-coupling that figures show")
-    parser.add_argument("--k", type=int, help="singular vectors; default: the fewest measured")
+    parser.add_argument("grid", type=Path, help="directory written by vit.grid (--out)")
+    parser.add_argument("--out", type=Path, help="directory for tables, figures and page; default: GRID/analysis")
+    parser.add_argument("--measure", type=str, default="offdiag_normalized", help="mis-coupling shown in figures")
+    parser.add_argument("--k", type=int, help="number of singular vectors K; default: the smallest measured")
     parser.add_argument(
-        "--pairs", type=str, default="mean_offdiag", help="mean (the paper's), mean_offdiag or mean_adjacent"
+        "--pairs",
+        type=str,
+        default="mean_offdiag",
+        help="layer pairs: mean (all, as in the paper), mean_offdiag or mean_adjacent",
     )
     parsed = parser.parse_args(arguments)
+    from tracker.errors import UsageError
     from vit.statistics import correlations, read_grid
 
     try:
@@ -130,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
         for name, value in at.items():
             if value not in grid[name].values:
-                raise ValueError(
-                    f"--{name} {value} was not measured; there are {', '.join(map(str, grid[name].values))}"
+                raise UsageError(
+                    f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}"
                 )
         print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
     except (OSError, ValueError) as error:

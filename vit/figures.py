@@ -1,4 +1,4 @@
-"""Figures of a grid: the paper's Figs 6a, 6b and 10, coupling over training, and what follows accuracy most."""
+"""Figures of a grid: Figs 6a, 6b and 10 of the paper, coupling over training, and correlations with accuracy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,12 @@ from tracker.figures.palette import BLUE, GREY, ORANGE
 
 
 def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[str, Any]) -> Figure:
-    """Fig. 6a."""
+    """Draw accuracy against coupling, one panel per stochastic depth rate (Fig. 6a).
+
+    Args:
+        table: the rows of `vit.statistics.correlations`.
+        at: the measure, k and pairs to show.
+    """
     rates = sorted(set(grid["drop_path"].values))
     figure, axes = panels(len(rates), sharey=True)
     decays = sorted(set(grid["weight_decay"].values))
@@ -47,7 +52,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
 
 
 def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence[float]) -> Figure:
-    """Fig. 6b with one weight decay, Fig. 10 with all."""
+    """Draw coupling against stochastic depth, one panel per weight decay (Fig. 6b with one, Fig. 10 with all)."""
     figure, axes = panels(len(decays), sharey=True)
     for panel, decay in zip(axes, decays, strict=True):
         cells = grid.isel(cell=np.flatnonzero(grid["weight_decay"] == decay)).sortby("drop_path")
@@ -66,7 +71,7 @@ def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence
 
 
 def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
-    """Mean and range over weight decays and seeds at each stochastic depth rate."""
+    """Draw the mean and range over weight decays and seeds for each stochastic depth rate."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.subplots()
     rates = sorted(set(grid["drop_path"].values))
@@ -82,12 +87,12 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
     return figure
 
 
-def what_follows_accuracy(table: pd.DataFrame) -> Figure:
-    """R of every mis-coupling, K and choice of layer pairs, at fixed rate where there are several rates."""
+def correlations_with_accuracy(table: pd.DataFrame) -> Figure:
+    """Draw r by mis-coupling, K and layer pairs; with several rates, r within rates (`drop_path` "fixed")."""
     which = "fixed" if (table.drop_path == "fixed").any() else table.drop_path.iloc[0]
     return correlation_heatmap(table.loc[table["drop_path"] == which], "accuracy")
 
 
 def coupling_label(at: dict[str, Any]) -> str:
-    """What an axis of coupling shows, in words."""
+    """Return the label of an axis of coupling."""
     return f"−{at['measure']}, K = {at['k']}, {PAIR_WORDS[at['pairs']]}"

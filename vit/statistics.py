@@ -1,14 +1,13 @@
-"""Does accuracy follow coupling? A grid's numbers, and what may be said of them.
+"""Correlations of accuracy and coupling over the cells of a grid.
 
-Coupling = -mis-coupling, after the last step, the mean over probe images. For cells of one stochastic depth rate
+Coupling = -mis-coupling, after the last step, mean over probe images. For the cells of one stochastic depth rate
 
     r = corr(coupling, accuracy),  R^2 = r^2,  p from t = r sqrt(df / (1 - r^2)),  df = n - 2        (paper, Fig. 6a)
 
-and for all cells at a fixed rate the same after each rate's means are subtracted, df = n - 1 - the number of rates: what
-coupling says beyond the rate (`tracker.analysis.regression`). Many mis-couplings, K and averages are tried, so p is also
-corrected.
-Seeds of one setting are no settings of their own: where there are several, a second fit averages them (cluster_n, cluster_r,
-cluster_r2, cluster_p).
+For all cells within rates ("fixed"), the same after each rate's means are subtracted, with df = n - 1 - the number of rates: the
+correlation that the rate does not explain (`tracker.analysis.regression`). p is also corrected for the number of mis-couplings,
+K and layer pairs tested. Seeds of one setting are not independent; where there are several, a second fit averages them
+(cluster_n, cluster_r, cluster_r2, cluster_p).
 """
 
 from pathlib import Path
@@ -20,21 +19,22 @@ import xarray as xr
 from tracker.analysis.regression import holm
 from tracker.analysis.statistics import correlations as fits
 from tracker.analysis.statistics import curves
+from tracker.errors import UsageError
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import open_results
 from vit.cells import read
 
 
 def read_grid(directory: Path) -> xr.Dataset:
-    """All finished cells of a grid.
+    """Read all finished cells of a grid.
 
     Returns:
         `accuracy` (cell), in [0, 1], and `loss`; `miscoupling` and its `null` (cell, step, measure, k, pairs); along
-        `cell` the coordinates weight_decay, drop_path and seed. Attribute `unfinished`: the cells left out, and why.
+        `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the cells left out and why.
 
     Raises:
-        FileNotFoundError: if no cell with coupling is finished.
-        ValueError: if cells were trained by different recipes.
+        FileNotFoundError: if no finished cell has coupling.
+        UsageError: if cells were trained by different recipes.
     """
     finished, unfinished, recipes, images = [], [], {}, 0
     for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
@@ -61,13 +61,13 @@ def read_grid(directory: Path) -> xr.Dataset:
         )
     if not finished:
         raise FileNotFoundError(
-            f"{directory} holds no finished cell with coupling measured; give a grid's --out directory"
+            f"{directory} has no finished cell with coupling measured; give a grid's --out directory"
         )
     first, *others = recipes.items()
     for name, recipe in others:
         differing = {key for key in recipe if recipe[key] != first[1].get(key)}
         if differing:
-            raise ValueError(
+            raise UsageError(
                 f"{directory} mixes recipes: {name} and {first[0]} differ in {', '.join(sorted(differing))}; analyse cells "
                 "of one recipe"
             )
@@ -78,17 +78,19 @@ def read_grid(directory: Path) -> xr.Dataset:
 
 
 def correlations(grid: xr.Dataset) -> pd.DataFrame:
-    """One regression for each stochastic depth rate and for all cells at fixed rate, measure, K and choice of layer pairs.
+    """Fit accuracy on coupling for each rate and within rates, by measure, K and layer pairs.
 
-    `p_holm` is corrected for all rows of the whole table.
+    Returns:
+        A row per fit, as `tracker.analysis.statistics.correlations`; drop_path is the rate or "fixed" (within rates), and
+        p_holm is corrected for all rows.
     """
     last, accuracy = -grid["miscoupling"].isel(step=-1), grid["accuracy"].values
     rates, setting = grid["drop_path"].values, settings(grid)
     parts = {f"{rate:g}": (rates == rate, None) for rate in sorted(set(rates))}
     parts |= {"fixed": (slice(None), rates)} if len(parts) > 1 else {}
     tables = []
-    for name, (there, groups) in parts.items():
-        table = fits(last.isel(cell=there).transpose("cell", ...), accuracy[there], groups, setting[there])
+    for name, (chosen, groups) in parts.items():
+        table = fits(last.isel(cell=chosen).transpose("cell", ...), accuracy[chosen], groups, setting[chosen])
         table.insert(0, "drop_path", name)
         tables.append(table)
     table = pd.concat(tables, ignore_index=True)
@@ -96,13 +98,13 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
 
 
 def settings(grid: xr.Dataset) -> np.ndarray:
-    """A number for each cell, the same for seeds of one weight decay and stochastic depth rate."""
+    """Number the settings: equal for cells that differ only in their seed."""
     both = np.stack([grid["weight_decay"].values, grid["drop_path"].values])
     return np.unique(both, axis=1, return_inverse=True)[1].ravel()
 
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
-    """One row per cell: its settings, accuracy, loss, and every mis-coupling after the last step."""
+    """Return a row per cell: its settings, accuracy, loss, and every mis-coupling after the last step."""
     last = grid["miscoupling"].isel(step=-1).stack(what=("measure", "k", "pairs"))
     settings = ["weight_decay", "drop_path", "seed"]
     table = pd.DataFrame({name: grid[name].values for name in (*settings, "accuracy", "loss")})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
-LETTERS_OF_LABEL = 42
+LETTERS_OF_LABEL = 34
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
