@@ -80,11 +80,11 @@ def time_run(run: Run) -> dict:
     stretches: dict[str, list[float]] = {"without": [], "with": []}
     measurements = []
     for repeat in range(run.repeats + 1):
-        for kind, seconds in stretches.items():
+        for variant, seconds in stretches.items():
             watch = CouplingCallback(steps=[run.every // 2], ends=False, probe=torch.randn(run.probe, 3, 32, 32))
             trainer = lightning.Trainer(
                 max_steps=run.every,
-                callbacks=[watch] if kind == "with" else [],
+                callbacks=[watch] if variant == "with" else [],
                 accelerator="gpu" if run.device == "cuda" else run.device,
                 devices=1,
                 precision=run.precision,  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def time_run(run: Run) -> dict:
                 torch.cuda.synchronize()
             if repeat:  # the first pair warms up
                 seconds.append(time.perf_counter() - started)
-                measurements += [watch.overhead.last] if kind == "with" else []
+                measurements += [watch.overhead.last] if variant == "with" else []
     ratios = [a / b for a, b in zip(stretches["with"], stretches["without"], strict=True)]
     return {
         "run": {**asdict(run), "out": None},

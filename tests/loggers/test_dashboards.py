@@ -49,8 +49,8 @@ def records(file: Path) -> list[dict]:
     return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
 
 
-def of(kind: str, among: list[dict]) -> list[dict]:
-    return [record[kind] for record in among if record["type"] == kind]
+def of(variant: str, among: list[dict]) -> list[dict]:
+    return [record[variant] for record in among if record["type"] == variant]
 
 
 def offline_run(directory: Path) -> Path:
@@ -203,13 +203,13 @@ class TestWorkspace:
         """Send real requests of the client to a server that answers like W&B's GraphQL API."""
         arguments = ["--entity", "e", "--project", "p"]
         printed = command("tracker.dashboards", *arguments, "--dry-run", home=tmp_path)
-        with answering() as (address, asked):
+        with answering() as (address, requests):
             saved = command(
                 "tracker.dashboards", *arguments, home=tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL=address
             )
         assert saved.returncode == 0, saved.stderr
         assert f"workspace: {address}/e/p?nw=view" in saved.stdout
-        (variables,) = [body["variables"] for body in asked if "upsertView" in body["query"]]
+        (variables,) = [body["variables"] for body in requests if "upsertView" in body["query"]]
         assert (variables["entityName"], variables["projectName"], variables["displayName"]) == (
             "e", "p", "Block coupling"
         )  # fmt: skip
@@ -251,12 +251,12 @@ def without_ids(spec: object) -> object:
 @contextmanager
 def answering() -> Iterator[tuple[str, list[dict]]]:
     """Run a GraphQL server on this machine; yield its address and the requests it receives."""
-    asked: list[dict] = []
+    requests: list[dict] = []
 
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            asked.extend([json.loads(body)] if body else [])
+            requests.extend([json.loads(body)] if body else [])
             viewer = {"id": "1", "entity": "e", "username": "e", "flags": "{}", "teams": {"edges": []}}
             saved = {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True}
             answer = json.dumps({"data": {"viewer": viewer, "upsertView": saved}}).encode()
@@ -272,7 +272,7 @@ def answering() -> Iterator[tuple[str, list[dict]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
         server.shutdown()
         server.server_close()

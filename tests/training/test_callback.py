@@ -281,10 +281,10 @@ def test_another_run_in_the_same_directory(tmp_path):
 
 
 def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
-    for measures, said in ((None, None), (["trajectory", "tokenwise"], 1)):
-        place = tmp_path / str(said)
+    for measures, expected in ((None, None), (["trajectory", "tokenwise"], 1)):
+        place = tmp_path / str(expected)
         fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
-        assert Store(place).asked().get("pair_layers") == said
+        assert Store(place).asked().get("pair_layers") == expected
 
 
 def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
@@ -665,9 +665,9 @@ def test_a_full_disk_is_skipped(tmp_path):
 @pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["regular", "log2"])
 def test_the_overhead_warning_appears_once(monkeypatch, every):
     monkeypatch.setattr(overhead, "MIN_SECONDS", 0.0)
-    with warnings.catch_warnings(record=True, action="always") as said:
+    with warnings.catch_warnings(record=True, action="always") as caught:
         fit(trainer([Watch(**every)]))
-    assert len([w for w in said if "more than max_overhead=0.05" in str(w.message)]) == 1
+    assert len([w for w in caught if "more than max_overhead=0.05" in str(w.message)]) == 1
 
 
 def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):

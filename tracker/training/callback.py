@@ -60,7 +60,7 @@ class CouplingCallback(Callback):
         forward: runs a batch, forward(module, batch), for modules whose own forward does not take it.
         blocks: as in `tracker.measure`, with names as in the LightningModule.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
-        save_dir: directory of the store. It holds one run: a new run is refused, a resumed one continues.
+        save_dir: directory of the store, for one run: a new run is refused, a resumed one continues.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
         on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`.
         max_overhead: the share of the run's time above which a warning states, once, that measuring takes too long.
