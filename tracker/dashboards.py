@@ -1,7 +1,7 @@
 """A saved workspace in Weights & Biases: `python -m tracker.dashboards --entity ENTITY --project PROJECT`.
 
 It shows the runs of walks (`tracker.pythia`), of replayed stores (`tracker.replay`) and of training runs
-(`CouplingCallback`) over one axis, each curve beside its null level. Nothing heavy is imported before the arguments have
+(`CouplingCallback`) over one axis, each curve with its null level. Nothing heavy is imported before the arguments have
 been read.
 """
 
@@ -14,16 +14,13 @@ if TYPE_CHECKING:
     from wandb_workspaces.reports.v2.interface import PanelTypes
     from wandb_workspaces.workspaces import Section, Workspace
 
+    from tracker.measures.declaration import Measure
+
 OK, FAILED, USAGE = 0, 1, 2
-TOKENWISE = {
-    "self": "a token's Jacobian in another's basis",
-    "fixed_input": "from the first token to each",
-    "fixed_output": "from each token to the last",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace":
-    """The workspace, not saved yet.
+    """Build the workspace without saving it.
 
     Args:
         ks: the numbers of singular vectors that get panels, as the runs measured them.
@@ -68,14 +65,21 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
         entity=entity,
         project=project,
         name=name,
-        sections=[_coupling(ks), _trajectory(), _scores(), _heatmaps(ks), _beside(ks), _grid()],
+        sections=[
+            _measures("Coupling", ks, is_open=True),
+            _measures("Trajectory", ks, is_open=True),
+            _scores(),
+            _heatmaps(ks),
+            _measures("Tokens, entropy, noise", ks, is_open=False),
+            _grid(),
+        ],
         settings=WorkspaceSettings(x_axis=AXIS),
         runset_settings=RunsetSettings(pinned_columns=[f"summary:{HEADLINE}.{which}" for which in ("last", "min")]),
     )
 
 
 def dumped(workspace: "Workspace") -> str:
-    """What saving sends, as JSON; until then the view has neither name nor id."""
+    """Return the JSON that saving sends; until then the view has neither name nor id."""
     return workspace._model.model_dump_json(
         by_alias=True, exclude_none=True, indent=2
     )  # the library offers no other way
@@ -95,31 +99,34 @@ def _save(workspace: "Workspace") -> int:
     return OK
 
 
-def _coupling(ks: Sequence[int]) -> "Section":
-    titles = {"miscoupling": "Mis-coupling", "offdiag_normalized": "Off-diagonal share"}
-    return _section(
-        "Coupling",
-        [
-            _lines(
-                f"{title}, K = {k}, l ≠ l', with its null level",
-                [f"coupling/{measure}{null}/k{k}/mean_offdiag" for null in ("", "_null")],
-            )
-            for k in ks
-            for measure, title in titles.items()
-        ],
-        is_open=True,
-    )
+def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":
+    """Return a section with the panels of its measures: curves over positions, then curves for each K with their null level."""
+    from tracker.measures.registry import MEASURES
+
+    measures = [measure for measure in MEASURES if measure.dashboard == section]
+    by_k = [measure for measure in measures if measure.null]
+    panels = [_over_positions(measure) for measure in measures if not measure.null]
+    return _section(section, [*panels, *(_for_k(measure, k) for k in ks for measure in by_k)], is_open)
 
 
-def _trajectory() -> "Section":
-    shown = {
-        "lss": ("Line-shape score", False),
-        "expodistance_raw": ("Expodistance, before the final norm", True),
-        "expodistance": ("Expodistance", True),
-        "alpha_mean_raw": ("Mean growth, before the final norm", False),
-        "equidistance_raw": ("Variation of step lengths, before the final norm", False),
-    }
-    return _section("Trajectory", [_quartiles(name, title, log) for name, (title, log) in shown.items()], is_open=True)
+def _over_positions(measure: "Measure") -> "LinePlot":
+    from tracker.analysis.statistics import noise_label
+    from tracker.measures.states import NOISE
+
+    title = measure.label[0].upper() + measure.label[1:] + ("" if measure.unit == "1" else f", {measure.unit}")
+    if measure.curve == "last mean":
+        return _lines(title, [f"{measure.metric}/{noise_label(level)}" for level in NOISE])
+    metrics = [f"{measure.metric}/{statistic}" for statistic in ("median", "q25", "q75")]
+    return _lines(f"{title}: median and quartiles", metrics, measure.axis == "logarithmic")
+
+
+def _for_k(measure: "Measure", k: int) -> "LinePlot":
+    from tracker.measures.registry import BY_NAME
+
+    pairs, over = ("/mean_offdiag", ", l ≠ l'") if measure.curve == "pairs" else ("", "")
+    title = measure.label[0].upper() + measure.label[1:]
+    metrics = [f"{metric}/k{k}{pairs}" for metric in (measure.metric, BY_NAME[measure.null].metric)]
+    return _lines(f"{title}, K = {k}{over}, with its null level", metrics)
 
 
 def _scores() -> "Section":
@@ -128,7 +135,9 @@ def _scores() -> "Section":
     from tracker.loggers.wandb import AXIS
 
     scores = LinePlot(title="Scores", x=AXIS, metric_regex="score/.*", log_x=True)
-    return _section("Scores", [scores, _lines("1: not what its name says", ["checkpoint/suspect"])])
+    return _section(
+        "Scores", [scores, _lines("1: suspect, the weights may not be those of the step", ["checkpoint/suspect"])]
+    )
 
 
 def _heatmaps(ks: Sequence[int]) -> "Section":
@@ -144,40 +153,6 @@ def _heatmaps(ks: Sequence[int]) -> "Section":
             )
             for k in ks
         ],
-    )
-
-
-def _beside(ks: Sequence[int]) -> "Section":
-    from tracker.analysis.statistics import noise_label
-    from tracker.measures.states import NOISE
-
-    tokens = [
-        _lines(
-            f"Off-diagonal share, {what}, K = {k}, with its null level",
-            [f"tokens/{kind}/offdiag_normalized{null}/k{k}" for null in ("", "_null")],
-        )
-        for k in ks
-        for kind, what in TOKENWISE.items()
-    ]
-    swapped = [
-        _lines(
-            f"Mis-coupling, swapped bases, K = {k}, with its null level",
-            [f"coupling/miscoupling_{which}/k{k}/mean_offdiag" for which in ("vju", "null")],
-        )
-        for k in ks
-    ]
-    before_norm = [
-        _lines(
-            f"Off-diagonal share, last block before the final norm, K = {k}, with its null level",
-            [f"coupling/offdiag_normalized_raw{null}/k{k}/mean_offdiag" for null in ("", "_null")],
-        )
-        for k in ks
-    ]
-    entropy = _quartiles("entropy", "Logit entropy, nats", log=False)
-    noise = [f"trajectory/noise_similarity/{noise_label(level)}" for level in NOISE]
-    return _section(
-        "Tokens, entropy, noise",
-        [entropy, _lines("Cosine to the states without noise", noise), *tokens, *swapped, *before_norm],
     )
 
 
@@ -209,13 +184,8 @@ def _grid() -> "Section":
     return _section("The ViT grid", [across, against, training])
 
 
-def _quartiles(name: str, title: str, log: bool) -> "LinePlot":
-    metrics = [f"trajectory/{name}/{statistic}" for statistic in ("median", "q25", "q75")]
-    return _lines(f"{title}: median and quartiles", metrics, log)
-
-
 def _lines(title: str, metrics: list[str], log: bool = False) -> "LinePlot":
-    """Curves over steps on a logarithmic axis."""
+    """Return a panel of curves over steps on a logarithmic axis."""
     from wandb_workspaces.reports.v2 import LinePlot
 
     from tracker.loggers.wandb import AXIS

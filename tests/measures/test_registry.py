@@ -1,0 +1,94 @@
+"""The registry of measures: complete, and everything that is derived from it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import tracker
+from tests.models import neox, tokens
+from tracker.analysis.statistics import CURVES, scalars
+from tracker.measures import registry
+from tracker.measures.registry import BY_NAME, MEASURES
+from tracker.report.texts import texts
+
+ASSETS = Path(tracker.__file__).parent / "report" / "assets"
+WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
+
+
+@pytest.fixture(scope="module")
+def ds():
+    torch.manual_seed(0)
+    return tracker.measure(neox(), tokens(3), k=[2, 4], measures="all", pair_tokens=3)
+
+
+def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):
+    assert set(ds.data_vars) - {"undefined"} == set(BY_NAME)
+    for name, measure in BY_NAME.items():
+        assert ds[name].dims == ("prompt", *measure.dims), name
+    assert len(BY_NAME) == len(MEASURES)
+
+
+def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
+    for name in ds.variables:
+        assert ds[name].attrs["long_name"] and ds[name].attrs["units"], name
+    assert ds["entropy"].attrs["units"] == "nats" and ds["lss"].attrs["units"] == "1"
+
+
+def test_each_option_enables_its_variables_and_those_of_no_other():
+    for option in registry.OPTIONS:
+        measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])
+        names = {m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)}
+        names -= {f"{kind}_matrix" for kind in registry.KINDS}  # these need "matrices" too
+        assert set(measured.data_vars) - {"undefined"} == names, option.name
+
+
+def test_entries_refer_to_entries():
+    options = {"", *registry.choices()}
+    for measure in MEASURES:
+        assert measure.option in options and (measure.null or "lss") in BY_NAME, measure.name
+        assert not measure.base or measure.base in BY_NAME, measure.name
+        assert bool(measure.logged) <= bool(measure.curve and measure.metric), measure.name
+    metrics = [measure.metric for measure in MEASURES if measure.logged]
+    assert len(metrics) == len(set(metrics))
+
+
+def names_before() -> set[str]:
+    """The metric names of the code before the registry, for K = 2 and 4."""
+    pairs = ("mean", "mean_offdiag", "mean_adjacent")
+    names = {"coupling/mean_offdiag", "coupling/mean_offdiag_null"}
+    coupling = [f"{m}{part}" for m in WITH_A_NULL for part in ("", "_q25", "_q75", "_null", "_vju")]
+    coupling += [f"{m}_raw{null}" for m in ("miscoupling", "offdiag_normalized") for null in ("", "_null")]
+    names |= {f"coupling/{m}/k{k}/{which}" for m in coupling for k in (2, 4) for which in pairs}
+    trajectory = ["lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"]
+    trajectory += ["equidistance", "equidistance_raw", "entropy"]
+    names |= {f"trajectory/{m}/{q}" for m in trajectory for q in ("q25", "median", "q75")}
+    names |= {f"trajectory/noise_similarity/{level}" for level in ("1pct", "3pct", "10pct", "30pct", "100pct")}
+    kinds = ("self", "fixed_input", "fixed_output")
+    tokenwise = [f"{kind}/{m}{null}" for kind in kinds for m in WITH_A_NULL for null in ("", "_null")]
+    return names | {f"tokens/{m}/k{k}" for m in tokenwise for k in (2, 4)}
+
+
+def test_metric_names(ds):
+    assert set(scalars(ds)) == names_before() | NEW_METRICS
+
+
+NEW_METRICS: set[str] = set()
+
+
+def test_no_measure_is_named_in_the_page_s_scripts():
+    names = {*CURVES, *(m.name for m in MEASURES if m.by_depth), *(f"{k}_" for k in registry.KINDS)}
+    for file in sorted(ASSETS.glob("*.js")):
+        code = file.read_text(encoding="utf-8")
+        named = [name for name in names if re.search(rf"[\"'`.]{name}\b", code)]
+        assert not named, f"{file.name}: {named}"
+        assert not re.search(r"#[0-9a-fA-F]{6}\b", code), f"{file.name} has a colour"
+    template = (ASSETS / "template.html").read_text(encoding="utf-8")
+    assert not [name for name in names if re.search(rf'id="{name}', template)]
+
+
+def test_each_chart_of_the_page_has_an_id_of_its_own():
+    ids = [chart["id"] for chart in texts()["charts"]]
+    assert len(ids) == len(set(ids))
+    assert set(texts()["measures"]) == set(registry.VARIANTS)
