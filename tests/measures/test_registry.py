@@ -1,17 +1,25 @@
 """The registry of measures: complete, and everything that is derived from it."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import tracker
 from tests.models import neox, tokens
 from tracker.analysis.statistics import CURVES, scalars
+from tracker.dashboards import build, dumped
+from tracker.loggers.wandb import SHOWN
 from tracker.measures import registry
 from tracker.measures.registry import BY_NAME, MEASURES
+from tracker.report.contents import contents
+from tracker.report.summary import summary
 from tracker.report.texts import texts
+from tracker.report.write import write_report
+from tracker.results import Store, join, open_results
 
 ASSETS = Path(tracker.__file__).parent / "report" / "assets"
 WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
@@ -74,7 +82,50 @@ def test_metric_names(ds):
     assert set(scalars(ds)) == names_before() | NEW_METRICS
 
 
-NEW_METRICS: set[str] = set()
+NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")}
+
+
+def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
+    """`update_ratio`, of states before the final norm: in the Dataset, the counts, the logs, the dashboard, the page."""
+    states = ds.norm_raw.isel(depth=slice(0, -1)).values
+    assert ds.update_ratio.dims == ("prompt", "layer", "position")
+    assert ds.update_ratio.attrs == {"long_name": "update ratio", "units": "1"}
+    assert (ds.update_ratio.values * states > 0).all() and int(ds.undefined.sel(quantity="update_ratio")) == 0
+    expected = np.median(ds.update_ratio.values.astype(float))
+    assert scalars(ds)["trajectory/update_ratio/median"] == pytest.approx(expected, rel=1e-6)
+    assert SHOWN.fullmatch("trajectory/update_ratio/median")
+    panels = json.loads(dumped(build("e", "p", "n", [4])))["spec"]["section"]["panelBankConfig"]["sections"][1][
+        "panels"
+    ]
+    assert any("trajectory/update_ratio/q25" in panel["config"]["metrics"] for panel in panels)
+    (chart,) = [chart for chart in texts()["charts"] if chart["id"] == "update_ratio"]
+    assert (chart["chart"], chart["title"], chart["axis"]) == ("depth", "Update ratio", "logarithmic")
+    store = Store(tmp_path / "toy")
+    store.settle({"model": "toy"})
+    store.write(1, ds.assign_coords(step=1, suspect=""))
+    assert "update_ratio" in contents(summary(open_results(store.path)))["depth"]
+
+
+def test_old_units_and_new_ones_join(ds, tmp_path):
+    """A store that was begun before variables had attributes, and before `update_ratio`."""
+    store = Store(tmp_path / "toy")
+    store.settle({"model": "toy"})
+    old = ds.copy().drop_vars("update_ratio").sel(quantity=ds.quantity != "update_ratio")
+    for variable in old.variables.values():
+        variable.attrs = {}
+    for step, unit in {0: old, 1: ds, 2: old, 3: ds}.items():
+        store.write(step, unit.assign_coords(step=step, suspect=""))
+    joined = open_results(store.path)
+    assert (
+        joined.update_ratio.isel(step=[0, 2]).isnull().all() and joined.update_ratio.isel(step=[1, 3]).notnull().all()
+    )
+    for name in set(old.data_vars) - {"undefined"}:
+        for i, unit in enumerate((old, ds, old, ds)):
+            np.testing.assert_array_equal(joined[name].isel(step=i).values, unit[name].values)
+    assert old.equals(ds.drop_vars("update_ratio").sel(quantity=old.quantity))
+    data = contents(join({step: summary(store.read(step)) for step in store.steps()}, store.path))
+    assert data["curves"] == contents(summary(joined))["curves"]
+    write_report(store.path, tmp_path / "page.html")
 
 
 def test_no_measure_is_named_in_the_page_s_scripts():

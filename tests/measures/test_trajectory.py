@@ -35,6 +35,20 @@ def test_against_the_formulas_token_by_token():
         assert float(trajectory.expodistance(X)[i]) == pytest.approx(expodistance_by_hand(X[:, i]), rel=1e-10)
 
 
+def test_update_ratio_of_each_block_and_token():
+    X = states()
+    X[3, 1] = 0
+    ratio = trajectory.update_ratio(X)
+    assert ratio.shape == (8, 5)
+    for l in range(1, 9):
+        for i in range(5):
+            before = math.sqrt(sum(float(x) ** 2 for x in X[l - 1, i]))
+            moved = math.sqrt(sum((float(a) - float(b)) ** 2 for a, b in zip(X[l, i], X[l - 1, i], strict=True)))
+            expected = moved / before if before > 0 else math.nan
+            assert float(ratio[l - 1, i]) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert ratio.isnan().sum() == 1 and ratio[3, 1].isnan()
+
+
 def test_windows_are_the_measures_of_the_states_around_a_layer():
     X, width, L = states(L=9), 5, 9
     lss, growth = trajectory.lss_window(X, width), trajectory.expodistance_window(X, width)
@@ -67,6 +81,7 @@ def test_invariances(seed, scale):
     Q = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).Q
     for measure in (trajectory.lss, trajectory.expodistance, trajectory.equidistance):
         torch.testing.assert_close(measure(scale * X @ Q), measure(X), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(trajectory.update_ratio(scale * X @ Q), trajectory.update_ratio(X))
     shift = torch.ones(6, dtype=torch.float64)
     torch.testing.assert_close(trajectory.lss(X + shift), trajectory.lss(X))
     assert (trajectory.lss(X) >= 1 - 1e-12).all()

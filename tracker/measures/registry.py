@@ -134,6 +134,19 @@ TRAJECTORY = (
         charts=("depth",),
         axis="logarithmic",
     ),
+    *_of_states(
+        "update_ratio",
+        BLOCK,
+        "update ratio",
+        formula=trajectory.update_ratio,
+        raw=True,
+        text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state, before the final norm.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("depth",),
+        axis="logarithmic",
+    ),
 )
 OTHERS = (
     Measure(

@@ -4,6 +4,7 @@
     alpha^l       ln(|x^l| / |x^{l-1}|)                                  eq. 17
     expodistance  Var_l alpha / (Avg_l alpha)^2                          eq. 18, population variance; 0 on exp. growth
     equidistance  Std_l |x^l - x^{l-1}| / Avg_l |x^l - x^{l-1}|          Fig. 25
+    update ratio  |x^l - x^{l-1}| / |x^{l-1}|, for each block l = 1..L
 
 States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.
 Beside them, what a state would predict if it were the last, and where the states lie in the plane that the last ones span:
@@ -84,6 +85,12 @@ def equidistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
     """The same over the `width` states around each layer (Fig. 26); NaN where the window does not fit."""
     lengths = torch.linalg.vector_norm(steps(X), dim=-1)
     return _around_each_layer(lengths, width, lambda s: _squared_variation(s, 0.0).sqrt())
+
+
+def update_ratio(X: States) -> Float[Tensor, "L n"]:
+    """Return the length of each step relative to the state before it; NaN where that state is zero."""
+    before = norms(X)[:-1]
+    return norms(steps(X)) / torch.where(before > 0, before, torch.nan)
 
 
 def entropy(
