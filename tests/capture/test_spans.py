@@ -335,7 +335,7 @@ WRONG = {
     "after the norm, everywhere": (
         "outer norm",
         [f"input of layers.{i}.0" for i in range(L)] + ["input of norm"],
-        r"start of span 1 \(the input of layers.0.0\) is not the whole hidden state.*what norms.0.0 returns.*"
+        r"start of span 1 \(the input of layers.0.0\) is not the whole hidden state.*the output of norms.0.0.*"
         + PRE.format("norms.0.0"),
     ),
     "after the norm, once": (

@@ -1,9 +1,9 @@
-"""A block as a function of token rows: of single rows with the rest of the sequence frozen, or within full sequences.
+"""Restrict a block to token rows: single rows with the rest of the sequence frozen, or rows within full sequences.
 
-J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and inside attention
-the row's query meets the *recorded* keys and values of the other rows and its own live ones (`frozen`). So R rows, of
-any samples and positions of any recordings, run as a batch of R sequences of length one, and each linear layer is one
-product of (cotangents x rows) by its weights.
+J_tt = d block(X)_t / d x_t needs row t alone: every part of a block but attention acts row by row, and in attention the row's
+query takes the *recorded* keys and values of the other rows and the row's own, live ones (`row_attention`). So R rows, of any
+samples, positions and recordings, run as a batch of R sequences of length one, (R, 1, d), and each linear layer is one
+product of (cotangents x rows) with its weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FreeBuffers, FrozenLinear
 from tracker.linalg.precision import Roundings
 
-# What the code of a block may raise when it is run in another way than its author thought of.
+# Exceptions that a block's code may raise when it runs outside its model or on sequences of length one.
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -41,9 +41,9 @@ RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tup
 
 
 def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
-    """The block as a function of the selected rows alone, (R, d) -> (R, d), those of each call after one another.
+    """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
-    Rows that are differentiated by others are of one call; the function is then of the sources.
+    For rows with other sources, which must be of one call, it is a function of the sources.
 
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
@@ -73,16 +73,16 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         expected = iter(recorded)
 
-        def answer(
-            attend: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
+        def handler(
+            attention: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
         ) -> Any:
             frozen = next(expected, [])
             own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
             if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
                 raise NotSliceable("attention over something other than the block's own tokens")
-            return row_attention(attend, query, key, value, frozen)
+            return row_attention(attention, query, key, value, frozen)
 
-        with intercept_attention(answer):
+        with intercept_attention(handler):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
             raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
@@ -92,22 +92,22 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
 
 
 def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttention) -> RowFunction:
-    """What reaches the rows through attention: sources and targets run as 2 R sequences of length one, and a target's
-    query meets its source's live key.
+    """Return the rows as a function of their sources: both run as 2 R sequences of length one, and a target's query takes the
+    live key and value of its source.
     """
     R, targets = len(rows.sample), rows.select(call.x)
     both = Rows(rows.sample.repeat(2), torch.cat([rows.live, rows.token]))
 
     def of_targets(
-        attend: OriginalAttention,
+        attention: OriginalAttention,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         frozen: Sequence[tuple[AttentionCall, Rows]],
     ) -> Any:
-        output = row_attention(attend, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
+        output = row_attention(attention, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
         found = output[0] if isinstance(output, tuple) else output
-        padded = torch.cat([torch.zeros_like(found), found])  # nobody asks for what the sources see
+        padded = torch.cat([torch.zeros_like(found), found])  # the sources' own output is not used
         return (padded, *output[1:]) if isinstance(output, tuple) else padded
 
     f = restrict([(call, both)], of_targets)
@@ -115,7 +115,7 @@ def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttentio
 
 
 def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
-    """The block as a function of the rows (or of their sources) within their full sequences; no two rows of one sample."""
+    """Return the block as a function of the rows (or their sources) within full sequences; no two rows of one sample."""
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         X = call.x.index_put((rows.sample, rows.live), x)
@@ -131,45 +131,43 @@ def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None
         buffers: memory for copies of weights.
 
     Raises:
-        NotSliceable: with what the block's code says of sequences of length one.
+        NotSliceable: if the block's code raises on sequences of length one.
     """
-    with slicing_errors_caught():
-        # Attention as plain products: the fused kernels have no rule for many cotangents at once.
+    with slicing_errors():
+        # Attention as plain products: the fused kernels have no vmap rule.
         with sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
             block = linearize(f, x)
         return replace(block, rounded=roundings.seen)
 
 
 def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
-    """Linearize a block at rows within their full sequences, no two of one sample, by its own code alone.
+    """Linearize a block at rows within their full sequences, no two of one sample.
 
     Raises:
-        UsageError: with what the block's code says of being run again.
+        UsageError: if the block's code raises when it runs again.
     """
-    with replay_errors_named(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
+    with replay_errors(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
         block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
     return replace(block, rounded=roundings.seen)
 
 
 @contextmanager
-def slicing_errors_caught() -> Iterator[None]:
-    """Take what a block's code raises on sequences of length one as a reason not to slice."""
+def slicing_errors() -> Iterator[None]:
+    """Raise NotSliceable for what a block's code raises on sequences of length one."""
     try:
         yield
     except (NotSliceable, UsageError, OutOfMemoryError):
         raise
     except FAILURES as error:
-        raise NotSliceable(f"the block does not run on single rows ({_said(error)})") from error
+        raise NotSliceable(f"the block does not run on single rows ({_format(error)})") from error
 
 
 @contextmanager
-def replay_errors_named(
-    call: BlockCall, how: str = "again on what the model gave it, with gradients"
-) -> Iterator[None]:
-    """Name the block in what its code raises when it runs outside of its model.
+def replay_errors(call: BlockCall, how: str = "again on what the model gave it, with gradients") -> Iterator[None]:
+    """Raise UsageError, naming the block, for what its code raises when it runs outside its model.
 
     Raises:
-        UsageError: with that for its cause.
+        UsageError: with the original exception as its cause.
     """
     try:
         yield
@@ -178,9 +176,9 @@ def replay_errors_named(
     except FAILURES as error:
         raise UsageError(
             f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run {how} "
-            f"({_said(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"
+            f"({_format(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"
         ) from error
 
 
-def _said(error: Exception) -> str:
+def _format(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

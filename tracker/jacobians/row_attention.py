@@ -1,4 +1,4 @@
-"""Attention of single rows while the other rows are frozen: two ways to answer a row's query.
+"""Attention of single rows, with the recorded keys and values of the other rows: two methods.
 
 `by_formula`. For one head, weights w = softmax(scale K q + mask) and output o = V^T w, where K and V hold the row's own
 live key k and value v at its position t and are constant elsewhere. To first order around (q, k, v),
@@ -6,12 +6,12 @@ live key k and value v at its position t and are constant elsewhere. To first or
     do = scale Cov_w(v, k) dq  +  scale w_t (v - o) (q . dk)  +  w_t dv,
     Cov_w(v, k) = V^T diag(w) K - o (K^T w)^T                      (e, e), e the width of a head.
 
-The covariance is found once per row and head, for 2 n e^2 operations; a cotangent then costs e^2 of them, whatever n.
-Capped scores, cap tanh(scale K q / cap), weigh each key by their slope too; a sink takes its share of the weights and
-has no value.
+The covariance is computed once per row and head, in 2 n e^2 operations; a cotangent then costs e^2, independent of n.
+With capped scores, cap tanh(scale K q / cap), each key is also weighted by their slope; a sink takes part in the softmax
+but has no value.
 
-`by_own_code`. The model's own attention on frozen keys and the live one: whatever it computes, but every cotangent
-passes through copies of the keys.
+`by_own_code`. The model's own attention on the frozen keys and the live one: any attention, but every cotangent passes
+through copies of the keys.
 """
 
 from collections.abc import Sequence
@@ -28,27 +28,27 @@ from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows, sample_indi
 
 
 def by_formula(
-    attend: OriginalAttention,
+    attention: OriginalAttention,
     query: Float[Tensor, "R H 1 e"],
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
     frozen: Sequence[tuple[AttentionCall, Rows]],
 ) -> Any:
-    """The attention of R rows, exact in value and first derivative, from the formula that the door saw.
+    """Return the attention of R rows, exact in value and first derivative, from its formula.
 
     Args:
-        attend: the model's own attention.
-        query: the rows' queries; query head h meets key head h // (H / G).
-        key: the keys that are not frozen: the rows' own, or those of the rows that they are differentiated by.
-        value: the values beside them.
+        attention: the model's own attention, with its formula.
+        query: the rows' queries; query head h uses key head h // (H / G).
+        key: the live keys: the rows' own, or those of their sources.
+        value: the live values.
         frozen: the recorded attentions, each with those of the R rows that belong to it.
 
     Raises:
-        NotSliceable: where no formula is known.
+        NotSliceable: if the formula is not known.
     """
-    if attend.formula is None or query.shape[1] % key.shape[1]:
+    if attention.formula is None or query.shape[1] % key.shape[1]:
         raise NotSliceable("an attention whose formula is not known")
-    # Within a row products are few: under autocast they stay in the recorded dtype.
+    # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -60,20 +60,20 @@ def by_formula(
                 K[range(len(index)), :, group.live] = key[start + index, :, 0]
                 V[range(len(index)), :, group.live] = value[start + index, :, 0]
                 seen = None if mask is None else mask[index]
-                expansion.put(start + index, expand(attend.formula, query[start + index], K, V, group.live, seen))
+                expansion.fill(start + index, expand(attention.formula, query[start + index], K, V, group.live, seen))
             start += len(rows.sample)
     with torch.autocast(query.device.type, enabled=False):
-        return attend.format_output(expansion(query, key, value))
+        return attention.format_output(expansion(query, key, value))
 
 
 def by_own_code(
-    attend: OriginalAttention,
+    attention: OriginalAttention,
     query: Float[Tensor, "R H 1 e"],
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
     frozen: Sequence[tuple[AttentionCall, Rows]],
 ) -> Any:
-    """The same from the model's own attention, each recording's rows by themselves."""
+    """Return the same from the model's own attention, each recording's rows separately."""
     sizes = [len(rows.sample) for _, rows in frozen]
     outputs = []
     for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
@@ -81,15 +81,15 @@ def by_own_code(
         own = (torch.arange(n, device=q.device) == rows.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
         K = torch.where(own, k, past.key[sample_indices(past.key, rows)])
         V = torch.where(own, v, past.value[sample_indices(past.value, rows)])
-        outputs.append(attend(q, K, V, mask_rows(past.mask, past.causal, n, rows), False))
-    if isinstance(outputs[0], tuple):  # the output and what else the model is told, such as the weights
+        outputs.append(attention(q, K, V, mask_rows(past.mask, past.causal, n, rows), False))
+    if isinstance(outputs[0], tuple):  # the output, and further results such as the weights
         return torch.cat([output for output, *_ in outputs]), *outputs[0][1:]
     return torch.cat(outputs)
 
 
 @dataclass
 class Expansion:
-    """Attention of R rows to first order in their own query, key and value."""
+    """Attention of R rows, expanded to first order in their own query, key and value."""
 
     output: Float[Tensor, "R H 1 f"]
     by_query: Float[Tensor, "R H e f"]  # transposed: rows multiply from the left
@@ -98,18 +98,18 @@ class Expansion:
 
     @classmethod
     def empty(cls, query: Tensor, value: Tensor) -> "Expansion":
-        """Room for the rows of a query."""
+        """Allocate an expansion for the rows of a query."""
         R, H, _, e = query.shape
         f = value.shape[-1]
         return cls(*(query.new_empty(R, H, *shape) for shape in ((1, f), (e, f), (1, f), (1, 1))))
 
-    def put(self, index: Tensor, other: "Expansion") -> None:
-        """Fill in some of the rows."""
+    def fill(self, index: Tensor, other: "Expansion") -> None:
+        """Copy another expansion into some of the rows."""
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine[index] = theirs
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "R H 1 f"]:
-        """The output, differentiable; the point of expansion is the arguments themselves."""
+        """Return the output, differentiable in the arguments, which are the point of expansion."""
         share = query.shape[1] // key.shape[1]
         dq, dk, dv = query - query.detach(), key - key.detach(), value - value.detach()
         dk, dv = dk.repeat_interleave(share, dim=1), dv.repeat_interleave(share, dim=1)
@@ -126,7 +126,7 @@ def expand(
     own: Tensor,
     mask: Tensor | None,
 ) -> Expansion:
-    """Expand attention around queries whose own keys and values stand at position `own` of K and V."""
+    """Expand attention around queries whose own keys and values are at position `own` of K and V."""
     (R, H, _, e), (G, n) = query.shape, K.shape[1:3]
     scale = e**-0.5 if formula.scale is None else formula.scale
     s = (scale * query.reshape(R, G, H // G, e) @ K.mT).view(R, H, 1, n)
@@ -143,7 +143,7 @@ def expand(
 
     by_key_head = (R, G, H // G, n)
     output = (w.view(by_key_head) @ V).view(R, H, 1, -1)
-    # Per query head: what its weights leave of the keys, (R, G, H / G, n, e).
+    # The keys weighted for each query head, (R, G, H / G, n, e).
     weighted_K = weighted.view(*by_key_head, 1) * K[:, :, None]
     covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(R, H, e, 1) * output
     at_own = own[:, None, None, None].expand(-1, H, 1, 1)
@@ -154,22 +154,22 @@ def expand(
 class HeadProduct(torch.autograd.Function):
     """x @ M for N pairs: x (N, m, e), M (N, e, f) a constant.
 
-    Many x's at once are folded into the rows of one batched product; torch.vmap's own rule copies M for each of them.
+    A vmap over x is folded into the rows of one batched product; torch.vmap's own rule copies M for each x.
     """
 
     @staticmethod
     def forward(x: Tensor, M: Tensor) -> Tensor:
-        """One batched product."""
+        """Compute one batched product."""
         return x @ M
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Keep the constant."""
+        """Save the constant."""
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        """The transposed product, itself differentiable."""
+        """Compute the product with M^T, itself differentiable."""
         (M,) = ctx.saved_tensors
         return HeadProduct.apply(cotangents[0], M.mT), None
 

@@ -1,11 +1,13 @@
-"""Jacobians of recorded blocks at token rows: by the fastest path that proves itself.
+"""Jacobians of recorded blocks at token rows, by the fastest path that passes its checks.
 
-Three paths, tried in this order for every block (`frozen`, `restriction`):
+    J_tt = d f(X)_t / d x_t,  f = block - 1        (R, d, d), row = output coordinate, column = input coordinate (eq. 8)
+
+Three paths, tried in this order for every block (`restriction`, `row_attention`):
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
-- full sequence: d vector-Jacobian products of the whole sequence, which must give back the recorded output.
-The value is proved at every use, the derivative once per block and way of calling it (`proof`). The checks says which
-path served, and why the full sequence.
+- full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
+The value is checked at every use, the derivative once per block and way of calling it (`checks`). `CheckResults` states the
+path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the block's weights.
 """
 
 import warnings
@@ -21,13 +23,13 @@ from tracker.capture.recording import BlockCall
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
-from tracker.jacobians.checks import FAST, reproduced, tolerance
+from tracker.jacobians.checks import FAST, require_reproduction, tolerance
 from tracker.jacobians.restriction import (
     RowAttention,
     Selection,
     linearize_full_sequence,
     linearize_rows,
-    replay_errors_named,
+    replay_errors,
     restrict,
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
@@ -46,60 +48,61 @@ from tracker.linalg.jacobian import (
 from tracker.linalg.linear import FreeBuffers
 from tracker.values import Precision
 
-PROBES = 64  # random products that stand for a Jacobian whose entries are not found
+PROBES = 64  # random products J^T u that estimate the size of a Jacobian that is not formed
 
 
 @dataclass(frozen=True)
 class CheckResults:
-    """How a block's Jacobians were found, and the proofs' errors."""
+    """The path by which a block's Jacobians were computed, and the errors of its checks."""
 
-    path: Literal["formula", "own code", "full sequence"]  # what answered the rows' queries
+    path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    derivative_error: float  # NaN where the full sequence served: it is its own reference
-    reason: str = ""  # why the full sequence served
+    derivative_error: float  # NaN for the full sequence, which is the reference
+    reason: str = ""  # why the full sequence was used
 
     @property
     def sliced(self) -> bool:
-        """Whether the rows alone served."""
+        """Whether single rows were used."""
         return self.path != "full sequence"
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """Jacobians at R rows known by their products."""
+    """Jacobians at R rows as products, with random products that estimate their size."""
 
     operator: LinearOperator
     checks: list[CheckResults]  # one for each selection
     signs: Float[Tensor, "R d m"]  # random, of 1 and -1
     products: Float[Tensor, "R d m"]  # J^T signs
-    compute_dtype: torch.dtype  # in which the products are computed
+    compute_dtype: torch.dtype  # of the products
 
 
 PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 
 class Jacobians:
-    """Jacobians of a replica's recorded blocks; remembers which have proved their derivative, and which layers could
-    not be sliced.
+    """Jacobians of a replica's recorded blocks. Keeps the results of checks, and why layers used the full sequence.
 
-    `precision` is that of the sliced paths' matrix products, where the dtype is float32: "float32", "tf32" (CUDA
-    devices) or "bfloat16". Proofs, norms, the residual stream and attention within a row stay in float32.
-    `memory` is how many scalars the products that run at once may keep alive.
+    Args:
+        replica: the replica that was recorded.
+        precision: of the matrix products on single rows, if the dtype is float32: "float32", "tf32" (CUDA devices) or
+            "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
+        memory: how many scalars the products that run at once may keep alive.
     """
 
     def __init__(self, replica: Replica, precision: Precision = "float32", memory: int = 1 << 28) -> None:
         self.replica = replica
         self.precision = precision
         self.memory = memory
-        self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence served
+        self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
 
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
-        """J_tt of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
+        """Return J_tt (R, d, d) of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
-        The calls are of one block, in one recording or several; their rows pass through its weights together. At rows
-        that have other sources: J_{t1 t2}, t1 the source; such rows are asked for of one call at a time.
+        The calls are of one block, in one recording or several; their rows pass through its weights together. For rows with
+        other sources, return J_{t1 t2}, t1 the source; such rows must be of one call.
 
         Raises:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
@@ -111,7 +114,7 @@ class Jacobians:
             J = operator.dense().split([len(rows.sample) for _, rows in some])
             results += zip(J, checks, strict=True)
         for i, (J, _) in enumerate(results):
-            # Where rows have other sources no identity was subtracted, in which small entries could have drowned.
+            # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
             if selections[i][1].source is None and _hidden_by_rounding(J, dtype):
                 ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1])
                 results[i] = operator.dense().to(dtype), checks
@@ -119,14 +122,13 @@ class Jacobians:
         return results
 
     def sketch(self, selections: Sequence[Selection]) -> Sketch:
-        """The same Jacobians, through their products with (R, d, m) blocks alone: R counts all selected rows, those of
-        each call after one another.
+        """Return the same Jacobians as products with (R, d, m) blocks; R counts all selected rows, each call's after one another.
 
-        Where the full sequence serves, its Jacobian is found entry by entry all the same.
+        If the full sequence has to be used, its Jacobian is formed all the same.
 
         Raises:
-            UsageError: as above.
-            FloatingPointError: as above, so far as random products show it.
+            UsageError: if even the full sequence does not reproduce the recorded output.
+            FloatingPointError: if random products with a Jacobian overflow.
         """
         call, dtype = selections[0][0], selections[0][0].x.dtype
         for compute_dtype in (dtype, torch.float64):
@@ -136,13 +138,13 @@ class Jacobians:
             signs = (torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1).to(self.replica.device, dtype)
             products = operator.apply_transpose(signs)
             _check_finite(products, call)
-            # as large as J itself, on average
+            # scaled to the size of J, on average
             if compute_dtype == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
                 break
         return Sketch(operator, checks, signs, products, compute_dtype)
 
     def product(self, selections: Sequence[Selection], compute_dtype: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
-        """J V, linearised anew: a graph that was kept would hold on to a block's weights in the measuring dtype."""
+        """Return J V, linearized again: a graph kept since `sketch` would keep the block's converted weights in memory."""
         return self._operator(compute_dtype, selections)[0].apply(V)
 
     def _operator(
@@ -157,7 +159,7 @@ class Jacobians:
     def _operators(
         self, dtype: torch.dtype, selections: Sequence[Selection]
     ) -> list[tuple[LinearOperator, Sequence[Selection], list[CheckResults]]]:
-        """For all selections together where some path proves itself on them all, else for each by itself."""
+        """Return one operator for all selections if a path passes its checks on all of them, else one for each."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
@@ -174,9 +176,7 @@ class Jacobians:
         return [part for selection in selections for part in self._operators(dtype, [selection])]
 
     def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[CheckResults]]:
-        """By the first path that proves itself; where none does in full, by the first whose error is no more than what the
-        block rounds inside.
-        """
+        """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
         reason, rounded = NotSliceable(), []
@@ -206,7 +206,7 @@ class Jacobians:
     def _by_path(
         self, path: Any, selections: Sequence[Selection], rounded: bool = False
     ) -> tuple[LinearOperator, list[CheckResults]]:
-        """Where `rounded`, an error that is no more than what the block rounds inside is allowed for."""
+        """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows.sample) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
@@ -221,11 +221,11 @@ class Jacobians:
             if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if allowed and not self._checks.reproduces_recorded_output(call):
-                raise NotSliceable("run again in the same way, the block gives another output")
+                raise NotSliceable("the block does not reproduce the recorded output when it runs again")
             checks.append(CheckResults(path, value_error, error))
             if path == "own code":
                 keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
-        if self.precision == "bfloat16" and x.dtype == torch.float32:  # proved above, now with other products
+        if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
@@ -236,32 +236,32 @@ class Jacobians:
 
 
 class RoundedInside(NotSliceable):
-    """A proof's error is no more than what the block's own code rounds to float32."""
+    """A check's error is small enough to be the block's own rounding to float32."""
 
 
 def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
     what = ": the rows alone give another output" if check == "value" else ""
-    kind = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
-    return kind(f"{check} check failed{what} (error {error:.1e})")
+    exception = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
+    return exception(f"{check} check failed{what} (error {error:.1e})")
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
-    """How many cotangents at once, where each keeps so many scalars alive; one of one row takes about 16 d."""
+    """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
     d = x.shape[-1]
     return cotangent_chunk(scalars, min(memory, 16 * d * _enough_rows(d, x.device.type)), d)
 
 
 def _enough_rows(d: int, device: str) -> int:
-    """With how many rows (cotangents x token rows) at once matrix multiplication runs at its full rate.
+    """Return how many rows (cotangents x token rows) at once let matrix products run at their full rate.
 
-    On a CPU no more than fill some 16 MB: the C library keeps memory of that size for the next layer, and fresh memory can
-    cost as much as the product. Narrow models need many rows, as their products are small beside PyTorch's own steps.
+    On a CPU at most some 16 MB: the C library reuses memory of that size for the next layer, and fresh memory can cost as
+    much as the product. Narrow models need many rows, as PyTorch's overhead is large compared with their products.
     """
     return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
 
 
 def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
-    """Whether some row's root mean square singular value is below the floor of this dtype."""
+    """Whether the root mean square singular value of some row's J is below the floor of this dtype."""
     return dtype != torch.float64 and bool((torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any())
 
 
@@ -275,9 +275,9 @@ def _check_finite(J: Tensor, call: BlockCall) -> None:
 def full_sequence_jacobian(
     call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 28
 ) -> tuple[Float[Tensor, "R d d"], float]:
-    """Jacobians of the block (identity included) by full-sequence vector-Jacobian products, and the value error.
+    """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, and the value error.
 
-    One row of every sample at a time: samples do not mix in a block, tokens do.
+    It takes one row of every sample at a time: a block mixes tokens, not samples.
     """
     x, before, recorded = rows.select_sources(call.x), rows.select(call.x), rows.select(call.y)
     J = x.new_empty(*x.shape, x.shape[-1])
@@ -285,7 +285,7 @@ def full_sequence_jacobian(
     y = torch.empty_like(x)
     for index, group in rows.disjoint_groups():
         block = linearize_full_sequence(call, group)
-        with replay_errors_named(call):
+        with replay_errors(call):
             J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
         y[index] = block.y
-    return J, reproduced(call, y - before, recorded - before, recorded, recorded_dtype)
+    return J, require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype)

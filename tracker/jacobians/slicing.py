@@ -1,7 +1,7 @@
-"""A block's arguments divided into token rows: which rows, and what of each argument belongs to them.
+"""Token rows, and the parts of a block's arguments that belong to them.
 
-A block restricted to R rows runs as a batch of R sequences of length one. Only arguments known by name are divided, and
-only along the axis known for that name: an axis that happens to be n long says nothing of tokens.
+A block restricted to R rows runs as a batch of R sequences of length one. Only arguments with known names are sliced, along
+the axis known for that name: an axis of length n need not be the token axis.
 """
 
 from collections import OrderedDict
@@ -22,14 +22,14 @@ MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mas
 
 
 class NotSliceable(Exception):
-    """Why a block can't be restricted to rows; the full sequence serves instead."""
+    """The reason that a block can't be restricted to rows, so that the full sequence is used."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """R token rows, each a sample (index into the batch) and a position.
 
-    `source` is the position whose input a row's output is differentiated by, where that is another than its own.
+    `source` is the position whose input the row's output is differentiated with respect to; None: the row's own.
     """
 
     sample: Int[Tensor, " R"]
@@ -38,32 +38,36 @@ class Rows:
 
     @property
     def live(self) -> Int[Tensor, " R"]:
-        """The position whose key and value are not frozen."""
+        """The position whose key and value are live, not frozen."""
         return self.token if self.source is None else self.source
 
     def select(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
-        """These rows of a hidden state."""
+        """Return these rows of a hidden state."""
         return X[self.sample.to(X.device), self.token.to(X.device)]
 
     def select_sources(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
-        """The rows of a hidden state that these are differentiated by."""
+        """Return the rows of a hidden state that these rows are differentiated with respect to."""
         return X[self.sample.to(X.device), self.live.to(X.device)]
 
     def subset(self, index: Tensor | slice) -> "Rows":
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(self.sample[index], self.token[index], None if self.source is None else self.source[index])
 
     def disjoint_groups(self) -> Iterator[tuple[Tensor, "Rows"]]:
-        """Split so that no two rows of a group share a sample; yields each group with its indices into the R rows."""
-        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # how many rows of its sample come before
+        """Split the rows so that no two rows of a group share a sample; yield each group with its indices into the R rows."""
+        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # the number of earlier rows of the same sample
         for group in order.unique():
             index = torch.nonzero(order == group).squeeze(-1)
             yield index, self.subset(index)
 
 
 def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
-    """An argument of the block, restricted to the rows; only arguments known by name are divided."""
-    if isinstance(value, dict):  # what the signature collects as **kwargs
+    """Restrict an argument of the block to the rows.
+
+    Raises:
+        NotSliceable: for tensors in an argument whose name is not known.
+    """
+    if isinstance(value, dict):  # collected by **kwargs
         return {key: slice_argument(str(key), entry, call, rows) for key, entry in value.items()}
     if not contains_tensors(value):
         return value
@@ -73,7 +77,7 @@ def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
             return type(value)(_per_token(name, entry, n, rows) for entry in value)
         return _per_token(name, value, n, rows)
     if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
-        # Its values come from the recorded attention; here only a shape is needed that suits sequences of length one.
+        # The mask that is used is the recorded attention's; this one only needs the shape for sequences of length one.
         if value.dim() == 4:
             return value[sample_indices(value, rows)][..., :1, :1]
         if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
@@ -84,7 +88,7 @@ def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
 
 
 def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One argument of several recordings, each divided into rows already, for all their rows together.
+    """Concatenate one argument of several recordings, each already restricted to its rows.
 
     Raises:
         NotSliceable: if they differ in more than their rows.
@@ -100,7 +104,7 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
         if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
             return torch.cat(list(parts))
         if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
-            return first  # has no axis of rows
+            return first  # no row axis
     elif all(part is first or part == first for part in parts):
         return first
     raise NotSliceable(f"the block's argument {name!r} differs between samples")
@@ -108,20 +112,23 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
-        return value[rows.token[:1]]  # has no batch axis: the same for all rows
+        return value[rows.token[:1]]  # no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
         return value[sample_indices(value, rows), rows.token][:, None]
     raise _unknown(name)
 
 
 def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
-    """The call on windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
+    """Cut the call into windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
 
-    Frozen keys and values stay those that were recorded. The call has no output: what the block gives there is not
-    known where attention looks beyond the window.
+    Keys and values stay the recorded ones. The new call has no output: it is not known, as attention may look beyond the
+    window.
+
+    Returns:
+        The call on R windows, and the rows in them.
 
     Raises:
-        NotSliceable: if an argument can't be divided.
+        NotSliceable: if an argument can't be cut.
     """
     n = call.x.shape[1]
     start = (rows.token - width + 1).clamp(min=0)
@@ -180,12 +187,12 @@ def _unknown(name: str) -> NotSliceable:
 
 
 def sample_indices(tensor: Tensor, rows: Rows) -> Tensor:
-    """Index of each row's sample along the tensor's first axis, which may be shared by all samples."""
+    """Return the index of each row's sample along the tensor's first axis, which all samples may share (length 1)."""
     return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
 
 
 def mask_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
-    """Row t of the recorded mask, (R, H or 1, 1, n); never none where the recorded attention was causal."""
+    """Return row t of the recorded mask, (R, H or 1, 1, n); a causal mask if the recorded attention was causal without one."""
     if mask is not None and not isinstance(mask, Tensor):
         raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
     if mask is None:

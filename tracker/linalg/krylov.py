@@ -1,20 +1,20 @@
 """Top singular triplets from products with blocks of vectors: block Golub-Kahan and block Lanczos, with thick restarts.
 
-Golub-Kahan takes J and J^T. Two orthonormal bases U, V of m columns grow by a block of b at a time,
+Golub-Kahan uses J and J^T. Two orthonormal bases U, V of m columns grow by blocks of b columns,
 
     J V   = U B                                     B (m, m), upper block bidiagonal (after a restart, arrow-headed)
     J^T U = V B^T + Z C^T E^T                       Z (d, b), the next block; E: the last b of m coordinates
 
 With B = P S Q^T the Ritz triplets are u = U p, v = V q. Then J v = s u exactly, and |J^T u - s v| = |C^T E^T p|, which
-the small problem tells without another product.
+the small problem gives without another product.
 
-Lanczos takes A = J J^T, where that matrix is at hand, and one basis: A U = U T + Z C^T E^T, T symmetric = Q diag(s^2) Q^T,
+Lanczos uses A = J J^T, if that matrix has been formed, and one basis: A U = U T + Z C^T E^T, T symmetric = Q diag(s^2) Q^T,
 u = U q. With v = J^T u / s here J^T u = s v exactly, and |J v - s u| = |A u - s^2 u| / s = |C^T E^T q| / s. Squares lose
-digits where singular values fall: of s_k, eps (s_1 / s_k)^2 of its size.
+digits of small singular values: s_k has a relative error of eps (s_1 / s_k)^2.
 
-When the bases are full and residuals still too large, they are cut down to the best triplets and grow again from Z
-(Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005): it costs a tenth more products than bases without bound, and keeps the
-small problems small.
+When the bases are full and the residuals are still too large, the bases are restricted to the best triplets and grow again
+from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005). This costs a tenth more products than unbounded bases and keeps
+the small problems small.
 
 Cost of n columns: 2 n products (with A: n), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
 decompositions, or one a step.
@@ -28,24 +28,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]  # (*B, d, b) -> (*B, d, b)
-Bases = tuple[Tensor, ...]  # (*B, m, d): rows, as products of a few long rows are a third faster than of columns
+Bases = tuple[
+    Tensor, ...
+]  # (*B, m, d), vectors as rows: products of a few long rows are a third faster than those of columns
 
-BLOCK = 16  # on CPUs wider blocks cost more columns than their faster products win back
+BLOCK = 16  # on CPUs the faster products of wider blocks do not make up for the additional columns
 SEED = 0x5EED
 
 
 def basis_size(d: int, K: int) -> int:
-    """Columns m of a basis: about three times those wanted, and at most what leaves room in d for the next block."""
+    """Return the columns m of a basis: about 3 K, and few enough that another block fits into d dimensions."""
     return min(d // BLOCK - 1, ceil((100 + 3 * K) / BLOCK)) * BLOCK
 
 
 def basis_fits(d: int, K: int) -> bool:
-    """Whether the bases can hold K triplets and grow."""
+    """Whether the bases are large enough for K triplets and two more blocks."""
     return basis_size(d, K) >= K + 2 * BLOCK
 
 
 def expected_columns(d: int, K: int, dtype: torch.dtype) -> int:
-    """Columns n until K triplets of a flat spectrum converge: a fit to blocks at initialisation, the slowest met."""
+    """Estimate the columns n until K triplets of a flat spectrum, the slowest case, converge: a fit to untrained blocks."""
     n = (27 + 0.3 * K) * d ** (1 / 3)
     return ceil(n if dtype == torch.float32 else 1.6 * n)
 
@@ -58,17 +60,19 @@ def block_golub_kahan(
     tolerance: float,
     check_every_block: bool = False,
 ) -> tuple[Float[Tensor, "*B d K"], Float[Tensor, "*B r"], Float[Tensor, "*B d K"]]:
-    """The top K triplets U, S, V of one operator or of a batch; S goes on with lower, rougher singular values.
+    """Return the top K triplets U, S, V of one operator or of a batch; S continues with lower, less accurate singular values.
 
-    Stops when every residual is below `tolerance` s_1, as far as the small problem tells, or after four times the columns
-    expected: what was reached is for the caller to test.
+    Stop when every residual, as estimated by the small problem, is below `tolerance` s_1, or after four times the expected
+    columns: the caller checks what was reached.
 
     Args:
         apply: V -> J V.
         apply_transpose: U -> J^T U.
         start: an orthonormal block.
-        check_every_block: whether a product costs more than a small decomposition: then every step looks whether it is the last,
-            otherwise only a full basis does.
+        K: number of triplets.
+        tolerance: of the residuals, relative to s_1.
+        check_every_block: whether to check for convergence after every block, not only when the basis is full; for products
+            that cost more than a small decomposition.
 
     Raises:
         ValueError: if a product has entries that are not finite.
@@ -78,12 +82,12 @@ def block_golub_kahan(
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, B: Tensor) -> tuple[Tensor, Tensor]:
         V[..., new, :] = Z
-        W = orthonormalise.seen(apply(Z.mT).mT)
+        W = orthonormalise.update_scale(apply(Z.mT).mT)
         U[..., new, :], R, rest = orthonormalise(W - H.mT @ U[..., before, :], U[..., : new.start, :])
         B[..., before, new] = H
         B[..., : new.start, new] += rest.mT
         B[..., new, new] = R.mT
-        W = orthonormalise.seen(apply_transpose(U[..., new, :].mT).mT)
+        W = orthonormalise.update_scale(apply_transpose(U[..., new, :].mT).mT)
         Z, C, _ = orthonormalise(W - R.mT @ V[..., new, :], V[..., : new.stop, :])
         return Z, C
 
@@ -101,9 +105,9 @@ def block_golub_kahan(
 def block_lanczos(
     apply: Product, start: Float[Tensor, "*B d b"], K: int, tolerance: float
 ) -> tuple[Float[Tensor, "*B d K"], Float[Tensor, "*B m"]]:
-    """The top K left singular vectors U of one J or of a batch, and S, which goes on with lower, rougher singular values.
+    """Return the top K left singular vectors U of one J or of a batch, and S, with lower, less accurate values after the K-th.
 
-    Stops as `block_golub_kahan` does.
+    Stop as `block_golub_kahan` does.
 
     Args:
         apply: U -> J J^T U.
@@ -114,7 +118,7 @@ def block_lanczos(
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, T: Tensor) -> tuple[Tensor, Tensor]:
         U[..., new, :] = Z
-        W = orthonormalise.seen(apply(Z.mT).mT) - H.mT @ U[..., before, :]
+        W = orthonormalise.update_scale(apply(Z.mT).mT) - H.mT @ U[..., before, :]
         D = W @ Z.mT
         T[..., before, new], T[..., new, before], T[..., new, new] = H, H.mT, D
         Z, C, _ = orthonormalise(W - D @ Z, U[..., : new.stop, :])
@@ -141,14 +145,18 @@ def _restarted(
     K: int,
     check_every_block: bool,
 ) -> tuple[Tensor, list[Float[Tensor, "*B d K"]]]:
-    """Bases that grow block by block and are cut down when they are full: Ritz values, and the top K vectors of each basis.
+    """Grow the bases block by block, restart them when full; return the Ritz values and the top K Ritz vectors of each basis.
 
     Args:
-        step: takes in a block Z, of which the operator is known to have H in the rows `before`, as the rows `new`; fills in
-            the small matrix there, and gives the next Z and H.
-        ritz: of the small matrix and the last H, its values, its vectors for each basis, and what the operator has of each
-            Ritz vector in the next block. In float64 and on the CPU: that costs little, and GPUs are slow at small ones.
-        reached: whether values with such residuals will do.
+        step: adds a block Z to the bases as the rows `new`, H being its coupling to the rows `before`; fills in the small
+            matrix, and returns the next Z and H.
+        ritz: from the small matrix and the last H, the Ritz values, the vectors for each basis, and the coupling of each
+            Ritz vector to the next block. Computed in float64 on the CPU: GPUs are slow for small matrices.
+        reached: whether values with these residuals have converged.
+        bases: empty bases.
+        start: the first block.
+        K: number of triplets.
+        check_every_block: as in `block_golub_kahan`.
     """
     *batch, m, _ = bases[0].shape
     b = start.shape[-1]
@@ -179,36 +187,36 @@ def _empty_basis(start: Float[Tensor, "*B d b"], K: int) -> Float[Tensor, "*B m 
 
 
 def start_block(d: int, like: Tensor) -> Float[Tensor, "d b"]:
-    """A random orthonormal block: the same every time, and the global random state is left alone."""
+    """Return a random orthonormal block, always the same; the global random state is not used."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.linalg.qr(torch.randn(d, BLOCK, generator=generator, dtype=torch.float64)).Q.to(like)
 
 
 def _longest(W: Tensor) -> Tensor:
-    """The length of the longest row, also where squares of the entries underflow."""
+    """Return the norm of the longest row, computed without underflow of squared entries."""
     largest = W.abs().amax((-2, -1), keepdim=True)
     unit = torch.where(largest > 0, largest, 1)
     return largest * torch.linalg.vector_norm(W / unit, dim=-1, keepdim=True).amax(-2, keepdim=True)
 
 
 class _Orthonormaliser:
-    """Blocks of rows made orthonormal, to each other and to a basis."""
+    """Orthonormalise blocks of rows, against each other and against a basis."""
 
     def __init__(self, like: Tensor) -> None:
         self.generator = torch.Generator().manual_seed(SEED + 1)
-        # The operator's, against which rounding is told from directions.
+        # The operator's scale: entries far below it are rounding, not directions.
         self.scale = like.new_zeros(*like.shape[:-2], 1, 1)
 
-    def seen(self, W: Tensor) -> Tensor:
-        """The same, a product with the operator, of whose scale it tells."""
+    def update_scale(self, W: Tensor) -> Tensor:
+        """Return W, a product with the operator, after updating the operator's scale from it."""
         self.scale = torch.maximum(self.scale, _longest(W))
         return W
 
     def __call__(self, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, L and c with W = L Q + c basis, rows of Q orthonormal and orthogonal to those of the basis.
+        """Return Q, L and c with W = L Q + c basis, the rows of Q orthonormal and orthogonal to the basis.
 
-        In theory c is zero: what a product has of the basis is known, and taken away already. What rounding left of it is
-        taken away here after the rows have been normalised, as often as that still shortens them much: once, as a rule.
+        In exact arithmetic c = 0, as the caller has subtracted the components of W in the basis. What rounding left of them
+        is subtracted from the normalised rows here, repeatedly as long as that shortens a row much: usually once.
         """
         scale = torch.where(self.scale > 0, self.scale, 1)
         Q, L, _ = _orthonormal_rows(W / scale, self.generator)
@@ -221,11 +229,10 @@ class _Orthonormaliser:
 
 
 def _orthonormal_rows(W: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
-    """Q and L with W = L Q, to the rounding of rows of length 1, and the length of the shortest row.
+    """Return Q and L with W = L Q, to the rounding of rows of length 1, and the length of the shortest row.
 
-    By Cholesky, a few products on any device, where the rows are well apart. Where they are not (a deficient or zero
-    operator, a space exhausted) by SVD, and directions that are only rounding are drawn at random: any will do, so
-    long as it is new.
+    Use Cholesky, a few products on any device, if the rows are well separated. If they are not (a rank-deficient or zero
+    operator, an exhausted space), use the SVD and replace directions that are only rounding by random ones.
     """
     L, info = torch.linalg.cholesky_ex(W @ W.mT)
     shortest = float(torch.where(info == 0, L.diagonal(dim1=-2, dim2=-1).amin(-1), 0).min())
