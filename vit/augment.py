@@ -1,9 +1,9 @@
-"""Augmentation as DeiT prescribes, for a whole batch at once on the device it lies on; each image has draws of its own.
+"""DeiT's augmentation, applied to a whole batch on its device, with independent random draws for each image.
 
-RandAugment is timm's `rand-m9-mstd0.5-inc1`: for every image and layer one of 15 operations, applied with probability
-1/2, at a level drawn around 9 of 10. Images drawn the same operation are changed together, the five that move pixels in
-one resampling: a few hundred small kernels a batch, where PIL takes a process per few hundred images a second.
-Random numbers that choose are drawn on the CPU, so nothing waits for the device, and they are the same on every one.
+RandAugment is timm's `rand-m9-mstd0.5-inc1`: for each image and layer one of 15 operations, applied with probability 1/2, at
+a level drawn around 9 of 10. Images that draw the same operation are transformed together, and the five geometric operations
+share one resampling. A batch takes a few hundred small kernels; PIL would need one process per few hundred images a second.
+Random choices are drawn on the CPU, so they need no synchronisation and are the same on every device.
 """
 
 import math
@@ -28,18 +28,18 @@ ERASED_AREA, ERASED_ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 
 
 def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
-    """Padded crop, flip and RandAugment, as far as the recipe has them; `mean` (in [0, 1]) fills what moves in."""
+    """Apply the recipe's padded crop, flip and RandAugment; `mean` (in [0, 1]) fills uncovered pixels."""
     if recipe.crop_padding:
         images = padded_crop(images, recipe.crop_padding)
     if recipe.flip:
-        images = torch.where(_there(images, torch.rand(len(images)) < recipe.flip), images.flip(-1), images)
+        images = torch.where(_per_image(images, torch.rand(len(images)) < recipe.flip), images.flip(-1), images)
     if recipe.rand_augment != "off":
         images = rand_augment(images, parse(recipe.rand_augment), mean)
     return images
 
 
 def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "3"]) -> v2.Compose:
-    """The same for one PIL image at a time, with erasing and normalising: timm's and torchvision's own."""
+    """Build the same augmentation for single PIL images, with erasing and normalisation, from timm and torchvision."""
     settings = {"img_mean": tuple(round(255 * m) for m in mean.tolist()), "magnitude_max": HIGHEST_LEVEL}
     return v2.Compose(
         [
@@ -55,7 +55,7 @@ def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "
 
 
 def padded_crop(images: Images, padding: int) -> Images:
-    """A crop of the original size from each image with a black frame of `padding` pixels around it."""
+    """Pad each image with `padding` black pixels and take a random crop of the original size."""
     B, _, H, W = images.shape
     framed = F.pad(images, [padding])
     top, left = torch.randint(2 * padding + 1, (2, B), device="cpu").to(images.device, non_blocking=True)
@@ -66,9 +66,9 @@ def padded_crop(images: Images, padding: int) -> Images:
 
 
 def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor, "b 3 h w"]:
-    """Random erasing of normalised images: a rectangle of 2 % to a third of the area becomes Gaussian noise.
+    """Replace a random rectangle of 2 % to a third of the area of normalised images by Gaussian noise.
 
-    Of ten rectangles drawn, the first that fits is taken, as timm does (Zhong et al., 2017).
+    The first of ten random rectangles that fits is used, as in timm (Zhong et al., 2017).
     """
     B, _, H, W = images.shape
     area = H * W * torch.empty(B, ATTEMPTS).uniform_(*ERASED_AREA)
@@ -89,7 +89,7 @@ def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor,
 
 @dataclass(frozen=True)
 class RandAugment:
-    """How often, how strongly and with what: read from timm's notation by timm."""
+    """A RandAugment policy: the operations, their probability, magnitude and its spread."""
 
     names: tuple[str, ...]
     layers: int
@@ -99,27 +99,28 @@ class RandAugment:
 
 
 def parse(notation: str) -> RandAugment:
-    """Timm's notation, such as rand-m9-mstd0.5-inc1.
+    """Parse timm's notation, such as rand-m9-mstd0.5-inc1.
 
     Raises:
-        ValueError: if it isn't that, or names an operation that has no batched form.
+        ValueError: if the notation is invalid, or names an operation without a batched implementation.
     """
     try:
         timm = rand_augment_transform(notation, {})
     except (AssertionError, ValueError) as error:
         raise ValueError(
-            f"--rand_augment {notation!r}; give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
+            f"--rand_augment {notation!r}: give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
         ) from error
     first, names = timm.ops[0], tuple(op.name for op in timm.ops)
     if not set(names) <= _CHANGES.keys() | _MOVES.keys() or timm.choice_weights is not None or first.magnitude_max:
         raise ValueError(
-            f"--rand_augment {notation}; in batches only the increasing set (inc1) is there: or --augment workers"
+            f"--rand_augment {notation}: batched augmentation has only the increasing set (inc1); use that, or "
+            "--augment workers"
         )
     return RandAugment(names, timm.num_layers, first.prob, first.magnitude, first.magnitude_std)
 
 
 def rand_augment(images: Images, policy: RandAugment, fill: Float[Tensor, "3"]) -> Images:
-    """For each image and layer, one operation at a level of its own."""
+    """Apply one random operation at a random level per image and layer."""
     B = len(images)
     for _ in range(policy.layers):
         choice = torch.randint(len(policy.names), (B,))
@@ -138,7 +139,7 @@ def apply(
     signed: PerImage,
     fill: Float[Tensor, "3"],
 ) -> Images:
-    """Apply to each image the operation chosen for it (-1: none) at its level in [0, 1], with its sign where it has one."""
+    """Apply to each image its chosen operation (-1: none), at its level in [0, 1] or, if geometric, its signed level."""
     images, device = images.clone(), images.device
     moved = []
     for i, name in enumerate(names):
@@ -158,7 +159,7 @@ def apply(
 
 
 def move(images: Images, theta: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:
-    """Resample: output point p, in [-1, 1]^2, shows the input at theta (p, 1); what lies outside is `fill`."""
+    """Resample images: the output at p in [-1, 1]^2 is the input at theta (p, 1), or `fill` outside of the image."""
     colour = (255 * fill.to(images.device))[:, None, None]
     grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
     moved = torch.nn.functional.grid_sample(images - colour, grid, mode="bilinear", align_corners=False) + colour
@@ -185,7 +186,7 @@ _MOVES: dict[str, Callable[[PerImage], Float[Tensor, "b 2 3"]]] = {
 
 
 def _blend(nothing: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """An enhancement by a factor for each image: away from torchvision's own at factor 0, towards the image and beyond."""
+    """Return an enhancement that blends torchvision's result at factor 0 with the image, by a factor per image."""
 
     def change(images: Tensor, _: Tensor, signed: Tensor) -> Tensor:
         degenerate = nothing(images, 0.0).float()
@@ -223,5 +224,5 @@ _CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def _there(images: Tensor, chosen: Bool[Tensor, " b"]) -> Bool[Tensor, "b 1 1 1"]:
+def _per_image(images: Tensor, chosen: Bool[Tensor, " b"]) -> Bool[Tensor, "b 1 1 1"]:
     return chosen.to(images.device, non_blocking=True)[:, None, None, None]

@@ -1,13 +1,13 @@
-"""One training's directory, which is also one cell of a grid: what is in it, whether it is done, who works on it.
+"""The directory of one training run, which is also a cell of a grid: its files, state and lock.
 
-    CELL/recipe.json     what the numbers were decided by: a directory is never taken up with anything else
-    CELL/history.json    one row per epoch, rewritten whole after each
-    CELL/last.ckpt       where to go on
+    CELL/recipe.json     the settings that determine the results; the directory is resumed only with equal settings
+    CELL/history.json    one row per epoch, rewritten atomically after each
+    CELL/last.ckpt       the checkpoint to resume from
     CELL/coupling/       units of coupling over training, for tracker.open_results
-    CELL/result.json     written last: the cell is done if and only if this is whole
-    CELL/failed.json     why it is not, after a death
+    CELL/result.json     written last: the cell is done if and only if this file is valid
+    CELL/failed.json     why the process died
 
-A training that diverges is done as well: the same command would diverge again.
+A diverged run counts as done, because the same command would diverge again.
 """
 
 import json
@@ -27,7 +27,7 @@ class BusyError(RuntimeError):
 
 
 def read(directory: Path, name: str) -> Any:
-    """A JSON file of a cell; None where there is no whole one."""
+    """Read a JSON file of a cell; return None if it is missing or invalid."""
     try:
         return json.loads((directory / f"{name}.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -35,44 +35,44 @@ def read(directory: Path, name: str) -> Any:
 
 
 def write(directory: Path, name: str, content: Any) -> None:
-    """Write a JSON file of a cell, whole or not at all."""
+    """Write a JSON file of a cell atomically."""
     write_atomic(directory / f"{name}.json", json.dumps(content, indent=1).encode())
 
 
 def is_done(directory: Path) -> bool:
-    """Whether the cell needs no more training."""
+    """Whether the cell is trained (or diverged) and has its result."""
     return read(directory, "result") is not None
 
 
-def agree(directory: Path, recipe: Recipe) -> None:
-    """Refuse a directory that was begun with other settings.
+def check_settings(directory: Path, recipe: Recipe) -> None:
+    """Check that a directory is empty or was started with the same settings.
 
     Raises:
-        ValueError: naming each setting that differs.
+        ValueError: if settings differ; the message names each.
     """
     stored = read(directory, "recipe")
     if stored is None:
         return
     if changes := differences(stored, recipe.identity):
         raise ValueError(
-            f"{directory} holds a training with other settings ({changes}); results are never mixed: choose another "
-            "--out, or the settings it was begun with"
+            f"{directory} contains a run with other settings ({changes}); results are never mixed: choose another "
+            "--out, or the original settings"
         )
 
 
 @contextmanager
 def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
-    """Have a cell to oneself; the claim ends with the process, however that ends.
+    """Lock a cell for this process; the lock is released when the process ends for any reason.
 
     Raises:
-        BusyError: if another process has it.
-        ValueError: if it was begun with other settings.
+        BusyError: if another process holds the lock.
+        ValueError: if the cell was started with other settings.
     """
-    agree(directory, recipe)
+    check_settings(directory, recipe)
     directory.mkdir(parents=True, exist_ok=True)
     lock = Lock.take(directory / ".lock")
     if lock is None:
-        raise BusyError(f"{directory} is being trained by another process; wait for it, or end it")
+        raise BusyError(f"{directory} is being trained by another process; wait for it, or stop it")
     with lock:
         write(directory, "recipe", recipe.identity)
         yield

@@ -1,9 +1,8 @@
-"""Images in memory: CIFAR10, scikit-learn's digits, or a folder; uint8 (N, 3, side, side), and what is known of them.
+"""Image data sets in memory, as uint8 (N, 3, side, side): CIFAR10, scikit-learn's digits, or a folder.
 
-Everything is decoded before training starts, so that a damaged file is found then and not an hour later.
+All images are decoded before training starts, so that a damaged file is found at once and not an hour later.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
@@ -15,16 +14,17 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.v2 import functional as F
 
+from checkpoints.files import cache_root
 from vit.recipe import Recipe
 
 
 class DataError(ValueError):
-    """The data is missing, damaged, or not what the settings need."""
+    """The data is missing, damaged, or unsuitable for the settings."""
 
 
 @dataclass
 class Split:
-    """Images of one split, with the index of each one's class."""
+    """The images of one split with their class indices."""
 
     images: UInt8[Tensor, "n 3 side side"]
     labels: Int[Tensor, " n"]
@@ -38,7 +38,7 @@ class Split:
 
 @dataclass
 class Data:
-    """Both splits; mean and standard deviation of the training pixels by channel, in [0, 1]."""
+    """Both splits, with the mean and standard deviation of the training pixels by channel, in [0, 1]."""
 
     train: Split
     test: Split
@@ -47,24 +47,24 @@ class Data:
     std: Float[Tensor, "3"]
 
     def normalise(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
-        """Pixels as the model takes them."""
+        """Convert pixels to the model's input: float32 with mean 0 and standard deviation 1."""
         return F.normalize(F.to_dtype(images, torch.float32, scale=True), self.mean.tolist(), self.std.tolist())
 
     def probe(self, size: int) -> Float[Tensor, "b 3 h w"]:
-        """Images of the test split to measure on: the same in every run, whatever its seed; classes in turn."""
+        """Return the test images to measure on: balanced over classes, and the same for every seed."""
         if size > len(self.test):
-            raise DataError(f"--probe_size {size}; the test split has {len(self.test)} images")
+            raise DataError(f"--probe_size {size}: the test split has {len(self.test)} images; give at most that")
         return self.normalise(balanced(self.test, size).images)
 
 
 def load(recipe: Recipe) -> Data:
-    """The images that a recipe names.
+    """Load the data set of a recipe.
 
     Raises:
-        DataError: if they are missing, damaged, or fewer than the recipe needs; says which, and the remedy.
+        DataError: if it is missing, damaged, or smaller than the recipe needs.
     """
     if recipe.data == "cifar10":
-        train, test, classes = _cifar10(recipe.data_dir or cache_dir())
+        train, test, classes = _cifar10(recipe.data_dir or cache_root())
     elif recipe.data == "digits":
         train, test, classes = _digits()
     else:
@@ -72,23 +72,24 @@ def load(recipe: Recipe) -> Data:
     train, test = (Split(_resized(split.images, recipe.image_size), split.labels) for split in (train, test))
     if recipe.train_size is not None:
         if recipe.train_size > len(train):
-            raise DataError(f"--train_size {recipe.train_size}; {recipe.data} has {len(train)} training images")
+            raise DataError(
+                f"--train_size {recipe.train_size}: {recipe.data} has {len(train)} training images; give at most that"
+            )
         train = balanced(train, recipe.train_size)
     if recipe.batch_size > len(train):
         raise DataError(
-            f"--batch_size {recipe.batch_size}; with {len(train)} training images there is no whole batch: give at "
-            f"most {len(train)}"
+            f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
         )
     pixels = train.images.transpose(0, 1).reshape(3, -1)
     # float32 loses the fifth digit of a mean over 50 million pixels.
     std, mean = torch.std_mean(pixels.double() / 255, dim=1)
     if not (std > 0).all():
-        raise DataError(f"{recipe.data}: the training images have a channel that is the same everywhere")
+        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
     return Data(train, test, classes, mean.float(), std.float())
 
 
 def balanced(split: Split, size: int) -> Split:
-    """A fixed choice of `size` images in a fixed random order, as many of each class as can be."""
+    """Select `size` images, balanced over classes, in a random order; selection and order are fixed."""
     order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
     labels = split.labels[order]
     # The r-th image of every class comes before the (r+1)-th of any.
@@ -96,12 +97,6 @@ def balanced(split: Split, size: int) -> Split:
     for c in labels.unique():
         rank[labels == c] = torch.arange(int((labels == c).sum()))
     return split[order[torch.argsort(rank, stable=True)[:size]]]
-
-
-def cache_dir() -> Path:
-    """Where downloads go; `TRACKER_CACHE` moves it."""
-    root = os.environ.get("TRACKER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "block-coupling-tracker"
 
 
 def _cifar10(root: Path) -> tuple[Split, Split, list[str]]:
@@ -112,12 +107,12 @@ def _cifar10(root: Path) -> tuple[Split, Split, list[str]]:
     except (URLError, TimeoutError, ConnectionError) as error:
         if found:
             raise DataError(
-                f"CIFAR10 in {root} is damaged or incomplete (its checksums differ), and can't be downloaded anew "
-                f"({error}); remove it and connect, or put a whole {CIFAR10.filename} there"
+                f"CIFAR10 in {root} is damaged or incomplete (its checksums differ), and can't be downloaded again "
+                f"({error}); remove it and go online, or put a complete {CIFAR10.filename} there"
             ) from error
         raise DataError(
-            f"CIFAR10 is not in {root} and can't be downloaded ({error}); connect, put {CIFAR10.filename} there, give "
-            "--data_dir, or take --data digits, which needs no network"
+            f"CIFAR10 is not in {root} and can't be downloaded ({error}); go online, put {CIFAR10.filename} there, give "
+            "--data_dir, or use --data digits, which needs no network"
         ) from error
     except RuntimeError as error:
         raise DataError(
@@ -132,7 +127,7 @@ def _cifar10(root: Path) -> tuple[Split, Split, list[str]]:
 
 
 def _digits() -> tuple[Split, Split, list[str]]:
-    """8 x 8 pixels in 17 grey levels; every class gives a fifth of its images to the test split."""
+    """Load scikit-learn's digits, 8 x 8 pixels in 17 grey levels, with a balanced fifth as the test split."""
     from sklearn.datasets import load_digits
 
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
@@ -148,19 +143,19 @@ def _folder(path: Path, side: int) -> tuple[Split, Split, list[str]]:
         try:
             listing = ImageFolder(str(path / part))
         except FileNotFoundError as error:
-            raise DataError(f"--data folder:{path}; {path / part}/CLASS/*.png is needed ({error})") from error
+            raise DataError(f"--data folder:{path}: {path / part}/CLASS/*.png is needed ({error})") from error
         names.append(listing.classes)
         images = []
         for file, _ in listing.samples:
             try:
                 image = listing.loader(file)
-            except (OSError, SyntaxError) as error:  # PIL's words for a damaged image
-                raise DataError(f"{file} can't be read ({error}); mend or remove it") from error
+            except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
+                raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
             images.append(F.center_crop(F.resize(F.pil_to_tensor(image), [side], antialias=True), [side]))
         splits.append(Split(torch.stack(images), torch.tensor(listing.targets)))
     if names[0] != names[1]:
         differing = sorted(set(names[0]) ^ set(names[1]))
-        raise DataError(f"--data folder:{path}; train and test must have the same classes, but differ in {differing}")
+        raise DataError(f"--data folder:{path}: train and test must have the same classes, but differ in {differing}")
     return splits[0], splits[1], names[0]
 
 

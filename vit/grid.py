@@ -19,7 +19,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from vit import processes
-from vit.cells import agree, is_done, read
+from vit.cells import check_settings, is_done, read
 from vit.recipe import Recipe, check, from_dict
 from vit.train import FAILED, INTERRUPTED, OK, USAGE, parse
 
@@ -83,7 +83,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
         recipes = cells(grid, recipe)
         engine = _engine(grid)
         for cell in recipes:
-            agree(cell.directory, cell)
+            check_settings(cell.directory, cell)
         missing = [cell for cell in recipes if not is_done(cell.directory)]
         if missing and engine == "processes":
             processes.start_server()

@@ -1,7 +1,7 @@
-"""From images in memory to batches the model takes: the two pipelines, repeated augmentation, mixup and cutmix.
+"""Data loaders: two augmentation pipelines, repeated augmentation, mixup and cutmix.
 
-`batched`: uint8 images are gathered by index, moved, and augmented on the device. `workers`: worker processes augment
-one PIL image after another. Mixup, cutmix and what follows are the same.
+`batched`: uint8 images are gathered by index, moved to the device and augmented there. `workers`: worker processes augment
+single PIL images. Mixup and cutmix follow in both.
 """
 
 from typing import Any
@@ -22,26 +22,26 @@ TEST_BATCH = 1024
 
 
 class Batches(lightning.LightningDataModule):
-    """Training and test batches of one recipe, on every device its own share."""
+    """Training and test batches of a recipe, sharded over devices."""
 
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
         self.data, self.recipe = data, recipe
         self.mixup = None
         if recipe.mixup or recipe.cutmix:
-            # Labels are smoothed in the loss, the same way for mixed and for plain ones.
+            # The loss smooths labels, in the same way for mixed and for plain ones.
             self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes))
 
     def train_dataloader(self) -> DataLoader:
-        """Whole batches; the order is a function of seed and epoch."""
-        recipe, rank, world = self.recipe, *self._place()
+        """Return full batches, in an order that depends on seed and epoch only."""
+        recipe, rank, world = self.recipe, *self._rank_and_world()
         in_workers = recipe.augment == "workers"
         return DataLoader(
             _Single(self.data, recipe) if in_workers else _Gathered(self.data.train),
             batch_size=recipe.batch_size // world,
             sampler=Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world),
             num_workers=recipe.workers if in_workers else 0,
-            # Every iterator draws a seed: of the global state it would be one draw more in an epoch that is resumed.
+            # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
             generator=torch.Generator().manual_seed(recipe.seed),
             persistent_workers=in_workers,
             collate_fn=None if in_workers else _as_is,
@@ -50,8 +50,8 @@ class Batches(lightning.LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader:
-        """The test split, each image once."""
-        rank, world = self._place()
+        """Return the test split, each image once."""
+        rank, world = self._rank_and_world()
         share = _Gathered(self.data.test[slice(rank, None, world)])
         return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=torch.cuda.is_available())
 
@@ -66,34 +66,34 @@ class Batches(lightning.LightningDataModule):
                 images = erase(images, self.recipe.erasing)
         return self.mixup(images, labels) if self.mixup else (images, labels)
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_world(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
 
 class Order(RepeatAugSampler):
-    """timm's repeated augmentation, whose permutation depends on the epoch alone, made to depend on the seed as well.
+    """timm's sampler for repeated augmentation, with a permutation that depends on the seed as well as the epoch.
 
-    An epoch has as many draws as there are images: with r repeats it meets a fresh 1/r of them, r times each.
+    An epoch has as many draws as there are images: with r repeats it contains a different 1/r of the images, r times each.
     """
 
     def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
-        self.num_selected_samples = images // world  # whole batches are then as many on every device
+        self.num_selected_samples = images // world  # so that every device has the same number of full batches
         self.seed = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of an epoch."""
+        """Set the epoch, which selects the permutation."""
         super().set_epoch(epoch_seed(self.seed, epoch))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """What an epoch's random numbers start from: a function of seed and epoch, so a resumed run draws the same."""
+    """Return the random seed of an epoch, so that a resumed run draws the same numbers."""
     return (seed * 1_000_003 + epoch) % 2**32
 
 
 class _Gathered(Dataset):
-    """A batch is one gather."""
+    """A split indexed by whole batches, one gather each."""
 
     def __init__(self, split: Split):
         self.split = split
@@ -107,7 +107,7 @@ class _Gathered(Dataset):
 
 
 class _Single(Dataset):
-    """One image, augmented with PIL."""
+    """A split indexed by single images, augmented with PIL."""
 
     def __init__(self, data: Data, recipe: Recipe):
         self.split = data.train

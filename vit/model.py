@@ -1,4 +1,4 @@
-"""The model: timm's DeiT, sized by options; stochastic depth rises linearly over the blocks from 0 to its rate."""
+"""The model: timm's DeiT of configurable size; the stochastic depth rate rises linearly over the blocks from 0."""
 
 from timm.models import VisionTransformer, create_model
 
@@ -6,7 +6,7 @@ from vit.recipe import Recipe
 
 
 def build(recipe: Recipe, classes: int) -> VisionTransformer:
-    """A DeiT with random weights; the defaults of Recipe make it DeiT-Ti for 32 x 32 pixels: 5.36 M parameters.
+    """Build a DeiT with random weights; by default DeiT-Ti for 32 x 32 pixels, with 5.36 M parameters.
 
     >>> model = build(Recipe(), classes=10)
     >>> len(model.blocks), model.embed_dim, model.pos_embed.shape[1]

@@ -1,4 +1,4 @@
-"""The training loop's content: loss, optimiser, schedule, accuracy, and what makes a resumed run the same run."""
+"""The LightningModule: loss, optimiser, schedule, accuracy, and the state that makes a resumed run exact."""
 
 import math
 import time
@@ -19,11 +19,11 @@ from vit.recipe import Recipe
 
 
 class DivergedError(FloatingPointError):
-    """The loss is no longer a number."""
+    """The training loss is not finite."""
 
 
 class Classifier(lightning.LightningModule):
-    """A DeiT in training; `history` has a row for every epoch so far, and is part of a checkpoint."""
+    """A DeiT in training; `history` has a row per finished epoch and is saved in checkpoints."""
 
     def __init__(self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False):
         super().__init__()
@@ -37,16 +37,16 @@ class Classifier(lightning.LightningModule):
         self.started = 0.0
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         return self.model(images)
 
     def on_train_epoch_start(self) -> None:
-        """Start this epoch's random numbers from seed, epoch and rank alone."""
+        """Seed the random numbers of this epoch from seed, epoch and rank."""
         lightning.seed_everything(epoch_seed(self.recipe.seed, self.current_epoch) + self.global_rank, verbose=False)
         self.started = time.perf_counter()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        """Cross-entropy against classes, or against the mixed distributions of mixup and cutmix."""
+        """Compute the cross-entropy with class indices, or with the mixed distributions of mixup and cutmix."""
         images, targets = batch
         logits = self(images)
         loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
@@ -54,17 +54,17 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        """Top-1 accuracy and loss on the test split."""
+        """Update top-1 accuracy and loss on the test split."""
         images, labels = batch
         logits = self(images)
         self.accuracy.update(logits, labels)
         self.test_loss.update(torch.nn.functional.cross_entropy(logits, labels), weight=len(labels))
 
     def on_train_epoch_end(self) -> None:
-        """Add the epoch to the history, in memory and on disk.
+        """Append the epoch to the history, in memory and on disk.
 
         Raises:
-            DivergedError: if the loss is no longer a number.
+            DivergedError: if the training loss is not finite.
         """
         train_loss = float(self.train_loss.compute())
         if not math.isfinite(train_loss):
@@ -77,8 +77,8 @@ class Classifier(lightning.LightningModule):
         }
         self.log_dict(row)
         seconds = time.perf_counter() - self.started
-        place = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
-        self.history.append({**place, **row})
+        progress = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
+        self.history.append({**progress, **row})
         for metric in (self.train_loss, self.test_loss, self.accuracy):
             metric.reset()
         if self.trainer.is_global_zero:
@@ -92,7 +92,7 @@ class Classifier(lightning.LightningModule):
                 )
 
     def configure_optimizers(self) -> Any:
-        """AdamW with timm's groups; cosine with warm-up, step by step."""
+        """Return AdamW with timm's parameter groups, and a cosine schedule with warm-up, updated every step."""
         recipe = self.recipe
         optimizer = create_optimizer_v2(
             self.model, "adamw", lr=recipe.lr * recipe.batch_size / 512, weight_decay=recipe.weight_decay
@@ -110,13 +110,13 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Timm's schedulers are told the number of updates so far."""
+        """Step timm's scheduler, which takes the number of updates so far."""
         scheduler.step_update(num_updates=self.global_step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the history."""
+        """Save the history."""
         checkpoint["history"] = self.history
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on with the history."""
+        """Restore the history."""
         self.history = checkpoint["history"]

@@ -1,7 +1,7 @@
-"""Cells one after another on this machine, each in a process of its own: one that dies takes no other with it.
+"""Train cells on this machine, each in its own process, so that a crash affects one cell only.
 
-Workers are forked from a server that has imported torch and Lightning once and computed nothing (no CUDA context, no
-threads of its own), so a cell starts in a tenth of the time a fresh interpreter takes.
+Workers are forked from a server that has imported torch and Lightning but has not computed anything (no CUDA context, no
+threads), so a cell starts in a tenth of the time that a new interpreter takes.
 """
 
 import multiprocessing
@@ -22,19 +22,19 @@ PRELOADED = ["vit.module", "vit.loaders", "vit.train", "tracker.measurement", "l
 
 
 def start_server() -> None:
-    """Begin to import what the workers need; returns at once."""
+    """Start the fork server, which imports the workers' modules in the background."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
 
-def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, ended: Callable[[Recipe], None]) -> None:
-    """Train the cells, `jobs` at a time; a death is tried again `retries` times, then recorded in failed.json.
+def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, on_end: Callable[[Recipe], None]) -> None:
+    """Train the cells, `jobs` at a time; a crash is retried `retries` times, then recorded in failed.json.
 
     Args:
-        ended: called with each cell that is done or given up.
+        on_end: called with each cell that is done or has failed.
 
     Raises:
-        KeyboardInterrupt: if interrupted, once the workers have been ended.
+        KeyboardInterrupt: if interrupted, after the workers have been killed.
     """
     context = multiprocessing.get_context("forkserver")
     start_server()
@@ -51,14 +51,14 @@ def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, ended: Callabl
                 process, recipe, tries = running.pop(sentinel)  # type: ignore[arg-type]
                 process.join()
                 if is_done(recipe.directory):
-                    ended(recipe)
+                    on_end(recipe)
                 elif tries:
                     waiting.insert(0, (recipe, tries - 1))
                 else:
                     write(recipe.directory, "failed", {"reason": _reason(process, recipe.directory)})
-                    ended(recipe)
+                    on_end(recipe)
     finally:
-        for process, _, _ in running.values():  # every file is written whole or not at all
+        for process, _, _ in running.values():  # safe: every file is written atomically
             process.kill()
             process.join()
 
@@ -66,15 +66,15 @@ def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, ended: Callabl
 def _reason(process: BaseProcess, directory: Path) -> str:
     if process.exitcode and process.exitcode < 0:
         name = signal.Signals(-process.exitcode).name
-        return f"the process was ended by {name}" + (", often for want of memory" if name == "SIGKILL" else "")
+        return f"the process was killed by {name}" + (", often for lack of memory" if name == "SIGKILL" else "")
     lines = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"exit status {process.exitcode}"
 
 
 def _train_cell(recipe: Recipe) -> None:
-    # Ctrl-C reaches the whole process group; the driver answers it.
+    # Ctrl-C reaches the whole process group; the driver handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_driver, daemon=True).start()
+    threading.Thread(target=_exit_with_driver, daemon=True).start()
     recipe.directory.mkdir(parents=True, exist_ok=True)
     log = os.open(recipe.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -83,14 +83,14 @@ def _train_cell(recipe: Recipe) -> None:
 
     try:
         train(recipe, show=True)
-    except Exception:  # whatever ends a cell is recorded with it, and the others go on
+    except Exception:  # any failure is recorded with its cell, and the other cells continue
         traceback.print_exc()
         sys.stderr.flush()
         sys.exit(1)
 
 
-def _end_with_the_driver() -> None:
-    """A killed driver leaves no worker behind to race the one that is started next."""
+def _exit_with_driver() -> None:
+    """Exit when the driver dies, so that no orphaned worker competes with the next driver's."""
     driver = multiprocessing.parent_process()
     assert driver is not None
     connection.wait([driver.sentinel])

@@ -1,8 +1,8 @@
-"""Cells as trials of Ray Tune: many at once, with fractions of a GPU, on one machine or a cluster.
+"""Train cells as trials of Ray Tune: concurrently, with fractions of a GPU, on one machine or a cluster.
 
-A trial runs what a process of `vit.processes` runs, into the same directory; on a cluster that directory has to be on a
-file system that all machines share. A trial that dies is tried again and goes on from its last epoch. Nothing needs to
-be restored besides: cells are keyed by their settings, and what is done is not begun.
+A trial does the same as a process of `vit.processes` and writes to the same directory, which on a cluster must be on a
+shared file system. A trial that crashes is retried and resumes from its last epoch. Tune's own state is not restored: cells
+are identified by their settings, and finished cells are skipped.
 """
 
 import logging
@@ -19,17 +19,17 @@ from vit.recipe import Recipe
 
 
 class Report(tune.Callback):
-    """Tells the driver of each trial that ended; Tune saves its callbacks, and this one has nothing to be saved."""
+    """Notifies the driver of each trial that ended. Tune pickles its callbacks; this one has no state to save."""
 
-    def __init__(self, recipes: dict[str, Recipe], ended: Callable[[Recipe], None]):
-        self.recipes, self.ended = recipes, ended
+    def __init__(self, recipes: dict[str, Recipe], on_end: Callable[[Recipe], None]):
+        self.recipes, self.on_end = recipes, on_end
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        """Pass it on."""
-        self.ended(self.recipes[trial.config["cell"]])
+        """Notify the driver."""
+        self.on_end(self.recipes[trial.config["cell"]])
 
 
 def run_cells(
@@ -39,10 +39,10 @@ def run_cells(
     cpus: float,
     gpus: float,
     retries: int,
-    ended: Callable[[Recipe], None],
+    on_end: Callable[[Recipe], None],
 ) -> None:
-    """Train the cells on Ray, each with so many CPUs and GPUs; what has failed for good is recorded in failed.json."""
-    # A worker's current directory is Ray's to choose.
+    """Train the cells on Ray, each with the given CPUs and GPUs; record final failures in failed.json."""
+    # Absolute paths, because Ray chooses the current directory of a worker.
     by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
     ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
@@ -53,7 +53,7 @@ def run_cells(
                 name="trials",
                 storage_path=str(storage.resolve()),
                 failure_config=tune.FailureConfig(max_failures=retries),
-                callbacks=[Report(by_name, ended)],
+                callbacks=[Report(by_name, on_end)],
                 verbose=0,
             ),
         )
@@ -64,7 +64,7 @@ def run_cells(
         recipe = by_name[result.config["cell"]] if result.config else None
         if recipe and result.error and not is_done(recipe.directory):
             write(recipe.directory, "failed", {"reason": str(result.error).strip().splitlines()[-1]})
-            ended(recipe)
+            on_end(recipe)
 
 
 def _trial(config: dict[str, Any], recipes: dict[str, Recipe]) -> dict[str, Any]:

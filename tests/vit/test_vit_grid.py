@@ -118,7 +118,7 @@ def test_worker_killed_is_tried_again_and_then_recorded(whole, tmp_path):
         return process.returncode, out, err
 
     status, out, err = kill_first_worker("--retries", "0")
-    assert status == 1 and f"{CELLS[0]}: died: the process was ended by SIGKILL" in err
+    assert status == 1 and f"{CELLS[0]}: died: the process was killed by SIGKILL" in err
     assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
     status, out, err = kill_first_worker("--retries", "1")
     assert status == 0 and "3 already done" in out, err
