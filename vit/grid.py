@@ -1,7 +1,7 @@
 """The grid: `python -m vit.grid` trains one vision transformer for every weight decay x stochastic depth x seed.
 
 What is not a matter of the grid is a matter of the recipe, as in vit.train. A cell that is done is not run again; one
-that diverges or dies is recorded and the others go on; the same command goes on where it was stopped.
+that diverges or crashes is recorded and the others continue; the same command resumes an interrupted grid.
 Nothing heavy is imported before the arguments have been read.
 """
 
@@ -183,7 +183,7 @@ def state_of(recipe: Recipe) -> str:
     if failure := read(recipe.directory, "failed"):
         return f"died: {failure['reason']}"
     history = read(recipe.directory, "history")
-    return f"{len(history)}/{recipe.epochs}" if history else "not begun"
+    return f"{len(history)}/{recipe.epochs}" if history else "not started"
 
 
 def table(recipes: Sequence[Recipe]) -> "Table":
@@ -206,7 +206,7 @@ def _cell_text(seeds: Sequence[Recipe]) -> str:
     try:
         accuracy = f"{mean(map(float, states)):.4f}"
     except ValueError:  # some seed is not done yet
-        return " ".join("·" if state == "not begun" else state for state in states)
+        return " ".join("·" if state == "not started" else state for state in states)
     return f"[bold]{accuracy}[/bold]"
 
 

@@ -22,7 +22,7 @@ class Recipe:
     """Train a DeiT-style vision transformer and measure how its blocks couple meanwhile.
 
     Results go to OUT: result.json once it is done, history.json after each epoch, coupling/ (for
-    tracker.open_results), last.ckpt to go on from. The same command takes up what was stopped, and repeats nothing
+    tracker.open_results), last.ckpt to resume from. The same command resumes an interrupted run, and repeats nothing
     that is done. Exit status: 0 trained; 1 diverged or failed; 2 bad usage; 130 interrupted.
 
     Args:

@@ -150,7 +150,7 @@ class TestDigits:
         "settings, said",
         [
             ({"train_size": 1438}, "1437 training images"),
-            ({"batch_size": 2000}, "there is no whole batch: give at most"),
+            ({"batch_size": 2000}, "do not fill a batch; give at most"),
         ],
     )
     def test_more_than_there_is(self, settings, said):
