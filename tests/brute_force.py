@@ -82,15 +82,15 @@ def run(
 
 
 @torch.no_grad()
-def couplings(J: list[Tensor], K: int, lending: list[Tensor] | None = None) -> dict[str, Tensor]:
+def couplings(J: list[Tensor], K: int, bases: list[Tensor] | None = None) -> dict[str, Tensor]:
     """The five mis-couplings of every layer pair, element by element from their definitions.
 
     Args:
-        lending: as many others, whose bases J is described in; None: J's own.
+        bases: as many other Jacobians, whose singular vectors are the bases; None: J's own.
     """
     L = len(J)
     own = [torch.linalg.svdvals(matrix) for matrix in J]
-    decompositions = [torch.linalg.svd(matrix) for matrix in lending or J]
+    decompositions = [torch.linalg.svd(matrix) for matrix in bases or J]
     names = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
     for l in range(L):

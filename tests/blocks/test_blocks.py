@@ -105,7 +105,7 @@ class Case:
     container: str
     norm: str | None
     position: int
-    said: str = ""  # a part of what `find_blocks` prints
+    message: str = ""  # a part of what `find_blocks` prints
 
 
 FOUND = {
@@ -235,7 +235,7 @@ class Several:
     make: Callable[[], nn.Module]
     inputs: Any
     lines: dict[str, tuple[str | None, int]]
-    said: str
+    message: str
 
 
 T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_heads": HEADS, "num_layers": 3}
@@ -338,7 +338,7 @@ def test_the_blocks_that_reach_the_output_are_found(name):
     model = perturbed(case.make)
     found = find_blocks(model)
     assert [model.get_submodule(block) for block in found.names] == list(model.get_submodule(case.container).children())
-    assert case.said in str(found)
+    assert case.message in str(found)
     assert case.norm is None or found.final_norms[0] == case.norm
     assert_measured_as_by_brute_force(model, case.inputs, case.container, case.norm, case.position)
 
@@ -347,7 +347,7 @@ def test_the_blocks_that_reach_the_output_are_found(name):
 def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(name):
     case = REFUSED[name]
     model = perturbed(case.make)
-    with pytest.raises(UsageError, match=re.escape(case.said)) as refusal:
+    with pytest.raises(UsageError, match=re.escape(case.message)) as refusal:
         tracker.measure(model, case.inputs)
     lines = re.findall(r"^  blocks=(\S+)", str(refusal.value), re.MULTILINE)
     assert [eval(line) for line in lines] == list(case.lines)
@@ -408,7 +408,7 @@ class Own(nn.Module):
         return self.head(self.text_norm(x))
 
 
-def test_towers_of_ones_own_are_asked_about_and_keep_their_norms():
+def test_custom_towers_are_ambiguous_and_keep_their_norms():
     model = Own().double()
     with pytest.raises(UsageError, match=r"blocks='vision_blocks'  # 4 x .*\n  blocks='text_blocks'  # 3 x"):
         find_blocks(model)
@@ -420,7 +420,7 @@ def test_towers_of_ones_own_are_asked_about_and_keep_their_norms():
         assert ds.attrs["final_norm_module"] == norm
 
 
-def test_two_language_models_in_one_module_are_asked_about():
+def test_two_language_models_in_one_module_are_ambiguous():
     class Distilled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -510,8 +510,8 @@ def test_a_class_token_is_confirmed_by_what_reaches_the_output():
         tracker.measure(Pooled(0, None), images(1), k=2)
     with pytest.raises(UsageError, match=r"cls_token enters the first block at position 4, not at 0 alone"):
         tracker.measure(Pooled(4, 4), images(1), k=2)
-    said = find_blocks(Pooled(4, 4), class_token=4)
-    assert (tracker.measure(Pooled(4, 4), images(1), blocks=said, k=2).token_position == 4).all()
+    found = find_blocks(Pooled(4, 4), class_token=4)
+    assert (tracker.measure(Pooled(4, 4), images(1), blocks=found, k=2).token_position == 4).all()
     for choice in ("last", "cls", "all", [0, 1]):
         assert tracker.measure(Pooled(0, None), images(1), tokens=choice, k=2).complete.all()
 

@@ -363,11 +363,11 @@ class NoneFirst(Block):
 
 
 @pytest.mark.parametrize(
-    "block, said",
+    "block, described",
     [(Ambiguous, r"dict\(first: \(1, 5, 8\), second"), (Nothing, "NoneType"), (NoneFirst, r"tuple\(0: NoneType, 1")],
 )
-def test_what_holds_no_hidden_state_is_named(block, said):
-    with pytest.raises(UsageError, match=f"block blocks.0 returns {said}.*it must return the hidden state"):
+def test_what_holds_no_hidden_state_is_named(block, described):
+    with pytest.raises(UsageError, match=f"block blocks.0 returns {described}.*it must return the hidden state"):
         tracker.measure(stack(block), random(1, 5, 8), k=2)
 
 

@@ -171,13 +171,13 @@ def test_attention_kernels_without_float32_or_derivatives_give_way_to_sdpa(imple
 def test_what_was_assumed_can_be_corrected():
     model, inputs = build("timm vit")
     found = tracker.find_blocks(model)
-    for said in (
+    for text in (
         "blocks.0 to blocks.2",
         "batch first",
         "final norm: norm (excluded by default)",
         "class token: position 0",
     ):
-        assert said in str(found)
+        assert text in str(found)
     assert "unembedding: lm_head; class token: none" in str(tracker.find_blocks(build("gpt2")[0]))
     other = tracker.find_blocks(model, final_norm="norm", unembedding="head", class_token=1)
     assert other.unembedding == "head"

@@ -1,4 +1,4 @@
-"""The derivative check in a window of the sequence: it speaks for the whole, and planted faults fail it."""
+"""The derivative check in a window of the sequence: it agrees with the whole sequence and detects planted faults."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def recorded(model, inputs):
 
 @pytest.fixture
 def windows(monkeypatch):
-    """The lengths of the sequences that proofs are made on, where a window is of two tokens."""
+    """Collect the lengths of the sequences that checks use, with windows of two tokens."""
     lengths, at = [], tracker.jacobians.checks._derivative_error_at
     monkeypatch.setattr(tracker.jacobians.checks, "WINDOW", 2)
     monkeypatch.setattr(
@@ -41,7 +41,7 @@ def windows(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.full])
-def test_every_family_is_proved_in_a_window(name, windows):
+def test_every_family_passes_in_a_window(name, windows):
     replica, calls = recorded(*build(name))
     n = calls[0].x.shape[1]
     rows = Rows(torch.tensor([0, 1]), torch.tensor([n - 1, n - 1]))

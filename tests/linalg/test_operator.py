@@ -136,7 +136,7 @@ def test_the_rows_of_all_prompts_pass_through_a_block_at_once(monkeypatch):
     selections = [(c[0], Rows(torch.tensor([0]), torch.tensor([c[0].x.shape[1] - 1]))) for c in passes]
     jacobians(selections)
     seen.clear()
-    jacobians(selections)  # the derivative is proved by now
+    jacobians(selections)  # so that the derivative is checked
     assert seen == [(3, 1, calls_width(passes))]
 
 
@@ -151,7 +151,7 @@ def test_products_in_bfloat16_err_by_their_rounding_alone(name):
     for call in calls:
         ((J, checks),) = Jacobians(replica)([(call, rows)])
         ((rough, other),) = Jacobians(replica, "bfloat16")([(call, rows)])
-        assert rough.dtype == torch.float32 and other == checks  # the proofs are those of float32
+        assert rough.dtype == torch.float32 and other == checks  # the checks are those of float32
         error = float((rough - J).norm() / J.norm())
         assert 1e-5 < error < 2e-2
 
@@ -162,7 +162,7 @@ def test_tf32_is_allowed_for_the_products_alone():
     calls[0].block.mlp.register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
     jacobians = Jacobians(replica, "tf32")
     operator = jacobians.sketch([(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]).operator
-    assert set(seen) == {"highest"}  # the proofs
+    assert set(seen) == {"highest"}  # in the checks
     V = torch.randn(1, calls[0].x.shape[-1], 2)
     operator.apply(V), operator.apply_transpose(V), operator.dense()
     assert torch.get_float32_matmul_precision() == "highest"

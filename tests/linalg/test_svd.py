@@ -216,14 +216,14 @@ def test_only_what_missed_is_done_again(blind):
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("fall, by_squares", [(0.5, True), (0.2, True), (0.05, False), (1e-4, False)])
 def test_squares_serve_where_singular_values_do_not_fall_far(fall, by_squares, single, monkeypatch):
-    asked = []
+    calls = []
     way = svd._by_golub_kahan
-    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: asked.append(len(J)) or way(J, K))
+    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
     dtype, atol = (torch.float32, 2e-6) if single else (torch.float64, 1e-12)
     J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
     t = top_singular_triplets(J, 10, "krylov")
-    assert asked == ([] if by_squares else [2]), "of the three matrices, those alone that need it"
+    assert calls == ([] if by_squares else [2]), "of the three matrices, those alone that need it"
     assert bool(t.complete.all()) and not bool(t.full.any())
     assert float(t.residual.max()) < svd.TOLERANCE[dtype]
     expected = torch.linalg.svdvals(J.double())
@@ -233,11 +233,11 @@ def test_squares_serve_where_singular_values_do_not_fall_far(fall, by_squares, s
 
 @pytest.mark.parametrize("fall, tried", [(0.5, True), (0.02, False)])
 def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
-    asked = []
-    monkeypatch.setattr(svd, "block_lanczos", lambda *a: asked.append(1) or krylov.block_lanczos(*a))
+    calls = []
+    monkeypatch.setattr(svd, "block_lanczos", lambda *a: calls.append(1) or krylov.block_lanczos(*a))
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), fall * FLAT[10:]])
     t = top_singular_triplets(planted(s), 10, "krylov")
-    assert bool(asked) == tried and bool(t.complete) and not bool(t.full)
+    assert bool(calls) == tried and bool(t.complete) and not bool(t.full)
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.float64, 1e-12)])

@@ -94,9 +94,9 @@ def _tokenizer(prompt: str, return_tensors: str) -> dict[str, Tensor]:
 
 def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
     """What `measure` says of the model, which is in training mode."""
-    asked: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
+    requested: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
     try:
-        return tracker.measure(built.model, copy.deepcopy(inputs), **(asked | settings))
+        return tracker.measure(built.model, copy.deepcopy(inputs), **(requested | settings))
     except UsageError:
         raise
     except Exception as error:

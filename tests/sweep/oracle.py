@@ -35,7 +35,7 @@ class Call:
 
 @dataclass
 class Graph:
-    """One forward pass with gradients: the calls of the blocks asked for, of all others of a list, and the output."""
+    """One forward pass with gradients: the calls of the requested blocks, of the other blocks of their list, and the output."""
 
     blocks: list[Call] = field(default_factory=list)
     lists: dict[str, list[Call]] = field(default_factory=dict)  # by the name of the list
@@ -126,7 +126,7 @@ def run(model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: in
         elif not x.requires_grad:
             x = x.detach().requires_grad_()
         else:
-            x = x.clone()  # what else the block is given may be made of its input too, and is held fixed
+            x = x.clone()  # the block's other arguments may depend on its input too, and are kept constant
         open_calls.append(x)
         given = x.clone()  # the block may write to its input
         if isinstance(place, int):
