@@ -1,4 +1,4 @@
-"""The benchmark's commands, on the smallest shape: what they write, and that both algorithms agree."""
+"""The benchmarks' commands on the smallest shape: their output, and the agreement of both algorithms."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_ours_and_the_published_algorithm_agree(compared):
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
 
 
-def test_the_result_says_what_was_timed_and_on_what(compared):
+def test_the_result_records_settings_and_environment(compared):
     assert (compared["width"], compared["blocks"], compared["tokens"]) == (128, 2, 6)
     assert compared["settings"]["k"] == 5
     assert compared["environment"]["torch"] and compared["environment"]["threads"] >= 1
@@ -57,7 +57,7 @@ def test_the_result_says_what_was_timed_and_on_what(compared):
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
 
 
-def test_two_ways_in_turn(directory):
+def test_two_methods_in_turn(directory):
     result = run(directory, "--published", "false", "--svd", "matrix-free", "--beside", "full", "--repeats", "2")
     beside = result["beside"]
     assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
@@ -66,7 +66,7 @@ def test_two_ways_in_turn(directory):
     assert "of the time of full" in tables.coupling(result)
 
 
-def test_images_agree_and_several_cost_what_one_costs_several_times(directory):
+def test_images_agree_and_cost_is_per_image(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)
     assert result["errors"]["jacobian"] < 1e-5
@@ -82,7 +82,7 @@ def test_without_the_baseline(directory):
 
 
 @pytest.mark.slow  # two fresh processes that import everything
-def test_memory_is_watched_in_fresh_processes(directory):
+def test_memory_is_measured_in_fresh_processes(directory):
     result = run(directory, "--shape", "70m", "--tokens", "64", "--blocks", "1", "--memory", "true")
     ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
@@ -122,13 +122,13 @@ def test_bad_settings_are_one_message(arguments, message, capsys):
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
 
 
-def test_an_unknown_shape_says_which_there_are(capsys):
+def test_an_unknown_shape_lists_the_shapes(capsys):
     with pytest.raises(SystemExit) as stop:
         coupling.main(["--shape", "3b"])
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
-def test_streaming_agrees_in_both_formats_and_says_what_memory_it_took(tmp_path, capsys):
+def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
     assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0
     ways = json.loads(file.read_text())["ways"]

@@ -64,9 +64,9 @@ def test_given_clusters_take_precedence(results):
 
 
 def test_the_note_states_independence_and_averaged_clusters(results):
-    said = independence_note(results)
-    assert said.startswith("7 models of 1 architecture: p and intervals treat models as independent")
-    assert said.endswith("Clusters averaged in the second fit: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3.")
+    note = independence_note(results)
+    assert note.startswith("7 models of 1 architecture: p and intervals treat models as independent")
+    assert note.endswith("Clusters averaged in the second fit: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3.")
     assert "averaged" not in independence_note({name: results[name] for name in ("70m", "160m", "410m", "1b")})
 
 
@@ -79,8 +79,8 @@ def test_figures_also_fit_the_means_of_clusters(results):
     assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
-    once = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
-    assert once in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
+    averaged = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
+    assert averaged in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
     assert "treat models as independent" in score_against_sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
 

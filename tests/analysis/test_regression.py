@@ -8,6 +8,7 @@ from scipy import stats
 from tracker.analysis.regression import (
     clustered_mean,
     exponential_fit,
+    group_means,
     holm,
     linear_fit,
     mean_interval,
@@ -17,7 +18,7 @@ from tracker.analysis.regression import (
 
 
 def assert_covers(covered, low=0.95, high=0.95):
-    """As often as from `low` to `high`, within what chance allows (99.9 % of simulations)."""
+    """Check a coverage between `low` and `high`, within sampling error (99.9 %)."""
     covered = np.asarray(covered)
     fewest, _ = stats.binom.interval(0.999, covered.size, low)
     _, most = stats.binom.interval(0.999, covered.size, high)
@@ -28,7 +29,7 @@ def holds(value, low, high):
     return (np.asarray(low) <= value) & (value <= np.asarray(high))
 
 
-def test_regression_is_scipys_without_groups():
+def test_regression_without_groups_agrees_with_scipy():
     x, y = np.random.default_rng(0).standard_normal((2, 9))
     fit, oracle = linear_fit(x, y), stats.linregress(x, y)
     assert fit["r"] == pytest.approx(oracle.rvalue) and fit["r2"] == pytest.approx(oracle.rvalue**2)
@@ -36,8 +37,8 @@ def test_regression_is_scipys_without_groups():
     assert 0 <= fit["r2_low"] < fit["r2"] < fit["r2_high"] <= 1 and fit["n"] == 9
 
 
-def test_at_fixed_group_it_is_the_regression_with_a_dummy_for_each():
-    """Frisch and Waugh: slope and p of x beside group dummies, by least squares."""
+def test_regression_with_groups_is_that_with_dummies():
+    """Frisch and Waugh: slope and p of x in a regression with group dummies."""
     random = np.random.default_rng(1)
     groups = np.repeat([0, 1, 2], 6)
     x = random.standard_normal(18) + 5 * groups
@@ -53,7 +54,7 @@ def test_at_fixed_group_it_is_the_regression_with_a_dummy_for_each():
 
 
 @pytest.mark.parametrize("x, y", [([1.0, 2, 3], [1.0, 2, 4]), ([1.0] * 5, range(5)), (range(5), [2.0] * 5)])
-def test_nothing_is_said_of_three_points_or_without_spread(x, y):
+def test_fits_of_three_points_or_without_spread_are_undefined(x, y):
     fit = linear_fit(np.array(x, float), np.array(y, float))
     assert np.isnan(
         [fit[name] for name in ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")]
@@ -94,7 +95,7 @@ def test_partial_correlation_is_that_of_a_multiple_regression():
     assert fit["r2"] == pytest.approx(t**2 / (t**2 + oracle.df_resid))
 
 
-def test_nothing_is_left_of_a_variable_that_the_others_explain():
+def test_a_variable_that_the_controls_explain_has_no_partial_correlation():
     x = np.arange(8.0)
     assert np.isnan(partial_correlation(x, x**2, [x])["r2"])
     assert np.isnan(partial_correlation(x[:5], x[:5] ** 2, [x[:5] ** 3, x[:5] ** 0.5, x[:5] ** 1.5])["p"])
@@ -126,14 +127,14 @@ def test_no_exponential_through_values_of_both_signs():
     assert np.isnan(exponential_fit(np.arange(5.0), np.array([-1.0, 1, 2, 3, 4]))["b"])
 
 
-def test_the_mean_s_interval_covers_it_as_often_as_it_says():
+def test_coverage_of_the_interval_of_the_mean():
     """The bootstrap percentiles used before covered it in 0.84 of simulations with 6 prompts."""
     random = np.random.default_rng(7)
     for prompts in (2, 6, 40):
         assert_covers(holds(0, *mean_interval(random.standard_normal((20_000, prompts)))))
 
 
-def test_skew_prompts_cost_the_mean_s_interval_some_coverage():
+def test_skewness_reduces_the_coverage_of_the_interval_of_the_mean():
     """What t intervals are known to lose: 0.93 at a skewness of 1, 0.89 at 2 with 6 prompts."""
     random = np.random.default_rng(7)
     assert_covers(holds(1, *mean_interval(random.gamma(4, 0.25, (20_000, 6)))), 0.925, 0.935)
@@ -166,7 +167,7 @@ def test_sources_of_different_sizes(sizes):
 def test_of_sources_of_one_size_it_is_the_t_interval_of_their_means():
     random = np.random.default_rng(22)
     values, label = random.random((3, 12)), np.array(list("abcd" * 3))
-    means = np.stack([values[:, label == kind].mean(1) for kind in "abcd"])
+    means = np.stack([values[:, label == name].mean(1) for name in "abcd"])
     expected = stats.t.interval(0.95, 3, means.mean(0), stats.sem(means))
     np.testing.assert_allclose(mean_interval(values, label), expected, rtol=1e-12)
     alone = stats.t.interval(0.95, 11, values.mean(1), stats.sem(values, 1))
@@ -182,8 +183,8 @@ def test_errors_of_clusters_are_cr2_with_bell_and_mccaffrey_s_degrees_of_freedom
     N, X = 11, np.ones((11, 1))
     left = np.eye(N) - X @ X.T / N
     parts = []
-    for kind in range(4):
-        rows = np.flatnonzero(label == kind)
+    for source in range(4):
+        rows = np.flatnonzero(label == source)
         worth, axes = np.linalg.eigh(left[np.ix_(rows, rows)])
         parts.append(X[rows, 0] @ (axes / np.sqrt(worth)) @ axes.T @ left[rows] / N)
     assert mean == pytest.approx(values.mean())
@@ -209,27 +210,27 @@ def test_the_interval_of_r_is_scipy_s():
     assert fit["r_low"] == fit["r_high"] == pytest.approx(-1) and fit["r2_low"] == pytest.approx(1)
 
 
-def fits_of(kind, rho, count=2000):
-    """Fits of pairs with correlation rho: plain, beside three controls, or within four groups."""
+def fits_of(design, rho, count=2000):
+    """Fits of pairs with correlation rho: plain, with three controls, or within four groups."""
     random = np.random.default_rng(24)
-    n, group = (9, None) if kind != "groups" else (16, np.repeat(np.arange(4), 4))
+    n, group = (9, None) if design != "groups" else (16, np.repeat(np.arange(4), 4))
     for _ in range(count):
         x, other = random.standard_normal((2, n))
         y = rho * x + np.sqrt(1 - rho**2) * other
-        if kind == "plain":
+        if design == "plain":
             yield linear_fit(x, y)
-        elif kind == "groups":
+        elif design == "groups":
             yield linear_fit(x + 5 * group, y - 3 * group, group)
         else:
             controls = random.standard_normal((3, n))
             yield partial_correlation(x + controls.sum(0), y - 2 * controls[0], list(controls))
 
 
-@pytest.mark.parametrize("kind", ["plain", "controls", "groups"])
+@pytest.mark.parametrize("design", ["plain", "controls", "groups"])
 @pytest.mark.parametrize("rho", [0, 0.6])
-def test_intervals_of_r_and_r2_cover_them(kind, rho):
-    """Bootstrapped, R^2 had an interval that never held 0; Fisher's z is approximate, by half a per cent at most here."""
-    ends = np.array([[fit[end] for end in ("r_low", "r_high", "r2_low", "r2_high")] for fit in fits_of(kind, rho)]).T
+def test_intervals_of_r_and_r2_cover_them(design, rho):
+    """Fisher's z is approximate, by at most half a per cent here; a bootstrap interval of R^2 never contained 0."""
+    ends = np.array([[fit[end] for end in ("r_low", "r_high", "r2_low", "r2_high")] for fit in fits_of(design, rho)]).T
     assert_covers(holds(rho, *ends[:2]), 0.945, 0.955)
     assert_covers(holds(rho**2, *ends[2:]), 0.945, 0.975)  # where r's reaches below 0, R^2's holds (-r)^2 too
     assert (ends[2] <= ends[3]).all() and (ends[2][(ends[0] < 0) & (ends[1] > 0)] == 0).all()
@@ -273,13 +274,13 @@ def test_onset_of_a_ramp():
     found = onset(STEPS, prompts)
     expected = np.exp(np.log(9) + 0.4 * (np.log(17) - np.log(9))) - 1
     assert found["step"] == pytest.approx(expected) and found["between"] == (8, 16)
-    assert (found["low"], found["high"]) == (8, 16), "prompts agree, and still it is known no better than the steps"
+    assert (found["low"], found["high"]) == (8, 16), "the interval is never narrower than the steps"
 
 
 @pytest.mark.parametrize("dependence", [0, 0.7, 0.95])
 @pytest.mark.parametrize("prompts, sources", [(4, 4), (6, 6), (10, 10), (20, 20), (24, 4)])
-def test_a_curve_that_never_leaves_has_no_onset_but_by_chance(prompts, sources, dependence):
-    """Noise about the null level, at 13 steps that depend on the one before: seen to leave in 5 % of curves at most.
+def test_rate_of_false_onsets(prompts, sources, dependence):
+    """Noise about the null level, at 13 steps that depend on the one before: at most 5 % of the curves have an onset.
 
     By the bootstrap it was 36 % with 4 prompts, 20 % with 6, 10 % with 10.
     """
@@ -296,7 +297,7 @@ def test_a_curve_that_never_leaves_has_no_onset_but_by_chance(prompts, sources, 
 
 
 @pytest.mark.parametrize("skewness, most", [(0.5, 0.05), (1, 0.12)])
-def test_skew_departures_cost_the_onset_some_of_its_test(skewness, most):
+def test_skewness_increases_the_rate_of_false_onsets(skewness, most):
     """Prompts with a tail far above the null level, 10 of them, at 13 independent steps."""
     shape = 4 / skewness**2
     departures = (shape - np.random.default_rng(14).gamma(shape, size=(600, 13, 10))) / np.sqrt(shape)
@@ -304,7 +305,7 @@ def test_skew_departures_cost_the_onset_some_of_its_test(skewness, most):
     assert_covers(np.logical_not(seen), 1 - most, 1)
 
 
-def test_sources_that_are_ignored_make_onsets():
+def test_ignoring_sources_makes_false_onsets():
     random = np.random.default_rng(12)
     source = np.arange(24) % 4
     noise = random.standard_normal((300, 9, 4))[..., source] + 0.3 * random.standard_normal((300, 9, 24))
@@ -314,7 +315,7 @@ def test_sources_that_are_ignored_make_onsets():
 
 @pytest.mark.parametrize("noise", [0.03, 0.1])
 @pytest.mark.parametrize("prompts, sources", [(6, 6), (20, 20), (24, 4)])
-def test_the_onset_s_interval_covers_it(noise, prompts, sources):
+def test_coverage_of_the_interval_of_the_onset(noise, prompts, sources):
     """A curve that is flat until step 8 and then rises and falls: its onset lies between 8 and 16."""
     random, count = np.random.default_rng(13), 400
     ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.3, 0.4, 0.2])

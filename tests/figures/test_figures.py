@@ -1,4 +1,4 @@
-"""The paper's figures: each is drawn, and what it plots is computed here once more, by other means."""
+"""Each figure is drawn, and the numbers that it plots are computed again by other means."""
 
 import re
 
@@ -22,7 +22,7 @@ K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table
 
 
 def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
-    """Results of a random model, another at every step, with scores."""
+    """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.settle({"model": path.name})
     inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
@@ -115,26 +115,26 @@ def test_matrices(name, variable, one, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["3", "4", "18", "19"])
-def test_matrices_have_a_colour_bar_and_say_their_layers(name, one):
+def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
     figure, table = draw(name, {"toy": open_results(one)}, None)
     first, last, bar = figure.axes
     assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
     assert [panel.get_title().split("\n")[0] for panel in (first, last)] == ["toy, step 0", "toy, step 2,000"]
-    said = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
-    assert first.get_title().endswith(said) and (name == "3" or "block 2" in first.get_xlabel())
+    title = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
+    assert first.get_title().endswith(title) and (name == "3" or "block 2" in first.get_xlabel())
     picture, ds = last.images[0].get_array(), open_results(one).sel(step=2000).isel(prompt=0)
     if name == "3":
         A, s = ds.matrix.isel(token=0), ds.singular_value.isel(token=0).sel(rank=1)
         expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
     else:
-        kind = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
-        A, s = ds[f"{kind}_matrix"].sel(layer=1), ds[f"{kind}_singular_value"].sel(layer=1, rank=1)
+        variant = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
+        A, s = ds[f"{variant}_matrix"].sel(layer=1), ds[f"{variant}_singular_value"].sel(layer=1, rank=1)
         expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
     close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
 
 
-def test_matrices_of_before_the_layers_could_be_chosen(tmp_path):
-    """They are of tokens within a block, and each Jacobian's own basis shows its singular values."""
+def test_matrices_of_older_results(tmp_path):
+    """Older results compare tokens within a block and have no singular values; A in the own basis has them."""
     inputs = torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
     unit = tracker.measure(neox(), inputs, k=K, measures="all", pair_tokens=3, pair_layers=0)
     s = unit.self_singular_value.sel(layer=2, rank=1).isel(prompt=0)
@@ -278,8 +278,8 @@ def test_31(several, tmp_path, capsys):
     close(figure.axes[0].lines[0].get_ydata(), fit.intercept + fit.slope * np.array([min(mean), max(mean)]), rtol=1e-4)
     assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
     assert main(["31", *map(str, several)]) == 2
-    said = capsys.readouterr().err
-    assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in said
+    error = capsys.readouterr().err
+    assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in error
     assert main(["31", *map(str, paths[:3])]) == 2
     assert "compares at least 4 results; 3 given" in capsys.readouterr().err
 
@@ -305,8 +305,8 @@ def test_table_1(several, tmp_path):
     )
 
 
-def test_every_figure_says_how_it_differs():
-    """Which statistic, which layer pairs and which side of the final norm are named wherever there is a choice."""
+def test_every_figure_states_how_it_differs():
+    """The statistic, the layer pairs and the side of the final norm are stated wherever there is a choice."""
     for name, figure in FIGURES.items():
         states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
         if states or "singular_value" in figure.needs:
@@ -419,8 +419,8 @@ def test_every_figure_has_a_test_here_or_elsewhere():
 
 def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
     assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
-    said = capsys.readouterr().out
-    assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in said
+    printed = capsys.readouterr().out
+    assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in printed
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
     assert made == {*FIGURES} - {*SCORED, "15"}
 
@@ -452,6 +452,12 @@ def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
     assert main([name, str(several[0]), "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["curves", "heatmap"])
+def test_figures_of_a_single_result(name, several, capsys):
+    assert main([name, *map(str, several[:2])]) == 2
+    assert "it shows a single result; 2 given: name one directory" in capsys.readouterr().err
 
 
 def test_mixed_conventions_are_refused(one, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What the analysis says of a grid whose answer is known."""
+"""The analysis of a grid with a known answer."""
 
 import csv
 import json
@@ -70,8 +70,8 @@ def test_seeds_of_a_setting_are_averaged_in_a_second_fit(tmp_path):
     page = write_analysis(grid, table, AT, tmp_path, "seeds").read_text()
     assert "<th>cluster_p</th>" in page and "2 seeds" in page
     once = write_analysis(planted(), alone, AT, tmp_path, "once").read_text()
-    said = "against stochastic depth: "
-    assert page.split(said)[1].split("</p>")[0] == once.split(said)[1].split("</p>")[0]
+    heading = "against stochastic depth: "
+    assert page.split(heading)[1].split("</p>")[0] == once.split(heading)[1].split("</p>")[0]
 
 
 def test_tables_figures_and_page(tmp_path):
@@ -85,12 +85,12 @@ def test_tables_figures_and_page(tmp_path):
     assert float(rows[0]["offdiag_normalized/k10/mean_offdiag"]) == float(first.miscoupling.sel(AT))
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 405
     assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png")
-    for said in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "405 correlations"):
-        assert said in page
+    for text in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "405 correlations"):
+        assert text in page
     assert cell_table(grid).shape == (64, 5 + len(MISCOUPLINGS) * 3 * 3)
 
 
-def test_command_line_says_what_is_missing(tmp_path, capsys):
+def test_command_line_states_what_is_missing(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "give a grid's --out directory" in capsys.readouterr().err
     cell = tmp_path / "wd0_sd0_seed0"
@@ -101,9 +101,9 @@ def test_command_line_says_what_is_missing(tmp_path, capsys):
     assert "no finished cell" in capsys.readouterr().err
 
 
-def test_the_page_says_how_coupling_goes_with_stochastic_depth(tmp_path):
+def test_the_page_states_the_trends_with_stochastic_depth(tmp_path):
     """In the planted grid it rises by 0.4 for each unit of the rate, noise aside."""
     grid = planted()
     page = write_analysis(grid, correlations(grid), AT, tmp_path, "planted").read_text()
-    said = page.split("against stochastic depth: coupling has r = ")[1]
-    assert float(said.split(" ")[0]) > 0.9 and "accuracy has r = -" in said
+    trend = page.split("against stochastic depth: coupling has r = ")[1]
+    assert float(trend.split(" ")[0]) > 0.9 and "accuracy has r = -" in trend
