@@ -29,7 +29,8 @@ from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample, assemble
 from tracker.measures.depthwise import depthwise_couplings, rows_at_once
-from tracker.measures.settings import Options, Settings, accepts_options, settings_from
+from tracker.measures.options import accepts_options, settings_from
+from tracker.measures.settings import Options, Settings
 from tracker.measures.states import NOISE, readings
 from tracker.measures.tokenwise import tokenwise_couplings
 from tracker.provenance import describe, digest, usable_device

@@ -4,17 +4,14 @@
 signatures, documentation and flags from `Settings`. Nothing heavy is imported here, so that `--help` is quick.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral
-from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from tracker import values
 from tracker.errors import UsageError
 from tracker.measures import choices
-from tracker.values import TOKEN_CHOICES, Dtype, FinalNorm, Method, Precision, ValueType, whole_numbers
+from tracker.values import Dtype, FinalNorm, Method, Precision, ValueType
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +22,6 @@ if TYPE_CHECKING:
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
 USUAL, MEASURES = choices.defaults(), choices.choices()
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _option(default: Any, type: ValueType, doc: str) -> Any:
@@ -243,101 +238,6 @@ class Options(TypedDict, total=False):
 
 
 OPTIONS = {option.name: option for option in fields(Settings)}
-CHOICES = {"final_norm": FinalNorm, "svd": Method, "dtype": Dtype, "precision": Precision}
-
-
-def settings_from(options: Mapping[str, Any], caller: str) -> Settings:
-    """Return the Settings of the options that a function was called with.
-
-    Raises:
-        TypeError: for an unknown option; the message lists the allowed ones.
-        UsageError: for a value that is not allowed.
-    """
-    if unknown := options.keys() - OPTIONS.keys():
-        raise TypeError(
-            f"{caller}() got an unexpected option {', '.join(map(repr, sorted(unknown)))}; measurement options are "
-            f"{', '.join(OPTIONS)}"
-        )
-    return Settings(**{name: _canonical(name, value) for name, value in options.items()})
-
-
-def documented(doc: str | None) -> str:
-    """Return a docstring with the line `**options` replaced by an entry for each option."""
-    before, line, after = (doc or "").partition("**options: measurement options.")
-    if not line:
-        raise ValueError("the docstring has no line '**options: measurement options.'")
-    indent = before[before.rfind("\n") + 1 :]
-    entries = (
-        fill(f"{name}: {option.metadata['doc']}", 120, subsequent_indent=indent + " " * 4, initial_indent=indent)
-        for name, option in OPTIONS.items()
-    )
-    return before[: len(before) - len(indent)] + "\n".join(entries) + after
-
-
-def accepts_options(function: F) -> F:
-    """Show the measurement options, which a function takes as **options, in its signature."""
-    signature = inspect.signature(function)
-    shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    accepted = {name: getattr(a, "__forward_arg__", a) for name, a in Options.__annotations__.items()}
-    shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=accepted[name])
-        for name, option in OPTIONS.items()
-    ]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    if function.__doc__:
-        function.__doc__ = documented(function.__doc__)
-    return function
-
-
-def _canonical(name: str, value: Any) -> Any:
-    """Convert the value of an option to its one form.
-
-    Raises:
-        UsageError: if it is not of the option's type.
-    """
-    if name in CHOICES:
-        short = str(value).removeprefix("torch.")
-        if short not in get_args(CHOICES[name]):
-            prefix = "torch." if name == "dtype" else ""
-            allowed = ", ".join(prefix + choice for choice in get_args(CHOICES[name]))
-            raise UsageError(f"{name}={value!r}; choose from {allowed}")
-        return short
-    if value is None and OPTIONS[name].default is None:
-        return None
-    if name == "measures":
-        return USUAL if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if name == "pair_layers":
-        return _layer_pairs(value)
-    numbers = tuple(whole_numbers(value))
-    if name == "k":
-        if not numbers:
-            raise UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's width")
-        return numbers
-    if name == "tokens":
-        if not numbers and value not in TOKEN_CHOICES:
-            raise UsageError(f"tokens={value!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
-        return value if isinstance(value, str) else numbers
-    if name == "pair_tokens":
-        if not numbers or (isinstance(value, Integral) and value < 2):
-            raise UsageError(f"pair_tokens={value!r}; give a number of tokens, at least 2, or a list of positions")
-        return numbers[0] if isinstance(value, Integral) else numbers
-    if not isinstance(value, Integral):
-        allowed = "a whole number of bytes" if name == "memory_budget" else "an odd number of states, at least 3"
-        raise UsageError(f"{name}={value!r}; give {allowed}")
-    return int(value)
-
-
-def _layer_pairs(value: Any) -> int | tuple[tuple[int, int], ...]:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    several = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    pairs = [tuple(whole_numbers(pair)) for pair in several]
-    if not pairs or any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
-        raise UsageError(
-            f"pair_layers={value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of "
-            "pairs (l, l') of blocks counted from 1, each l once"
-        )
-    return tuple((l, other) for l, other in pairs)
 
 
 def _jsonable(value: Any) -> Any:

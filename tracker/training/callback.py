@@ -23,7 +23,8 @@ from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import Row
 from tracker.measurement import to_dataset
-from tracker.measures.settings import Options, accepts_options, documented, settings_from
+from tracker.measures.options import accepts_options, documented, settings_from
+from tracker.measures.settings import Options
 from tracker.provenance import settings_digest
 from tracker.results import Store
 from tracker.training import probe as probes
