@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from checkpoints import integrity
+from checkpoints.cli import FAILED, OK, reports_errors
 from checkpoints.disk import missing_files
 from checkpoints.fetch import snapshot_dir
 from checkpoints.files import hash_file
-from checkpoints.hub import CheckpointError, File, Listing
+from checkpoints.hub import File, Listing
 from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
 
-OK, SUSPECT, USAGE = 0, 1, 2
 
-
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     from argparse import ArgumentParser
@@ -35,13 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--revisions", help="a regular expression with a group named step, for other names")
         command.add_argument("--stage", help="the stage of a suite trained in several; default: the first")
     parsed = parser.parse_args(arguments)
-    try:
-        suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, notify=_notify)
-        chosen = suite.select(parsed.steps)
-        examination = examine(suite, chosen, _notify)
-    except (ValueError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
+    suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, notify=_notify)
+    chosen = suite.select(parsed.steps)
+    examination = examine(suite, chosen, _notify)
     for notice in filter(None, (suite.notice, examination.offline)):
         _notify(f"note: {notice}")
     return (show if parsed.command == "list" else verify)(suite, chosen, examination)
@@ -67,7 +63,7 @@ def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -
     print(
         f"{len(chosen)} of {len(suite.checkpoints)} checkpoints of {suite.source}; {len(examination.suspect)} suspect"
     )
-    return SUSPECT if examination.suspect else OK
+    return FAILED if examination.suspect else OK
 
 
 def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:
@@ -95,7 +91,7 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
     for step, earlier in integrity.find_repeats(digests).items():
         failed |= (earlier, step) != (0, 1)
         print(f"note: {integrity.describe_repeat(step, earlier)}")
-    return SUSPECT if failed else OK
+    return FAILED if failed else OK
 
 
 def _passed(cached: Sequence[File]) -> str:

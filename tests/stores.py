@@ -23,7 +23,7 @@ def generated(
 ) -> Path:
     """A store of the usual measures, with scores."""
     store = Store(path)
-    store.settle({"model": path.name})
+    store.check_settings({"model": path.name})
     for step in steps:
         store.write(step, unit(step, layers, ks, prompts, matrices, seed, **attributes))
     return path

@@ -22,7 +22,7 @@ def unit(step, positions=3, **attributes):
 @pytest.fixture
 def store(tmp_path):
     store = Store(tmp_path / "out")
-    store.settle({"k": [4], "dtype": "float32"})
+    store.check_settings({"k": [4], "dtype": "float32"})
     return store
 
 
@@ -43,11 +43,11 @@ def test_joined_along_step_ascending_with_ragged_positions(store):
 
 
 def test_other_settings_are_refused_by_name_once_there_are_results(store):
-    store.settle({"k": [5], "dtype": "float32"})  # nothing measured yet
+    store.check_settings({"k": [5], "dtype": "float32"})  # nothing measured yet
     store.write(3, unit(3))
-    store.settle({"k": [5], "dtype": "float32"})
+    store.check_settings({"k": [5], "dtype": "float32"})
     with pytest.raises(ValueError, match=r"k was \[5\], now \[6\].*never mixed"):
-        store.settle({"k": [6], "dtype": "float32"})
+        store.check_settings({"k": [6], "dtype": "float32"})
 
 
 def test_units_of_other_layers_across_tokens_are_not_joined(store):
@@ -117,7 +117,7 @@ def test_a_claim_is_one_walks_alone_and_ends_with_it_however_it_ends(store):
     free = store.claim(4)
     assert free is not None and store.claim(4) is None
     with pytest.raises(ValueError, match="never mixed"):
-        store.settle({"k": [5], "dtype": "float32"})  # a walk is at work, though it has no results yet
+        store.check_settings({"k": [5], "dtype": "float32"})  # a walk is at work, though it has no results yet
     free.release()  # its file stays, as that of a walk that was killed
     assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [".step00000003.claim"]
     other.kill()

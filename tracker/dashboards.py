@@ -9,6 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from checkpoints.cli import OK, CommandFailure, reports_errors
+from tracker.values import INTEGERS
+
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.reports.v2.interface import PanelTypes
@@ -16,38 +19,34 @@ if TYPE_CHECKING:
 
     from tracker.measures.declaration import Measure
 
-OK, FAILED, USAGE = 0, 1, 2
 
-
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(
+    parser = Parser(
         prog="python -m tracker.dashboards",
         description="Save a workspace for the runs of a W&B project: coupling, trajectories, scores, heat maps, the ViT grid.",
     )
     parser.add_argument("--entity", type=str, required=True, help="the W&B user or team")
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
-    parser.add_argument("--name", type=str, default="Block coupling", help="of the workspace")
-    parser.add_argument("--k", type=str, default="10,30,50", help="which K to show, as they were measured")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be saved; no account, no network")
+    parser.add_argument("--name", type=str, default="Block coupling", help="name of the workspace")
+    parser.add_argument(
+        "--k", type=INTEGERS, default=[10, 30, 50], help="numbers of singular vectors to show, as measured"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the workspace; needs no account and no network")
     parsed = parser.parse_args(arguments)
-    from tracker.walk.plan import numbers
-
-    try:
-        if not parsed.entity.strip() or not parsed.project.strip():
-            raise ValueError("--entity and --project are names; one is empty")
-        if min(numbers("--k", parsed.k)) < 1:
-            raise ValueError(f"--k {parsed.k}; give numbers of singular vectors, at least 1")
-        workspace = build(parsed.entity, parsed.project, parsed.name, numbers("--k", parsed.k))
-        if parsed.dry_run:
-            print(dumped(workspace))
-            return OK
-        return _save(workspace)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
+    if not parsed.entity.strip() or not parsed.project.strip():
+        raise ValueError("--entity and --project are names; one is empty")
+    if min(parsed.k) < 1:
+        raise ValueError(f"--k {','.join(map(str, parsed.k))}; give numbers of singular vectors, at least 1")
+    workspace = build(parsed.entity, parsed.project, parsed.name, parsed.k)
+    if parsed.dry_run:
+        print(dumped(workspace))
+    else:
+        _save(workspace)
+    return OK
 
 
 def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace":
@@ -85,7 +84,7 @@ def dumped(workspace: "Workspace") -> str:
     )  # the library offers no other way
 
 
-def _save(workspace: "Workspace") -> int:
+def _save(workspace: "Workspace") -> None:
     import wandb
 
     try:
@@ -93,10 +92,8 @@ def _save(workspace: "Workspace") -> int:
             raise ValueError("saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry-run")
         workspace.save()
     except wandb.Error as error:
-        print(f"error: nothing was saved to {workspace.entity}/{workspace.project}: {error}", file=sys.stderr)
-        return FAILED
+        raise CommandFailure(f"nothing was saved to {workspace.entity}/{workspace.project}: {error}") from error
     print(f"workspace: {workspace.url}")
-    return OK
 
 
 def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":

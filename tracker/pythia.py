@@ -1,45 +1,48 @@
-"""Walk a suite of training checkpoints: fetch, measure, store and show each, `python -m tracker.pythia --model 12b`.
+"""Walk a suite of training checkpoints: fetch, measure, store and log each, `python -m tracker.pythia --model 12b`.
 
-One unit of result per revision in OUT/units, written whole or not at all; a second run does only what is missing.
+One unit of results per revision in OUT/units, written completely or not at all; a second run measures only what is missing.
 Exit status: 0 all measured; 1 some revision failed, or writing did (what was finished is kept); 2 bad usage; 130
-interrupted. Nothing heavy is imported before the arguments have been read.
+interrupted. No heavy module is imported before the arguments are read.
 """
 
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from checkpoints import nano
+from checkpoints.cli import FAILED, INTERRUPTED, OK, CommandFailure, reports_errors
 from checkpoints.hub import CheckpointError
 from checkpoints.integrity import describe_repeat, find_repeats
-from checkpoints.suites import join_names
-from tracker.walk.plan import Plan, Walk, make_plan
+from checkpoints.suites import Checkpoint, join_names
+from tracker.walk.command import Walk, parse
+from tracker.walk.plan import Output, Plan, make_plan
 from tracker.walk.prefetch import prefetch
-from tracker.walk.progress import progress
+from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from tracker.walk.measured import Measured
+    from tracker.loggers.protocol import Row
+    from tracker.results import Store
+    from tracker.walk.summaries import Summaries
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 STOPS = (signal.SIGINT, signal.SIGTERM)
-RESUME = "interrupted; finished revisions are kept, and the same command goes on with the rest"
+RESUME = "interrupted; finished revisions are kept, and the same command continues with the rest"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    # What a cluster sends at the end of a job's time is answered like Ctrl-C. While libraries are being imported, an
-    # exception could be swallowed by one of them: then the process just leaves, with nothing begun.
+    """Run the command line; return the exit status."""
+    # SIGTERM, which a cluster sends at the end of a job's time, is handled like Ctrl-C. While libraries are imported, one
+    # of them could swallow an exception: until the walk starts, the process exits at once.
     before = {number: signal.signal(number, _leave) for number in STOPS}
     try:
-        return _main(arguments)
+        return run(parse(arguments))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -50,141 +53,158 @@ def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def _main(arguments: Sequence[str] | None) -> int:
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog="python -m tracker.pythia", description=Walk.__doc__ and Walk.__doc__.split("Args:")[0]
-    )
-    parser.add_class_arguments(Walk, as_group=False)
-    parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
-    parsed = parser.parse_args(arguments)
-    walk = Walk(**{name: value for name, value in parsed.as_dict().items() if name != "config"})
-    try:
-        return run(walk)
-    except BrokenPipeError:  # whoever read the output has gone; finished revisions are kept
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    except KeyboardInterrupt:
-        print(f"\n{RESUME}", file=sys.stderr)
-        return INTERRUPTED
-
-
+@reports_errors(interrupted=RESUME)
 def run(walk: Walk) -> int:
-    """Walk the checkpoints; returns the exit status."""
-    from tracker.errors import UsageError
+    """Walk the checkpoints; return the exit status."""
     from tracker.loggers import opened, prepare
     from tracker.loggers.protocol import LoggedRun
-    from tracker.report.write import write_page
-    from tracker.walk.measured import Measured
+    from tracker.walk.summaries import Summaries
 
+    plan = make_plan(walk, lambda line: print(line, flush=True))
+    openers = prepare(walk.loggers, walk.wandb)
+    interrupts = _remember_interrupts()
+    selection, measurement, store = plan.selection, plan.measurement, plan.output.store
+    summaries = Summaries(store, with_rows=bool(openers))
+    for step in store.steps():
+        _read(summaries, step)
+    missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in summaries.by_step]
+    _print_overview(plan, len(missing))
     try:
-        plan = make_plan(walk, lambda line: print(line, flush=True))
-        openers = prepare(walk.loggers, walk.wandb)
-    except (ValueError, CheckpointError, OSError) as error:
-        return _usage_error(error)
-    # Raised in the wrong place (a destructor, a callback from C), a KeyboardInterrupt is swallowed: it is remembered too.
-    stopped: list[int] = []
-
-    def stop(number: int, frame: object) -> None:
-        stopped.append(number)
-        raise KeyboardInterrupt
-
-    for number in STOPS:
-        signal.signal(number, stop)
-    measured = Measured(plan.store, with_rows=bool(openers))
-    for step in plan.store.steps():
-        _read(measured, step)
-    missing = [checkpoint for checkpoint in plan.checkpoints if checkpoint.step not in measured.summaries]
-    print(
-        f"{plan.suite.name}: {len(plan.checkpoints)} checkpoints, {len(plan.checkpoints) - len(missing)} already "
-        f"measured; {len(plan.inputs)} prompts; {plan.device}, {walk.dtype}; results in {plan.store.path}",
-        flush=True,
-    )
-    _say_what_is_doubted(plan)
-    failed: dict[int, str] = {}
-    try:
-        if other := changed(plan, measured.summaries):
-            raise UsageError(
-                f"the weights of step {join_names(other)} of {plan.suite.source} are not those that {plan.store.path} holds "
-                "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
-            )
-        if not plan.checkpoints:
-            raise UsageError("every checkpoint that was asked for is doubted; --allow_suspect measures and marks them")
+        _check_selection(plan, summaries)
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
-        config = {"model": plan.suite.source, "prompts": walk.prompts, "dtype": walk.dtype, "device": str(plan.device)}
-        logged = LoggedRun(plan.store, walk.project, plan.suite.name, config)
-        with opened(openers, logged) as log, progress(len(missing)) as shown, _beside(walk, plan, len(missing)):
-            for step in list(measured.summaries):
-                _rescore(plan, measured, step)
-                log(measured.row(step))
-
-            def done_elsewhere(step: int) -> None:
-                measured.read(step)
-                log(measured.row(step))
-                shown.advance(f"step {step}: measured by another walk")
-
-            with closing(prefetch(plan, missing, shown, done_elsewhere)) as coming:
-                for prefetched in coming:
-                    if stopped:
-                        raise KeyboardInterrupt
-                    checkpoint = prefetched.checkpoint
-                    started = time.perf_counter()
-                    try:
-                        unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
-                    # A revision that can't be fetched, loaded, or held in memory; the others may.
-                    except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
-                        failed[checkpoint.step] = f"{type(error).__name__}: {error}"
-                        shown.advance(f"step {checkpoint.step}: FAILED, {error}")
-                        continue
-                    summary = measured.write(checkpoint.step, unit)
-                    del unit  # before the next is measured
-                    if checkpoint is missing[0]:
-                        budget = plan.measure["memory_budget"] / 1e9
-                        shown.notify(f"weights are kept {summary.attrs['weights_kept']}; {budget:.3g} GB to work with")
-                    log(measured.row(checkpoint.step))
-                    shown.advance(
-                        f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)"
-                    )
-        _say_what_repeats(measured.summaries)
-        if plan.store.steps():
-            with plan.store.alone():
-                plan.store.remove_abandoned()  # of steps that were done before their walk was killed
-                page = write_page(measured.reader, [plan.store.path], plan.store.path / "report.html")
-                print(f"page: {page}", flush=True)
-    except UsageError as error:
-        return _usage_error(error)
+        dtype, device = measurement.settings.dtype, str(measurement.device)
+        config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
+        logged = LoggedRun(store, walk.project, selection.suite.name, config)
+        with opened(openers, logged) as log, progress(len(missing)) as shown, _workers(walk, store, len(missing)):
+            for step in list(summaries.by_step):
+                _rescore(plan.output, summaries, step)
+                log(summaries.row(step))
+            failed = _measure_missing(plan, missing, summaries, shown, log, interrupts)
+        _print_repeats(summaries.by_step)
+        _write_page(summaries)
     except BrokenPipeError:
         raise
     except OSError as error:
-        where = error.filename or plan.store.path
-        print(
-            f"error: can't write to {where} ({error.strerror or error}); finished revisions are kept: make room or give "
-            "another --out, and run the same command again",
-            file=sys.stderr,
-        )
-        return FAILED
+        raise CommandFailure(
+            f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
+            "disk space or give another --out, and run the same command again"
+        ) from error
     for step, reason in failed.items():
         print(f"failed: step {step}: {reason}", file=sys.stderr)
     return FAILED if failed else OK
 
 
-def _say_what_is_doubted(plan: Plan) -> None:
+def _remember_interrupts() -> list[int]:
+    """Raise KeyboardInterrupt on each signal in STOPS, and collect the signals in the list returned.
+
+    A KeyboardInterrupt raised in the wrong place (a destructor, a callback from C) is swallowed; the list is not.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in STOPS:
+        signal.signal(number, stop)
+    return received
+
+
+def _check_selection(plan: Plan, summaries: "Summaries") -> None:
+    """Refuse a store of other weights, and a walk without checkpoints.
+
+    Raises:
+        UsageError: stating what to do.
+    """
+    from tracker.errors import UsageError
+
+    selection, store = plan.selection, plan.output.store
+    if other := changed(selection, summaries.by_step):
+        raise UsageError(
+            f"the weights of step {join_names(other)} of {selection.suite.source} are not those that {store.path} holds "
+            "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
+        )
+    if not selection.checkpoints:
+        raise UsageError("every selected checkpoint is suspect; --allow_suspect measures and marks them")
+
+
+def _measure_missing(
+    plan: Plan,
+    missing: Sequence[Checkpoint],
+    summaries: "Summaries",
+    shown: Progress,
+    log: "Callable[[Row | None], None]",
+    interrupts: Sequence[int],
+) -> dict[int, str]:
+    """Measure the missing checkpoints into the store; return the steps that failed, and why."""
+    failed: dict[int, str] = {}
+
+    def measured_elsewhere(step: int) -> None:
+        summaries.read(step)
+        log(summaries.row(step))
+        shown.advance(f"step {step}: measured by another walk")
+
+    coming = prefetch(plan.selection, plan.disk, plan.output.store, missing, shown, measured_elsewhere)
+    with closing(coming):
+        for prefetched in coming:
+            if interrupts:
+                raise KeyboardInterrupt
+            checkpoint, started = prefetched.checkpoint, time.perf_counter()
+            try:
+                unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
+            # This revision can't be fetched or loaded, or does not fit into memory; the others may.
+            except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
+                failed[checkpoint.step] = f"{type(error).__name__}: {error}"
+                shown.advance(f"step {checkpoint.step}: FAILED, {error}")
+                continue
+            summary = summaries.write(checkpoint.step, unit)
+            del unit  # frees memory before the next is measured
+            if checkpoint is missing[0]:
+                budget = plan.measurement.settings.memory_budget / 1e9
+                shown.notify(f"weights are kept {summary.attrs['weights_kept']}; memory budget {budget:.3g} GB")
+            log(summaries.row(checkpoint.step))
+            shown.advance(f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)")
+    return failed
+
+
+def _write_page(summaries: "Summaries") -> None:
+    from tracker.report.write import write_page
+
+    store = summaries.store
+    if store.steps():
+        with store.alone():
+            store.remove_abandoned()  # claims on steps that were finished before their walk was killed
+            page = write_page(summaries.reader, [store.path], store.path / "report.html")
+            print(f"page: {page}", flush=True)
+
+
+def _print_overview(plan: Plan, missing: int) -> None:
+    """Print what is measured, and which checkpoints are suspect."""
+    selection, measurement = plan.selection, plan.measurement
+    count = len(selection.checkpoints)
+    print(
+        f"{selection.suite.name}: {count} checkpoints, {count - missing} already measured; {len(measurement.inputs)} "
+        f"prompts; {measurement.device}, {measurement.settings.dtype}; results in {plan.output.store.path}",
+        flush=True,
+    )
     for notice in plan.notices:
         print(f"note: {notice}", flush=True)
-    if plan.offline:
-        print(f"note: {plan.offline}; what the cache holds is measured", flush=True)
-    for what, doubted in (("left out", plan.excluded), ("measured, and marked as suspect", plan.suspect)):
-        if doubted:
-            print(f"{len(doubted)} of the revisions asked for are not what their names say; they are {what}:")
-            for step, reason in doubted.items():
+    if selection.offline:
+        print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
+    for action, suspect in (
+        ("left out", selection.excluded),
+        ("measured, and marked as suspect", selection.suspect),
+    ):
+        if suspect:
+            print(f"{len(suspect)} of the selected revisions are not what their names say; they are {action}:")
+            for step, reason in suspect.items():
                 print(f"  step {step:>7}  {reason}", flush=True)
-    if plan.excluded:
+    if selection.excluded:
         print("--allow_suspect measures them too", flush=True)
 
 
-def _say_what_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
+def _print_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
     fingerprints = {
         step: str(summary.coords["fingerprint"].item())
         for step, summary in summaries.items()
@@ -194,52 +214,52 @@ def _say_what_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
         print(f"note: {describe_repeat(step, earlier)}", flush=True)
 
 
-def _rescore(plan: Plan, measured: "Measured", step: int) -> None:
-    """Add the scores that this walk was given to a unit of an earlier one."""
-    scored, summarised = plan.scores.get(step, {}), measured.summaries[step]
-    if with_scores(summarised, scored).identical(summarised):
+def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
+    """Add the scores given to this walk to a unit of an earlier one."""
+    scored, summary = output.scores.get(step, {}), summaries.by_step[step]
+    if with_scores(summary, scored).identical(summary):
         return
-    claim = plan.store.wait(step)  # a walk that was given other scores may be adding them
+    claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:
-        measured.write(step, with_scores(plan.store.read(step), scored))
+        summaries.write(step, with_scores(output.store.read(step), scored))
     finally:
         claim.release(remove=True)
 
 
-def _read(measured: "Measured", step: int) -> None:
-    """Read a unit of an earlier walk; if its file is damaged it is removed, with a notice."""
+def _read(summaries: "Summaries", step: int) -> None:
+    """Read a unit of an earlier walk; remove it, with a notice, if its file is damaged."""
     try:
-        measured.read(step)
+        summaries.read(step)
         return
     except FileNotFoundError:  # another walk has removed it
         return
     except ValueError as error:
         print(f"{error}: it is measured again", file=sys.stderr)
-    claim = measured.store.claim(step)
-    if claim is None:  # another walk does so
+    claim = summaries.store.claim(step)
+    if claim is None:  # another walk measures it
         return
     try:
-        measured.read(step)  # it has been measured again meanwhile
+        summaries.read(step)  # another walk has measured it again meanwhile
     except (FileNotFoundError, ValueError):
-        measured.store.file(step).unlink(missing_ok=True)
+        summaries.store.file(step).unlink(missing_ok=True)
     finally:
         claim.release(remove=True)
 
 
 def _headline(summary: "xr.Dataset") -> str:
-    said = []
+    parts = []
     if "miscoupling" in summary:
         at = {"k": int(summary["k"][0]), "pairs": "mean_offdiag"}
         value, null = float(summary["miscoupling"].sel(at)), float(summary["miscoupling_null"].sel(at))
-        said.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
+        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
     if "lss" in summary:
-        said.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
-    return "  ".join(said) or "measured"
+        parts.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
+    return "  ".join(parts) or "measured"
 
 
 @contextmanager
-def _beside(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
-    """The walk's workers, if it has any and there is work for them."""
+def _workers(walk: Walk, store: "Store", missing: int) -> Iterator[None]:
+    """Run the walk's workers, if it has any and there is work for them."""
     if not walk.workers or missing < 2:
         yield
         return
@@ -249,15 +269,10 @@ def _beside(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(walkers(pythia.run, replace(walk, out=plan.store.path)))
+            stack.enter_context(walkers(pythia.run, replace(walk, out=store.path)))
         except ValueError as error:
             raise UsageError(str(error)) from error
         yield
-
-
-def _usage_error(error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return USAGE
 
 
 if __name__ == "__main__":

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from checkpoints.cli import OK, reports_errors
+
 if TYPE_CHECKING:
     from tracker.loggers.protocol import Open
 
-OK, USAGE = 0, 2
 
-
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(
+    parser = Parser(
         prog="python -m tracker.replay", description="Log a store to a new run (W&B by default), every step once."
     )
     parser.add_argument("results", type=Path, help="directory of a walk (--out) or a training run (save_dir)")
@@ -35,12 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     from tracker.loggers import prepare
 
-    try:
-        name = parsed.name or parsed.results.resolve().name
-        replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb))
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
+    name = parsed.name or parsed.results.resolve().name
+    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb))
     return OK
 
 

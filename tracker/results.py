@@ -33,7 +33,7 @@ class Store:
         self.units = self.path / "units"
         self.settings = self.path / "settings.json"
 
-    def settle(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
         """Take these settings for a store without results, or check that they are the store's own.
 
         Raises:
@@ -41,15 +41,15 @@ class Store:
         """
         self.units.mkdir(parents=True, exist_ok=True)
         with self.alone():
-            self._settle(settings)
+            self._check_settings(settings)
 
-    def _settle(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self.settings
         if not self.steps() and not self.remove_abandoned():
             write_atomic(file, json.dumps(settings, indent=2).encode())
             return
         try:
-            stored = self.asked()
+            stored = self.read_settings()
         except ValueError as error:
             raise ValueError(f"{error}; results are never mixed: choose another --out") from error
         if changes := differences(stored, settings):
@@ -154,7 +154,7 @@ class Store:
         found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
         return sorted(int(match[1]) for match in found if match)
 
-    def asked(self) -> dict[str, Any]:
+    def read_settings(self) -> dict[str, Any]:
         """What every unit was measured with.
 
         Raises:

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.cli import OK, reports_errors
 from checkpoints.files import write_atomic
 
 if TYPE_CHECKING:
@@ -112,11 +113,12 @@ def _figure(key: str, picture: bytes) -> str:
     )
 
 
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(
+    parser = Parser(
         prog="python -m vit.analysis",
         description="Write tables, figures and a page on the relation of accuracy and coupling in a grid.",
     )
@@ -134,19 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.errors import UsageError
     from vit.statistics import correlations, read_grid
 
-    try:
-        grid = read_grid(parsed.grid)
-        at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
-        for name, value in at.items():
-            if value not in grid[name].values:
-                raise UsageError(
-                    f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}"
-                )
-        print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    grid = read_grid(parsed.grid)
+    at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
+    for name, value in at.items():
+        if value not in grid[name].values:
+            raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")
+    print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
+    return OK
 
 
 if __name__ == "__main__":

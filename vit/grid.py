@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
+from checkpoints.cli import FAILED, OK, reports_errors
 from vit import processes
 from vit.cells import check_settings, is_done, read
-from vit.recipe import Recipe, check, from_dict
-from vit.train import FAILED, INTERRUPTED, OK, USAGE, parse
+from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
+from vit.train import parse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,49 +67,44 @@ class Grid:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    from jsonargparse import ArgumentParser
+    """Run the command line; return the exit status."""
+    from tracker.cli import Parser, summary
+    from tracker.measures.options import add_flags
 
-    parser = ArgumentParser(prog="python -m vit.grid", description=(Grid.__doc__ or "").split("Args:")[0])
+    parser = Parser(prog="python -m vit.grid", description=summary(Grid))
     parser.add_class_arguments(Grid, as_group=False)
-    parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out"})
+    parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"})
+    add_flags(parser, DEFAULTS, FLAGS)
     settings = parse(parser, arguments)
     grid = Grid(**{name: settings[name] for name in Grid.__dataclass_fields__})
     return run(grid, from_dict(settings))
 
 
+@reports_errors(interrupted="interrupted; the same command continues each cell from its last finished epoch")
 def run(grid: Grid, recipe: Recipe) -> int:
     """Train what is missing of a grid, showing it; returns the exit status."""
-    try:
-        recipes = cells(grid, recipe)
-        engine = _engine(grid)
-        for cell in recipes:
-            check_settings(cell.directory, cell)
-        missing = [cell for cell in recipes if not is_done(cell.directory)]
-        if missing and engine == "processes":
-            processes.start_server()
-        from tracker.loggers.wandb import resolve_mode
-        from vit.data import load
+    recipes = cells(grid, recipe)
+    engine = _engine(grid)
+    for cell in recipes:
+        check_settings(cell.directory, cell)
+    missing = [cell for cell in recipes if not is_done(cell.directory)]
+    if missing and engine == "processes":
+        processes.start_server()
+    from tracker.loggers.wandb import resolve_mode
+    from vit.data import load
 
-        resolve_mode(recipe.wandb)
-        load(recipe)  # missing or damaged data is one message here, not one in every cell
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
+    resolve_mode(recipe.wandb)
+    load(recipe)  # missing or damaged data is one message here, not one in every cell
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
-    try:
-        with _table(recipes, len(missing)) as ended:
-            if missing and engine == "ray":
-                from vit import tune
+    with _table(recipes, len(missing)) as ended:
+        if missing and engine == "ray":
+            from vit import tune
 
-                gpus = _gpus() if grid.gpus_per_cell is None else grid.gpus_per_cell
-                tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
-            elif missing:
-                processes.run_cells(missing, grid.jobs, grid.retries, ended)
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on, each cell from its last finished epoch", file=sys.stderr)
-        return INTERRUPTED
+            gpus = _gpus() if grid.gpus_per_cell is None else grid.gpus_per_cell
+            tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
+        elif missing:
+            processes.run_cells(missing, grid.jobs, grid.retries, ended)
     bad = {
         cell.cell: state_of(cell)
         for cell in recipes

@@ -3,17 +3,22 @@
 Nothing heavy is imported here: the command lines read this file to print their help.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.walk.plan import numbers
+from tracker.measures.options import given_options, settings_from
+from tracker.measures.settings import Settings
+from tracker.values import INTEGERS, ValueTypeError
 
 RECIPES = Path(__file__).parent / "recipes"
+# Lightning's --precision is that of the training. The class token is measured by default.
+FLAGS = {"precision": "measure_precision"}
+DEFAULTS = {"tokens": "cls"}
 # Settings that don't decide the numbers: a directory may be taken up again with others.
 INCIDENTAL = (
     "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
-    "keep_checkpoint", "wandb", "project", "group", "tags",
+    "keep_checkpoint", "wandb", "project", "group", "tags", "options",
 )  # fmt: skip
 
 
@@ -66,15 +71,13 @@ class Recipe:
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
             off; before the first step and after the last besides.
         probe_size: images of the test split that coupling is measured on, the same in every run.
-        k: how many top singular vectors, one number or several such as 10,30. Default: those of 10, 30, 50 not above
-            the width.
-        tokens: whose Jacobians: cls, last, all, or positions such as 0,5.
         out: directory of the results. Default: results/vit/DATA/CELL, named for weight decay, stochastic depth, seed.
         keep_checkpoint: keep last.ckpt once the training is done.
         wandb: auto is online where a key is set up, else offline.
         project: the W&B project.
         group: the W&B group. Default: the data's name.
-        tags: of the W&B run, with commas between them.
+        tags: tags of the W&B run, with commas between them.
+        options: measurement options, as `tracker.measure` takes them.
     """
 
     data: str = "cifar10"
@@ -115,14 +118,13 @@ class Recipe:
     threads: int | None = None
     measure_at: int | str = "log2"
     probe_size: int = 8
-    k: int | str | None = None
-    tokens: int | str = "cls"
     out: Path | None = None
     keep_checkpoint: bool = True
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling-vit"
     group: str | None = None
     tags: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def data_name(self) -> str:
@@ -142,12 +144,15 @@ class Recipe:
     @property
     def identity(self) -> dict[str, Any]:
         """The settings that decide the numbers, JSON-able."""
-        return {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
+        recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
+        options = self.settings.identity(("k", "tokens"))
+        options |= {name: _text(options[name]) for name in ("k", "tokens")}
+        return recipe | {FLAGS.get(name, name): value for name, value in options.items()}
 
     @property
-    def ks(self) -> list[int] | None:
-        """The K to measure."""
-        return None if self.k is None else numbers("--k", self.k)
+    def settings(self) -> Settings:
+        """The measurement options."""
+        return settings_from(DEFAULTS | self.options, "Recipe")
 
     def steps_per_epoch(self, images: int) -> int:
         """Optimiser steps in an epoch: whole batches only."""
@@ -163,7 +168,7 @@ class Recipe:
             return {"schedule": "log2"}
         if given.startswith("every:"):
             return {"every_n_steps": int(given.removeprefix("every:"))}
-        return {"steps": numbers("--measure_at", given)}
+        return {"steps": _steps(given)}
 
 
 def check(recipe: Recipe) -> None:
@@ -218,16 +223,15 @@ def check(recipe: Recipe) -> None:
         )
     if recipe.augment == "workers" and recipe.workers < 1:
         refuse("workers", "with --augment workers at least 1 is needed")
-    if recipe.ks and not all(1 <= k <= recipe.width for k in recipe.ks):
-        refuse("k", f"each K lies between 1 and --width {recipe.width}")
+    ks = recipe.settings.k
+    if ks and not all(1 <= k <= recipe.width for k in ks):
+        raise ValueError(f"--k {_text(ks)}; each K lies between 1 and --width {recipe.width}")
     given = str(recipe.measure_at)
     if given.startswith("every:"):
         if not given.removeprefix("every:").isdecimal() or int(given.removeprefix("every:")) < 1:
             refuse("measure_at", "after every: comes a whole number above 0, such as every:100")
-    elif given not in ("log2", "off") and min(numbers("--measure_at", given)) < 0:
+    elif given not in ("log2", "off") and min(_steps(given)) < 0:
         refuse("measure_at", "steps are not negative")
-    if recipe.tokens not in ("cls", "last", "all"):
-        numbers("--tokens", recipe.tokens)
 
 
 def recipe_file(name: str) -> str:
@@ -237,5 +241,21 @@ def recipe_file(name: str) -> str:
 
 
 def from_dict(settings: dict[str, Any]) -> Recipe:
-    """A Recipe from its fields among `settings`."""
-    return Recipe(**{field.name: settings[field.name] for field in fields(Recipe) if field.name in settings})
+    """Return the Recipe of the values that a parser read."""
+    given: dict[str, Any] = {one.name: settings[one.name] for one in fields(Recipe) if one.name in settings}
+    given["options"] = given_options(settings, FLAGS)
+    return Recipe(**given)
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return INTEGERS(text)
+    except ValueTypeError as error:
+        raise ValueError(f"--measure_at {error}") from error
+
+
+def _text(value: Any) -> Any:
+    """Return a value as it is given on the command line: the identity of a training that has one stays the same."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return value[0] if len(value) == 1 else ",".join(map(str, value))

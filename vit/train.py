@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tracker.walk.plan import numbers
+from checkpoints.cli import FAILED, INTERRUPTED, OK, CommandFailure, reports_errors
 from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
-from vit.recipe import RECIPES, Recipe, check, from_dict, recipe_file
+from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recipe_file
 
 if TYPE_CHECKING:
     import lightning
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from vit.data import Data
     from vit.module import Classifier
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-RESUME = "interrupted; the same command goes on from the last finished epoch"
+RESUME = "interrupted; the same command continues from the last finished epoch"
 Row = dict[str, Any]
 
 
@@ -33,11 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     before = signal.signal(signal.SIGINT, _leave)  # an exception could be swallowed by a library that is being imported
     try:
-        from jsonargparse import ArgumentParser
+        from tracker.cli import Parser, summary
+        from tracker.measures.options import add_flags
 
-        description = (Recipe.__doc__ or "").split("Args:")[0]
-        parser = ArgumentParser(prog="python -m vit.train", description=description)
-        parser.add_class_arguments(Recipe, as_group=False)
+        parser = Parser(prog="python -m vit.train", description=summary(Recipe))
+        parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
+        add_flags(parser, DEFAULTS, FLAGS)
         return run(from_dict(parse(parser, arguments)))
     finally:
         signal.signal(signal.SIGINT, before)
@@ -65,22 +65,16 @@ def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
+@reports_errors(interrupted=RESUME, usage=(BusyError,))
 def run(recipe: Recipe) -> int:
     """Train, saying how it goes; returns the exit status."""
+    check(recipe)
+    if is_done(recipe.directory):
+        print(f"{recipe.directory} is done already; choose another --out to train again")
     try:
-        check(recipe)
-        if is_done(recipe.directory):
-            print(f"{recipe.directory} is done already; choose another --out to train anew")
         result = train(recipe, show=True)
-    except (ValueError, BusyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USAGE
     except OSError as error:
-        print(f"error: {error}; finished epochs are kept", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print(f"\n{RESUME}", file=sys.stderr)
-        return INTERRUPTED
+        raise CommandFailure(f"{error}; finished epochs are kept") from error
     if result["status"] != "finished":
         print(f"diverged: {result['reason']}; a smaller --lr may help", file=sys.stderr)
         return FAILED
@@ -192,8 +186,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
         CouplingCallback(
             **recipe.schedule,
             probe=data.probe(recipe.probe_size),
-            k=recipe.ks,
-            tokens=recipe.tokens if recipe.tokens in ("cls", "last", "all") else numbers("--tokens", recipe.tokens),
+            **recipe.settings.as_options(),
             weights="raw" if recipe.ema is None else "averaged",
             save_dir=str(recipe.directory / "coupling"),
         )

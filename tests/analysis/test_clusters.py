@@ -27,7 +27,7 @@ def stores(tmp_path_factory):
     place = tmp_path_factory.mktemp("variants")
     for i, name in enumerate(NAMES):
         store = Store(place / name)
-        store.settle({"model": name})
+        store.check_settings({"model": name})
         size = sorted(set(LABELS)).index(LABELS[i])
         attributes = {"suite": f"pythia-{name}", "parameters": 1000 * (size + 1) ** 2, "width": 64 * (size + 1)}
         store.write(1, unit(1, 3 + size, (4,), 5, False, i, **attributes))

@@ -169,7 +169,7 @@ def test_what_prompts_were_drawn_from(ds):
 
 def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
     store = Store(tmp_path)
-    store.settle({})
+    store.check_settings({})
     store.write(0, ds.assign_coords(step=0, commit="a"))
     store.write(1, ds.assign_coords(step=1, commit="b", prompt_source=("prompt", ["a", "b", "a"])))
     joined = open_results(tmp_path)

@@ -24,7 +24,7 @@ K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table
 def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
-    made.settle({"model": path.name})
+    made.check_settings({"model": path.name})
     inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
     for step in steps:
         torch.manual_seed(1000 * seed + step)
@@ -257,7 +257,7 @@ def with_gsm8k(paths, place, task="gsm8k"):
     copies = []
     for i, path in enumerate(paths):
         copy = Store(place / path.name)
-        copy.settle({})
+        copy.check_settings({})
         unit = Store(path).read(2000).drop_dims("task")
         unit["score"] = xr.DataArray([0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task")
         copy.write(2000, unit)
@@ -286,7 +286,7 @@ def test_31(several, tmp_path, capsys):
 
 def test_table_1(several, tmp_path):
     unscored = Store(tmp_path / "unscored")
-    unscored.settle({})
+    unscored.check_settings({})
     unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
     unscored.write(0, unit.assign_attrs(final_norm="exclude"))
     table = drawn("table1", [*several, unscored.path], tmp_path)
@@ -363,7 +363,7 @@ def test_too_few_results_with_scores(several, tmp_path, capsys):
     unscored = []
     for path in several[:2]:
         copy = Store(tmp_path / path.name)
-        copy.settle({})
+        copy.check_settings({})
         unit = Store(path).read(2000)
         copy.write(2000, unit.assign(score=unit.score * np.nan))
         unscored.append(copy.path)
@@ -382,7 +382,7 @@ def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
     alone = []
     for path in several:
         copy = Store(tmp_path / path.name)
-        copy.settle({})
+        copy.check_settings({})
         copy.write(2000, Store(path).read(2000).isel(prompt=[0]))
         alone.append(copy.path)
     table = drawn("1a", alone, tmp_path)
@@ -486,7 +486,7 @@ def test_untrained_is_step_0(tmp_path, capsys):
 def test_results_that_share_no_k(one, tmp_path, capsys):
     other = tmp_path / "other"
     made = Store(other)
-    made.settle({"model": "other"})
+    made.check_settings({"model": "other"})
     inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
     for step in STEPS:
         made.write(step, tracker.measure(neox(), inputs, k=2).assign_coords(step=step))

@@ -32,7 +32,7 @@ UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"
 def store(tmp_path_factory) -> Store:
     """A store of two steps of a random model with every measure, and a step between them that repeats the first."""
     store = Store(tmp_path_factory.mktemp("results") / "toy run")
-    store.settle({"prompts": "few", "k": [2, 4]})
+    store.check_settings({"prompts": "few", "k": [2, 4]})
     units = {}
     for step in (0, 8):
         torch.manual_seed(step)

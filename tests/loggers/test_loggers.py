@@ -35,7 +35,7 @@ def unit(step: int, **options):
 
 def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
     store = Store(tmp_path / "run")
-    store.settle({})
+    store.check_settings({})
     for step in (0, 4):
         store.write(step, unit(step))
     assert replay.main([str(store.path), "--loggers", "jsonl"]) == 0

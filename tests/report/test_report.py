@@ -44,7 +44,7 @@ def results(tmp_path_factory):
     import torch
 
     store = Store(tmp_path_factory.mktemp("store") / "toy")
-    store.settle({"model": "toy"})
+    store.check_settings({"model": "toy"})
     for step in (0, 1, 8, 2000):
         torch.manual_seed(step)
         model = neox()
@@ -73,7 +73,7 @@ def several(tmp_path_factory):
     place, paths = tmp_path_factory.mktemp("several"), []
     for i in range(6):
         store = Store(place / f"model{i}")
-        store.settle({"model": store.path.name})
+        store.check_settings({"model": store.path.name})
         sizes = {"width": 64 + 16 * (i % 4), "parameters": 1000 * (i + 1) ** 2}
         for step in (0, 64):
             made = unit(step, 3 + i % 3, (4, 8), 3, False, i, model_class=f"tests.{'AB'[i > 3]}", **sizes)
@@ -579,7 +579,7 @@ class TestBetween:
             in (tmp_path / "unlike.html").read_text()
         )
         bare = Store(tmp_path / "bare")
-        bare.settle({})
+        bare.check_settings({})
         bare.write(1, tracker.open_results(several[0]).isel(step=-1).drop_vars("score").assign_coords(step=1))
         write_report([*several[:3], bare.path], tmp_path / "few.html")
         said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
@@ -678,7 +678,7 @@ class TestHonesty:
     @pytest.mark.parametrize("measures", ["coupling", "trajectory", "tokenwise"])
     def test_results_of_one_measure_at_one_step(self, open_page, tmp_path, measures):
         store = Store(tmp_path / "run")
-        store.settle({"callback": "coupling"})
+        store.check_settings({"callback": "coupling"})
         unit = tracker.measure(neox(), tokens(2), k=4, measures=measures, pair_tokens=3)
         store.write(7, unit.assign_coords(step=7))
         page = open_page(write_report(store.path, tmp_path / "page.html"))
@@ -694,7 +694,7 @@ class TestHonesty:
         import torch
 
         older = Store(tmp_path / "older")
-        older.settle({"model": "older"})
+        older.check_settings({"model": "older"})
         for step in (0, 1):
             torch.manual_seed(step)
             unit = tracker.measure(neox(), tokens(2), k=4, measures="all", pair_tokens=3, pair_layers=0)

@@ -284,7 +284,7 @@ def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
     for measures, expected in ((None, None), (["trajectory", "tokenwise"], 1)):
         place = tmp_path / str(expected)
         fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
-        assert Store(place).asked().get("pair_layers") == expected
+        assert Store(place).read_settings().get("pair_layers") == expected
 
 
 def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:

@@ -90,7 +90,7 @@ def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, c
         shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
     assert walk("--steps", "0") == 0
     store = Store(walker.directory / "out")
-    older = store.asked()
+    older = store.read_settings()
     assert older.pop("pair_layers") == 1
     store.settings.write_text(json.dumps(older))
     capsys.readouterr()
@@ -252,7 +252,7 @@ def test_interrupted_while_starting(walker, moment):
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on" in err and "Traceback" not in err
+    assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -265,7 +265,7 @@ def test_interrupted_and_resumed(walker, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "the same command goes on with the rest" in err and "Traceback" not in err
+    assert "the same command continues with the rest" in err and "Traceback" not in err
     assert 1 <= len(Store(walker.directory / "out").steps()) < 5
     assert walker.run("--tokens", "all")[0] == 0
     assert Store(walker.directory / "out").steps() == STEPS

@@ -3,13 +3,13 @@
 `python -m tracker.figures list RESULTS` lists all figures, and what the results lack for them.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from checkpoints.cli import OK, reports_errors
 from tracker.analysis.across_models import Results
 from tracker.analysis.clusters import CLUSTERS_HELP, assign_clusters
 from tracker.errors import UsageError
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(
+    parser = Parser(
         prog="python -m tracker.figures",
         description="Draw the paper's figures, and others, from the results of walks or training runs.",
     )
@@ -42,13 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    try:
-        results = assign_clusters(_open(parsed.results), parsed.clusters)
-        _run(parsed.name, results, parsed.k, parsed.out)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    results = assign_clusters(_open(parsed.results), parsed.clusters)
+    _run(parsed.name, results, parsed.k, parsed.out)
+    return OK
 
 
 def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:

@@ -117,7 +117,7 @@ class WandbRun:
         self.run: wandb.Run = wandb.init(
             project=run.project,
             name=run.name,
-            config={**run.store.asked(), **run.config},
+            config={**run.store.read_settings(), **run.config},
             mode=mode,
             dir=run.store.path,
             id=known.get("id"),
@@ -176,7 +176,7 @@ def _artifact(store: Store) -> "wandb.Artifact":
     import wandb
 
     name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")[:128]
-    artifact = wandb.Artifact(name, type="results", metadata=store.asked())
+    artifact = wandb.Artifact(name, type="results", metadata=store.read_settings())
     for file in (store.settings, *map(store.file, store.steps())):
         artifact.add_file(str(file), name=str(file.relative_to(store.path)))
     return artifact

@@ -99,7 +99,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     """Rows of the table: settings, attributes, certificates, counts of what is undefined, commits."""
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
-        rows += [(f"asked for: {name}", str(value)) for name, value in store.asked().items()]
+        rows += [(f"asked for: {name}", str(value)) for name, value in store.read_settings().items()]
     rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
     if "pair_position" in ds:
         rows.append(("layers compared across tokens", layers_in_words(ds)))

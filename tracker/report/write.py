@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.cli import OK, reports_errors
 from checkpoints.files import write_atomic
 from tracker.analysis.clusters import CLUSTERS_HELP
 from tracker.report.reader import Reader, Signature, signature
@@ -27,7 +28,6 @@ ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "across", "page")  # in this order
 SHORTEST = 2.0  # seconds between looks at the stores
 RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
-OK, FAILED = 0, 2
 
 
 def write_report(results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None) -> Path:
@@ -68,8 +68,8 @@ def write_page(
 def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str | None = None) -> int:
     """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
     # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
-    for asked in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(asked, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     reader, seen, waiting = Reader(), None, False
     there: list[Path] = []
     try:
@@ -225,13 +225,12 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(
-        prog="python -m tracker.report", description="Write the page of walks' and training runs' results."
-    )
+    parser = Parser(prog="python -m tracker.report", description="Write the page of walks' and training runs' results.")
     parser.add_argument(
         "results", type=Path, nargs="+", help="directories that walks or runs wrote (--out, save_dir): one page of all"
     )
@@ -243,21 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    try:
-        if parsed.out is None and len(parsed.results) > 1:
-            raise ValueError(
-                f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
-            )
-        out = parsed.out or parsed.results[0] / "report.html"
-        if out.is_dir():
-            raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
-        distinct_names(parsed.results)
-        if parsed.watch is not None:
-            if not parsed.watch >= SHORTEST:
-                raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
-            return watch(parsed.results, out, parsed.watch, parsed.clusters)
-        print(write_report(parsed.results, out, parsed.clusters))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+    if parsed.out is None and len(parsed.results) > 1:
+        raise ValueError(
+            f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
+        )
+    out = parsed.out or parsed.results[0] / "report.html"
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
+    distinct_names(parsed.results)
+    if parsed.watch is not None:
+        if not parsed.watch >= SHORTEST:
+            raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
+        return watch(parsed.results, out, parsed.watch, parsed.clusters)
+    print(write_report(parsed.results, out, parsed.clusters))
     return OK

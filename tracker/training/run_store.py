@@ -27,7 +27,7 @@ def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -
             "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...)"
         )
     try:
-        store.settle(settings)
+        store.check_settings(settings)
         store.set_aside([later for later in steps if later > step])
     except (ValueError, OSError) as error:
         return f"save_dir can't be used: {error}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tracker.walk.plan import Walk
+from tracker.walk.command import Walk
 
 RETRIES = 3  # of a worker that died
 

@@ -1,4 +1,4 @@
-"""Checkpoints one after another, each fetched while the one before it is measured, and none by two walks at once."""
+"""Fetch each checkpoint while the one before it is measured; no two walks measure the same one."""
 
 import threading
 import time
@@ -7,35 +7,45 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from checkpoints.disk import missing_files
+from checkpoints.disk import DiskBudget, missing_files
 from checkpoints.fetch import fetch
 from checkpoints.files import Lock
 from checkpoints.hub import CheckpointError, repo_dir
 from checkpoints.suites import Checkpoint
-from tracker.walk.plan import Plan
+from tracker.results import Store
+from tracker.walk.plan import Selection
 from tracker.walk.progress import Progress
 
-WAIT = 0.5  # seconds between looks at what other walks do
+WAIT = 0.5  # seconds between checks of other walks
 
 
 class Prefetched:
-    """A checkpoint that is ours to measure, on its way: its own thread fetches it.
+    """A claimed checkpoint that a thread fetches.
 
-    The thread is a daemon, so that a stalled connection does not hold up an exit; what it leaves behind is taken up again.
+    The thread is a daemon, so that a stalled connection does not delay an exit; a later walk resumes its partial download.
     """
 
-    def __init__(self, plan: Plan, checkpoint: Checkpoint, claim: Lock, upcoming: Sequence[str], shown: Progress):
-        self.plan, self.checkpoint, self.claim, self.upcoming, self.shown = plan, checkpoint, claim, upcoming, shown
+    def __init__(
+        self,
+        selection: Selection,
+        disk: DiskBudget,
+        checkpoint: Checkpoint,
+        claim: Lock,
+        upcoming: Sequence[str],
+        shown: Progress,
+    ):
+        self.selection, self.disk, self.checkpoint, self.claim = selection, disk, checkpoint, claim
+        self.upcoming, self.shown = upcoming, shown
         self.use: Lock | None = None
         self.stop = threading.Event()
         self.arrival: Future[Path] = Future()
         threading.Thread(target=self._fetch, daemon=True).start()
 
     def directory(self) -> Path:
-        """Where the checkpoint is, once it has been fetched.
+        """Wait for the checkpoint and return its directory.
 
         Raises:
-            CheckpointError: if it can't be had.
+            CheckpointError: if it can't be fetched.
         """
         return self.arrival.result()
 
@@ -53,20 +63,22 @@ class Prefetched:
             self.arrival.set_exception(error)
 
     def _directory(self) -> Path:
-        plan, checkpoint = self.plan, self.checkpoint
+        selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        if not plan.suite.on_hub:
-            return plan.cached(checkpoint)
-        repo, revision, cache_dir = checkpoint.source, checkpoint.revision, plan.suite.cache_dir
-        listing = plan.listings.get(revision)
+        if not selection.suite.on_hub:
+            return selection.cached(checkpoint)
+        repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
+        listing = selection.listings.get(revision)
         if listing is None:
-            if plan.offline:
-                raise CheckpointError(f"{plan.offline}, and {repo} at {revision} is not in the cache {plan.disk.cache}")
+            if selection.offline:
+                raise CheckpointError(
+                    f"{selection.offline}, and {repo} at {revision} is not in the cache {self.disk.cache}"
+                )
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub")
-        if plan.offline:
-            return fetch(repo, revision, listing, cache_dir, offline=plan.offline)
-        while (use := plan.disk.try_reserve(repo, listing, self.upcoming)) is None:
+        if selection.offline:
+            return fetch(repo, revision, listing, cache_dir, offline=selection.offline)
+        while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
@@ -78,46 +90,51 @@ class Prefetched:
 
 
 def prefetch(
-    plan: Plan, checkpoints: Sequence[Checkpoint], shown: Progress, done_elsewhere: Callable[[int], None]
+    selection: Selection,
+    disk: DiskBudget,
+    store: Store,
+    checkpoints: Sequence[Checkpoint],
+    shown: Progress,
+    measured_elsewhere: Callable[[int], None],
 ) -> Generator[Prefetched]:
-    """Each checkpoint, claimed, fetched or failed to be, while the next is on its way.
+    """Claim and fetch checkpoints; yield each, fetched or failed, while the next is being fetched.
 
-    Checkpoints that another walk is measuring come last: once their unit is there `done_elsewhere` is told, and if that
-    walk ends without one, however it ends, the checkpoint is delivered here.
+    Checkpoints that another walk is measuring come last. `measured_elsewhere` is called when their unit exists; if the other
+    walk ends without a unit, the checkpoint is yielded here.
     """
     pending, coming = deque(checkpoints), deque[Prefetched]()
     waited_for: set[int] = set()
 
-    def begin() -> bool:
-        """Claim the next free checkpoint, if there is one, and let it come."""
+    def start_next() -> bool:
+        """Claim the next free checkpoint, if any, and start fetching it."""
         for _ in range(len(pending)):
             checkpoint = pending.popleft()
-            claim = plan.store.claim(checkpoint.step)
+            claim = store.claim(checkpoint.step)
             if claim is None:
                 pending.append(checkpoint)
                 continue
-            if plan.store.has(checkpoint.step):
+            if store.has(checkpoint.step):
                 claim.release(remove=True)
-                done_elsewhere(checkpoint.step)
+                measured_elsewhere(checkpoint.step)
                 continue
-            upcoming = [plan.listings[c.name].commit for c in pending if c.name in plan.listings]
-            coming.append(Prefetched(plan, checkpoint, claim, upcoming, shown))
+            upcoming = [selection.listings[c.name].commit for c in pending if c.name in selection.listings]
+            coming.append(Prefetched(selection, disk, checkpoint, claim, upcoming, shown))
             return True
         return False
 
     try:
         while pending or coming:
-            if not coming and not begin():
+            if not coming and not start_next():
                 for checkpoint in pending:
                     if checkpoint.step not in waited_for:
                         waited_for.add(checkpoint.step)
                         shown.notify(
-                            f"step {checkpoint.step}: measured by {plan.store.claimant(checkpoint.step)}; waiting for it"
+                            f"step {checkpoint.step}: measured by {store.claimant(checkpoint.step)}; waiting for it"
                         )
                 time.sleep(WAIT)
                 continue
             coming[0].arrival.exception()  # waits
-            begin()
+            start_next()
             prefetched = coming.popleft()
             try:
                 yield prefetched

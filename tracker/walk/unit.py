@@ -1,4 +1,4 @@
-"""One checkpoint of a walk as a unit of its results: loaded, measured, and labelled with what it is."""
+"""Load and measure one checkpoint of a walk and label the unit with its provenance."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.suites import UNTRAINED, Checkpoint
-from tracker.walk.plan import Plan, untrained
+from tracker.walk.plan import Measurement, Plan, Selection, untrained
 
 if TYPE_CHECKING:
     import torch
@@ -14,42 +14,59 @@ if TYPE_CHECKING:
 
 
 def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
-    """Load and measure a fetched checkpoint; the unit says which it was."""
+    """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance."""
     from checkpoints.load import init_untrained
-    from tracker.measurement import measure
 
-    model, tokenizer = plan.load(directory)
+    selection, measurement, output = plan.selection, plan.measurement, plan.output
+    model, tokenizer = measurement.load(directory)
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
     fingerprint = integrity.fingerprint(model.state_dict().items())
-    resident = plan.device.type != "cpu" and _weights(model) <= plan.measure["memory_budget"] // 2
-    if resident:  # else they stay in their files' pages, and pass through memory block by block
-        model.to(plan.device)
-    unit = measure(model, plan.inputs, tokenizer=tokenizer, device=plan.device, **plan.measure)
-    listing = plan.listings.get(checkpoint.name)
+    unit, resident = _measure(measurement, model, tokenizer)
+    listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else untrained(checkpoint.seed),
         commit=directory.name if checkpoint.revision and trained else "",
         files_sha256=integrity.files_digest(directory, listing) if trained else "",
         fingerprint=fingerprint,
-        suspect=plan.suspect.get(checkpoint.step, ""),
+        suspect=selection.suspect.get(checkpoint.step, ""),
     )
     if checkpoint.stage:
         unit = unit.assign_coords(stage=checkpoint.stage)
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    unit = unit.assign_coords({name: ("prompt", labels) for name, labels in plan.of_prompts.items()})
-    unit = with_scores(unit, plan.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
-    unit.attrs |= {"suite": plan.suite.name, "model_name": checkpoint.source, "settings_sha256": plan.settings}
-    elsewhere = "in their files" if directory.is_dir() and trained else "in memory"
-    unit.attrs["weights_kept"] = "on the device" if resident else elsewhere
+    unit = unit.assign_coords({name: ("prompt", labels) for name, labels in measurement.prompt_labels.items()})
+    unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
+    unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
+    unit.attrs["settings_sha256"] = output.settings_sha256
+    in_files = directory.is_dir() and trained
+    unit.attrs["weights_kept"] = "on the device" if resident else "in their files" if in_files else "in memory"
     return unit
 
 
+def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any) -> "tuple[xr.Dataset, bool]":
+    """Measure a loaded model; return its Dataset, and whether all weights were on the device."""
+    from tracker.measurement import measure
+
+    settings, device = measurement.settings, measurement.device
+    resident = device.type != "cpu" and _weights(model) <= settings.memory_budget // 2
+    if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
+        model.to(device)
+    unit = measure(
+        model,
+        measurement.inputs,
+        tokenizer=tokenizer,
+        device=device,
+        max_tokens=measurement.max_tokens,
+        **settings.as_options(),
+    )
+    return unit, resident
+
+
 def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
-    """A unit with these scores beside those it has; scores are never those of an untrained model."""
+    """Add scores to a unit and return it; an untrained model has no scores."""
     import xarray as xr
 
     if str(unit.coords["revision"].item()).startswith(UNTRAINED):
@@ -63,14 +80,14 @@ def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset"
     return unit
 
 
-def changed(plan: Plan, units: Mapping[int, "xr.Dataset"]) -> list[int]:
-    """The steps whose weights are not those that the store's units, or their summaries here, were measured from."""
+def changed(selection: Selection, units: Mapping[int, "xr.Dataset"]) -> list[int]:
+    """Return the steps whose weights differ from those that the units, or their summaries, were measured from."""
     measured = {
         c: units[c.step].coords["files_sha256"].item()
-        for c in plan.checkpoints
+        for c in selection.checkpoints
         if "files_sha256" in _coords(units, c.step)
     }
-    return [c.step for c, digest in measured.items() if plan.digest(c) not in ("", digest)]
+    return [c.step for c, digest in measured.items() if selection.digest(c) not in ("", digest)]
 
 
 def _weights(model: "torch.nn.Module") -> int:

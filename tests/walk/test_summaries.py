@@ -31,7 +31,7 @@ from tracker.report.notes import provenance
 from tracker.report.quantize import carried
 from tracker.report.summary import summary
 from tracker.results import Store
-from tracker.walk.measured import Measured
+from tracker.walk.summaries import Summaries
 
 
 def large_unit(step: int) -> xr.Dataset:
@@ -117,17 +117,17 @@ def peak(work, *arguments) -> int:
 
 def test_memory_does_not_grow_with_the_number_of_units(tmp_path):
     store, size = Store(tmp_path), large_unit(1).nbytes
-    store.settle({})
+    store.check_settings({})
     for step in range(4):
         store.write(step, large_unit(step))
-    few, many = (Measured(store, with_rows=True) for _ in range(2))
+    few, many = (Summaries(store, with_rows=True) for _ in range(2))
     grown = peak(read, many, range(4)) - peak(read, few, range(2))
     assert grown < size / 2, grown / size
     rows = [many.row(step) for step in range(4)]
     assert [row and row.step for row in rows] == list(range(4)) and many.row(0) is None
 
 
-def read(measured: Measured, steps: Iterable[int]) -> None:
+def read(measured: Summaries, steps: Iterable[int]) -> None:
     for step in steps:
         measured.read(step)
 
@@ -154,15 +154,15 @@ def numbers(page: str) -> dict:
 def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
     """Of every measure: what is in memory and what is read back give one page."""
     store = Store(tmp_path)
-    store.settle({})
-    measured, anew = (Measured(store, with_rows=True) for _ in range(2))
+    store.check_settings({})
+    measured, anew = (Summaries(store, with_rows=True) for _ in range(2))
     for step in (1, 2):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all", pair_tokens=3)
         sources = ("prompt", ["web", "a book"])
         measured.write(step, made.assign_coords(step=step, revision=f"step{step}", prompt_source=sources))
         anew.read(step)
-        xr.testing.assert_identical(measured.summaries[step], anew.summaries[step])
+        xr.testing.assert_identical(measured.by_step[step], anew.by_step[step])
         rows = [of.row(step) for of in (measured, anew)]
         assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
         xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
@@ -173,8 +173,8 @@ def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
 
 def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
     store = Store(tmp_path)
-    store.settle({})
-    measured = Measured(store, with_rows=False)
+    store.check_settings({})
+    measured = Summaries(store, with_rows=False)
     for step in (1, 2):
         measured.write(step, large_unit(step))
     store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
@@ -183,13 +183,13 @@ def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
 
 def test_steps_share_the_texts_of_their_prompts_where_they_are_the_same(tmp_path):
     store = Store(tmp_path)
-    store.settle({})
-    measured = Measured(store, with_rows=False)
+    store.check_settings({})
+    measured = Summaries(store, with_rows=False)
     for step in (1, 2, 3):
         texts = ["a", "b", "c"] if step < 3 else ["a", "b", "d"]
         store.write(step, large_unit(step).assign_coords(prompt_text=("prompt", texts)))
         measured.read(step)
-    first, second, third = (measured.summaries[step]["prompt_text"] for step in (1, 2, 3))
+    first, second, third = (measured.by_step[step]["prompt_text"] for step in (1, 2, 3))
     assert np.shares_memory(first.values, second.values) and not np.shares_memory(first.values, third.values)
     assert second.values.tolist() == ["a", "b", "c"] and third.values.tolist() == ["a", "b", "d"]
 
@@ -208,14 +208,14 @@ MEND = """
 import sys
 from tests.test_results import unit
 from tracker import pythia
-from tracker.walk.measured import Measured
+from tracker.walk.summaries import Summaries
 from tracker.results import Store
 
-measured = Measured(Store(sys.argv[1]), with_rows=False)
+measured = Summaries(Store(sys.argv[1]), with_rows=False)
 sys.stdin.readline()
 for step in measured.store.steps():
     pythia._read(measured, step)
-    if step not in measured.summaries and (claim := measured.store.claim(step)):
+    if step not in measured.by_step and (claim := measured.store.claim(step)):
         if not measured.store.has(step):
             measured.write(step, unit(step))
             print(step)
@@ -225,11 +225,11 @@ SCORE = """
 import sys
 from types import SimpleNamespace
 from tracker import pythia
-from tracker.walk.measured import Measured
+from tracker.walk.summaries import Summaries
 from tracker.results import Store
 
 store, task = Store(sys.argv[1]), sys.argv[2]
-measured = Measured(store, with_rows=False)
+measured = Summaries(store, with_rows=False)
 for step in store.steps():
     measured.read(step)
 sys.stdin.readline()
@@ -256,7 +256,7 @@ def at_once(code: str, *arguments: list[str]) -> list[str]:
 @pytest.fixture
 def small(tmp_path) -> Store:
     store = Store(tmp_path)
-    store.settle({})
+    store.check_settings({})
     for step in range(12):
         store.write(step, trajectory_unit(step).assign_coords(revision=f"step{step}"))
     return store

@@ -1,0 +1,93 @@
+"""The command line of a walk. Nothing heavy is imported here, so that `--help` is quick."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from tracker.values import BYTE_SIZE
+
+# A walk measures language models unless told otherwise, and takes the memory budget from the machine.
+DEFAULTS = {"tokens": "last", "memory_budget": None, "measures": None}
+DISK_BUDGET = (
+    "disk space for downloads, such as 60GB; measured revisions that this program fetched are removed to stay within it. "
+    "Default: no limit, nothing is removed."
+)
+
+
+@dataclass
+class Walk:
+    """Measure block coupling, LSS and expodistance at the training checkpoints of a model.
+
+    Exit status: 0 all measured; 1 some revision failed (listed at the end, the others kept); 2 bad usage.
+
+    Args:
+        model: nano (trained here where it is absent), a Pythia size (14m to 12b, with -deduped or -seedN after it), a
+            Hugging Face repository id, or a directory of checkpoints.
+        steps: paper (Fig. 1b), all, log2, scores (those with benchmark results), or numbers such as 128,512. Default:
+            paper for Pythia, all for others.
+        revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where
+            branches or directories are not spelled like step128 or checkpoint-128.
+        stage: stage of a suite that was trained in several, such as OLMo 2. Default: the first.
+        untrained: seed; measure also the model at a random initialisation with this seed, as step 0, where none is published.
+        allow_suspect: measure also revisions whose weights seem not to be those of their step; their points are marked.
+        disk_budget: bytes of disk for downloads. Default: no limit.
+        scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
+        module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
+        tokenizer: tokenizer for Lightning checkpoints, a repository or directory; the module's forward takes its output.
+        inputs: .pt file with the inputs of the model's forward, instead of prompts.
+        prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
+            gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
+            "prompt" and perhaps "difficulty" and "source".
+        suffix: text appended to every prompt, such as " Let's think step by step.".
+        max_tokens: cut longer prompts to this many tokens; without it a prompt beyond the context is refused.
+        out: directory of the results; an existing one is completed, by one walk or several at once. Default:
+            results/MODEL.
+        device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
+        loggers: loggers of the curves, names with commas between them: wandb. --loggers= disables logging.
+        wandb: auto is online where a key is set up, else offline.
+        project: W&B project.
+        seed: seed of the embedded suite's training.
+        workers: number of additional walks on Ray; all walks share the revisions.
+        address: address of a Ray cluster. Default: the workers run on this machine.
+        options: measurement options, as `tracker.measure` takes them.
+    """
+
+    model: str
+    steps: int | str | None = None
+    revisions: str | None = None
+    stage: str | None = None
+    untrained: int | None = None
+    allow_suspect: bool = False
+    disk_budget: int | None = None
+    scores: Path | None = None
+    module: str | None = None
+    tokenizer: str | None = None
+    inputs: Path | None = None
+    prompts: str = "builtin"
+    suffix: str = ""
+    max_tokens: int | None = None
+    out: Path | None = None
+    device: str | None = None
+    loggers: str = "wandb"
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    project: str = "block-coupling"
+    seed: int = 0
+    workers: int = 0
+    address: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(arguments: Sequence[str] | None) -> Walk:
+    """Read a command line."""
+    from tracker.cli import Parser, summary
+    from tracker.measures.options import add_flags, given_options
+
+    parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))
+    parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget"})
+    parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
+    add_flags(parser, DEFAULTS)
+    parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
+    parsed = parser.parse_args(arguments).as_dict()
+    walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
+    return Walk(**walk, options=given_options(parsed))
