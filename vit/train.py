@@ -29,18 +29,23 @@ Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     before = signal.signal(signal.SIGINT, _leave)  # an exception could be swallowed by a library that is being imported
     try:
-        from tracker.cli import Parser, summary
-        from tracker.measures.options import add_flags
-
-        parser = Parser(prog="python -m vit.train", description=summary(Recipe))
-        parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
-        add_flags(parser, DEFAULTS, FLAGS)
-        return run(from_dict(parse(parser, arguments)))
+        return run(recipe_of(arguments))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def recipe_of(arguments: Sequence[str] | None) -> Recipe:
+    """Read a command line."""
+    from tracker.cli import Parser, summary
+    from tracker.measures.options import add_flags
+
+    parser = Parser(prog="python -m vit.train", description=summary(Recipe))
+    parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
+    add_flags(parser, DEFAULTS, FLAGS)
+    return from_dict(parse(parser, arguments))
 
 
 def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:

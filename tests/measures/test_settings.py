@@ -1,0 +1,154 @@
+"""Every measurement option is declared once, and every caller accepts it."""
+
+import inspect
+import json
+
+import pytest
+import torch
+
+import tracker
+from tests.models import neox, tokens
+from tracker.errors import UsageError
+from tracker.measures.options import settings_from
+from tracker.measures.settings import OPTIONS, Options
+from tracker.provenance import settings_digest
+from tracker.training.run_store import identity
+from tracker.walk import command
+from vit.recipe import FLAGS
+from vit.train import recipe_of
+
+# Not the default, as a keyword and as a flag.
+GIVEN = {
+    "k": ([2, 3], "2,3"),
+    "tokens": ([0, -1], "0,-1"),
+    "final_norm": ("exclude", "exclude"),
+    "svd": ("full", "full"),
+    "dtype": (torch.float64, "float64"),
+    "precision": ("bfloat16", "bfloat16"),
+    "memory_budget": (3_000_000, "3MB"),
+    "measures": (["coupling", "tokenwise"], "tokenwise,coupling"),
+    "window": (3, "3"),
+    "pair_tokens": ([0, 2], "0,2"),
+    "pair_layers": ([(1, 3), (2, 3)], "1:3,2:3"),
+}
+FORMS = [[name for name in GIVEN if name != other] for other in ("dtype", "precision")]  # which exclude each other
+
+
+def test_the_static_keywords_are_those_of_settings():
+    assert set(Options.__annotations__) == set(OPTIONS) == set(GIVEN)
+
+
+@pytest.mark.parametrize("function", [tracker.measure, tracker.CouplingCallback])
+def test_signature_and_documentation_have_every_option(function):
+    parameters = inspect.signature(function).parameters
+    for name, option in OPTIONS.items():
+        assert parameters[name].default == option.default and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"\n        {name}: {option.metadata['doc'][:20]}" in function.__doc__, name
+    assert "**options" not in function.__doc__
+
+
+@pytest.mark.parametrize("names", FORMS)
+def test_every_caller_accepts_every_option(names):
+    options = {name: GIVEN[name][0] for name in names}
+    settings = settings_from(options, "test")
+    for name in names:
+        assert getattr(settings, name) != OPTIONS[name].default, name
+    assert tracker.CouplingCallback(**options).settings == settings
+    flags = [part for name in names for part in (f"--{name}", GIVEN[name][1])]
+    walk = command.parse(["--model", "nano", *flags])
+    assert settings_from(walk.options, "walk") == settings
+    flags = [part for name in names for part in (f"--{FLAGS.get(name, name)}", GIVEN[name][1])]
+    recipe = recipe_of(["--data", "digits", *flags])
+    assert recipe.settings == settings and recipe.precision is None
+
+
+@pytest.mark.parametrize("names", FORMS)
+def test_options_reach_the_dataset(names):
+    options = {name: GIVEN[name][0] for name in names if name != "precision"}
+    ds = tracker.measure(neox(), tokens(), **options)
+    assert ds.k.values.tolist() == [2, 3] and ds.sizes["token"] == 2 and "lss" not in ds
+    assert ds.attrs["final_norm"] == "exclude" and ds.attrs["svd"] == "full" and ds.attrs["window"] == 3
+    assert ds.attrs["dtype"] == ("float64" if "dtype" in names else "float32") and ds.attrs["tokens"] == "0, -1"
+    assert ds.pair_position.values[0].tolist() == [0, 2] and ds.pair_layer_other.values[:2].tolist() == [3, 3]
+
+
+def test_a_configuration_file_is_flat_and_a_flag_overrides_it(tmp_path):
+    file = tmp_path / "walk.yaml"
+    file.write_text(
+        "model: nano\nk: [2, 3]\ntokens: 0,-1\nmemory_budget: 3GB\nmeasures: [coupling]\ndisk_budget: 1GB\n"
+    )
+    walk = command.parse(["--config", str(file), "--k", "4"])
+    assert walk.model == "nano" and walk.disk_budget == 10**9
+    settings = settings_from(walk.options, "walk")
+    assert settings.k == (4,) and settings.tokens == (0, -1) and settings.memory_budget == 3 * 10**9
+    assert settings.measures == ("coupling",)
+
+
+@pytest.mark.parametrize("function", [lambda **o: tracker.measure(neox(), tokens(), **o), tracker.CouplingCallback])
+def test_an_unknown_option_is_refused_with_the_allowed_ones(function):
+    with pytest.raises(TypeError, match=r"unexpected option 'ks'; measurement options are k, tokens, .*pair_layers"):
+        function(ks=3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"k": "ten"}, "k='ten'"),
+        ({"k": [1.5]}, "k=.1.5."),
+        ({"dtype": torch.bfloat16}, "choose from torch.float32, torch.float64"),
+        ({"dtype": "float64", "precision": "tf32"}, "leave dtype out"),
+        ({"memory_budget": "3GB"}, "give a whole number of bytes"),
+        ({"measures": ["vju"]}, "vju extends 'coupling'"),
+        ({"window": 4.5}, "odd number of states"),
+        ({"pair_tokens": 1}, "at least 2"),
+    ],
+)
+def test_values_that_are_not_allowed(options, message):
+    with pytest.raises(UsageError, match=message):
+        settings_from(options, "test")
+
+
+# Written by the code before the options were declared in Settings.
+CALLBACKS = [
+    (
+        {},
+        '{"schema": 2, "k": null, "tokens": null, "final_norm": "auto", "svd": "auto", "precision": "float32", "measures": '
+        '["coupling", "trajectory"], "window": null, "pair_tokens": 6, "dtype": "torch.float32", "weights": "raw"}',
+        "0db688b69b62b9d6",
+    ),
+    (
+        {
+            "k": [3, 2],
+            "tokens": [0, -1],
+            "measures": ["coupling", "tokenwise"],
+            "dtype": torch.float64,
+            "window": 3,
+            "final_norm": "exclude",
+        },
+        '{"schema": 2, "k": [3, 2], "tokens": [0, -1], "final_norm": "exclude", "svd": "auto", "precision": "float32", '
+        '"measures": ["coupling", "tokenwise"], "window": 3, "pair_tokens": 6, "pair_layers": 1, "dtype": "torch.float64", '
+        '"weights": "raw"}',
+        "9d86d8a246570084",
+    ),
+    (
+        {"k": 2, "tokens": "all", "measures": "all", "precision": "bfloat16"},
+        '{"schema": 2, "k": [2], "tokens": "all", "final_norm": "auto", "svd": "auto", "precision": "bfloat16", "measures": '
+        '["all"], "window": null, "pair_tokens": 6, "pair_layers": 1, "dtype": "torch.float32", "weights": "averaged"}',
+        "29a4c7ca6a010ba3",
+    ),
+]
+
+
+@pytest.mark.parametrize("options, stored, digest", CALLBACKS)
+def test_the_store_of_an_older_training_run_keeps_its_identity(options, stored, digest):
+    now = identity(settings_from(options, "test"), json.loads(stored)["weights"])
+    assert json.loads(json.dumps(now)) == json.loads(stored) and settings_digest(now) == digest
+
+
+def test_an_option_is_named_in_an_identity_where_it_was_or_is_not_the_default():
+    settings = settings_from({"svd": "full", "memory_budget": 1 << 20, "pair_layers": 0}, "test")
+    assert settings.identity(["k"]) == {"k": None, "svd": "full"}, "pair_layers with tokenwise alone, never the budget"
+    assert settings_from({"measures": "tokenwise"}, "test").identity([]) == {
+        "measures": ["tokenwise"],
+        "pair_layers": 1,
+    }
