@@ -101,7 +101,7 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     (chart,) = [chart for chart in texts()["charts"] if chart["id"] == "update_ratio"]
     assert (chart["chart"], chart["title"], chart["axis"]) == ("depth", "Update ratio", "logarithmic")
     store = Store(tmp_path / "toy")
-    store.settle({"model": "toy"})
+    store.check_settings({"model": "toy"})
     store.write(1, ds.assign_coords(step=1, suspect=""))
     assert "update_ratio" in contents(summary(open_results(store.path)))["depth"]
 
@@ -109,7 +109,7 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
 def test_old_units_and_new_ones_join(ds, tmp_path):
     """A store that was begun before variables had attributes, and before `update_ratio`."""
     store = Store(tmp_path / "toy")
-    store.settle({"model": "toy"})
+    store.check_settings({"model": "toy"})
     old = ds.copy().drop_vars("update_ratio").sel(quantity=ds.quantity != "update_ratio")
     for variable in old.variables.values():
         variable.attrs = {}
