@@ -1,4 +1,4 @@
-"""The numbers of the page, JSON-able: from summaries of results to what its charts draw. Undefined values are null."""
+"""The values that the page draws, JSON-able, from summaries of results. Undefined values are null."""
 
 import math
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000  
 
 
 def contents(summarised: xr.Dataset) -> dict[str, Any]:
-    """The numbers that the page shows of results summarised by step.
+    """Return the values that the page shows of results summarised by step.
 
     Returns:
         By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
-        `statistics.curves`; matrices and other large arrays as `packing.pack` has them.
+        `statistics.curves`; matrices and other large arrays as `quantize.pack` returns them.
     """
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]
@@ -80,7 +80,7 @@ _TOKEN_PAIR = ("pair_token", "pair_token_other")
 
 
 def layers(ds: xr.Dataset) -> int:
-    """How many blocks were measured."""
+    """Return the number of measured blocks."""
     return ds.sizes["layer"] if "layer" in ds.sizes else len(str(ds.attrs["blocks"]).split(", "))
 
 
@@ -92,7 +92,7 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 
 
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any] | None:
-    """Of the curve over l != l'; None where there are too few steps or prompts to speak of one."""
+    """Return the onset of the curve over l != l'; None where there are too few steps or prompts."""
     if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
         return None
     departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
@@ -101,13 +101,13 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any] | None:
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
-    """Undefined on the diagonal where that is 0 by definition: it would widen the range of what is carried."""
+    """Pack matrices without a diagonal that is 0 by definition, which would widen the range of the codes."""
     apart = (at["layer"] != at["layer_other"]) | name.endswith("_vju_matrix")
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
 
 
 def _edges(at: xr.Dataset, name: str) -> dict[str, Any]:
-    """What a measure before the final norm has for itself: its last row and column, over (step, 2, layer), and whose others."""
+    """Pack the last row and column of a measure before the final norm, (step, 2, layer); the rest is its base's."""
     matrices = at[f"{name}_matrix"].transpose("step", *_PAIR).values
     edge = np.stack([matrices[:, -1], matrices[:, :, -1]], 1)
     edge[..., -1] = np.nan
@@ -129,7 +129,7 @@ def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
 
 
 def _singular(ds: xr.Dataset) -> dict[str, Any]:
-    """Medians by rank and block, and by step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
+    """Return medians by rank and block, and for each step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
     values = ds["singular_value_median"].transpose("step", "rank", "layer").values
     fits = [inverse_fit(ds["layer"].values, s[0]) for s in values]
     return {
@@ -168,13 +168,13 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
 
 
 def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
-    """Which blocks' Jacobians were compared across tokens: by block the one that lends its basis, and of |A| the block."""
+    """Return which blocks' Jacobians were compared across tokens: the basis block of each, and the block that |A| is of."""
     others = [int(other) if math.isfinite(other) else None for other in pair_layers(ds).values]
     return {"said": layers_in_words(ds).replace("'", "′"), "others": others, "middle": middle_layers(ds)[0]}
 
 
 def _positions(ds: xr.Dataset) -> list[int] | None:
-    """Which tokens were compared, where they are the same in all prompts."""
+    """Return the positions of the compared tokens, where they are the same in all prompts."""
     values = ds["pair_position"].isel(step=0).values
     return [int(at) for at in values[0]] if (values == values[:1]).all() else None
 
@@ -193,5 +193,5 @@ def _by_step(ds: xr.Dataset, name: str) -> xr.DataArray:
 
 
 def _numbers(values: xr.DataArray) -> list:
-    """Nested lists with null where a value is undefined."""
+    """Return nested lists with null where a value is undefined."""
     return jsonable(np.asarray(values.values))

@@ -19,7 +19,7 @@ NAMED = 4  # of a list of steps or blocks, how many are named before it is cut s
 
 
 def doubts(ds: xr.Dataset) -> list[str]:
-    """Of one store's summarised results: suspect and repeated weights, slower and weaker ways, what is undefined."""
+    """List the warnings about one store: suspect and repeated weights, fallbacks, missing certificates, undefined values."""
     steps = [int(step) for step in ds["step"].values]
     lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
     revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
@@ -62,7 +62,7 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
 
 
 def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
-    """What stores on one page do not share and would have to, for their curves to be compared."""
+    """List the settings that differ between the stores of a page, so that their curves are not comparable."""
     lines = []
     for key in CONVENTIONS:
         held = {name: ", ".join(_values(ds, key)) or "not recorded" for name, ds in results.items()}
@@ -96,7 +96,7 @@ def _has(ds: xr.Dataset, option: str) -> bool:
 
 
 def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
-    """Rows of the table: settings, attributes, certificates, counts of what is undefined, commits."""
+    """Return the rows of the table: settings, attributes, certificates, counts of undefined values, commits."""
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
         rows += [(f"asked for: {name}", str(value)) for name, value in store.read_settings().items()]
@@ -113,8 +113,8 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
                 f"{complete:,} of {count:,}; certified by Cholesky where the Jacobian was formed, {formed:,} times",
             ),
             ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
-            ("largest value-proof error", f"{float(ds['value_error_max'].max()):.1e}"),
-            ("largest derivative-proof error", f"{float(ds['derivative_error_max'].max()):.1e}"),
+            ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
+            ("largest error of a derivative check", f"{float(ds['derivative_error_max'].max()):.1e}"),
         ]
     totals = {str(q): int(ds["undefined"].sel(quantity=q).sum()) for q in ds["quantity"].values}
     rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
@@ -125,7 +125,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
 
 
 def carried(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """How exactly the page carries its arrays, and which steps it leaves out for its size."""
+    """Describe the precision of the page's arrays, and the steps that it leaves out for its size."""
     arrays = list(quantize.carried(models))
     errors = [array["error"] for array in arrays if array["bits"] == 16]
     said = "Curves are the store's own numbers in float64; values by depth and prompt are float32."
@@ -147,7 +147,7 @@ def carried(models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _values(ds: xr.Dataset, name: str) -> list[str]:
-    """The values of an attribute, which are a coordinate along `step` where units differ in it."""
+    """Return the values of an attribute, or of the coordinate along `step` where units differ in it."""
     held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
     return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
 

@@ -1,4 +1,4 @@
-"""Arrays as the page carries them: whole numbers over each part's own range, in base64.
+"""Quantized arrays of the page: integers over each part's own range, in base64.
 
 A part is what the leading axes index: one step's matrices, one matrix. Within it, value = low + code * span / (2^bits - 2), and
 the code 2^bits - 1 is an undefined value. 32 bits: float32 as they are.
@@ -14,7 +14,7 @@ TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed 
 
 
 def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None = None) -> dict[str, Any]:
-    """An array whose first axis is steps, JSON-able.
+    """Pack an array whose first axis is steps, JSON-able.
 
     Args:
         bits: 8, 16, or 32.
@@ -40,13 +40,13 @@ def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None 
 
 
 def unpack_parts(codes: np.ndarray, low: np.ndarray, span: np.ndarray, bits: int) -> np.ndarray:
-    """The values of codes (parts, entries), as the page computes them."""
+    """Return the values of codes (parts, entries), as the page computes them."""
     values = low[:, None].astype(float) + codes * (span[:, None].astype(float) / (2**bits - 2))
     return np.where(codes == 2**bits - 1, np.nan, values)
 
 
 def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
-    """Every packed array anywhere in the page's data."""
+    """Yield every packed array in the page's data."""
     if isinstance(data, MutableMapping) and "codes" in data:
         yield data
     elif isinstance(data, Mapping):

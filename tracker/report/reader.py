@@ -1,4 +1,4 @@
-"""Stores read for their page: each unit once, unless its file has been replaced, and only summaries are kept."""
+"""A reader of stores for the page: it reads each unit once, unless its file is replaced, and keeps only summaries."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +12,13 @@ Signature = tuple[int, int, int]
 
 
 class Reader:
-    """Reads stores, and knows the summaries of what it has read or was given."""
+    """A cache of the summaries of units that were read or added."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[Signature, xr.Dataset]] = {}
 
     def read(self, directory: Path) -> "xr.Dataset":
-        """What the page needs of a store's results, along `step`.
+        """Return the summary of a store's results, along `step`.
 
         Raises:
             FileNotFoundError: if there are none.
@@ -36,7 +36,7 @@ class Reader:
         return join(by_step, store.path)
 
     def unit(self, store: "Store", step: int) -> "xr.Dataset":
-        """A unit, read now; its summary is known from then on.
+        """Read a unit and cache its summary.
 
         Raises:
             ValueError: if the unit is damaged.
@@ -47,11 +47,11 @@ class Reader:
         return unit
 
     def hold(self, store: "Store", step: int, unit: "xr.Dataset") -> None:
-        """Know the summary of a unit as that of its file, which then need not be read."""
+        """Cache the summary of a unit as that of its file, which then need not be read."""
         self._know(store.file(step), signature(store.file(step)), unit)
 
     def summary(self, store: "Store", step: int) -> "xr.Dataset":
-        """The summary of a unit that was read or held."""
+        """Return the cached summary of a unit."""
         return self.known[store.file(step)][1]
 
     def _know(self, file: Path, signed: Signature, unit: "xr.Dataset") -> None:
@@ -69,6 +69,6 @@ class Reader:
 
 
 def signature(file: Path) -> Signature:
-    """What is another after a file has been replaced."""
+    """Return an identifier that changes when a file is replaced."""
     status = file.stat()
     return status.st_ino, status.st_mtime_ns, status.st_size

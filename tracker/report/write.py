@@ -52,7 +52,7 @@ def write_page(
     refresh: float | None = None,
     clusters: str | None = None,
 ) -> Path:
-    """Write the page of what a reader knows or reads; with `refresh`, it loads itself again after so many seconds."""
+    """Write the page of these stores; with `refresh`, it reloads itself after so many seconds."""
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
     from tracker.analysis.clusters import assign_clusters
@@ -94,7 +94,7 @@ def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str 
 def _rewritten(
     reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None, clusters: str | None
 ) -> bool:
-    """Write the page; where the results can't be read it stays as it was, for the next unit may mend it."""
+    """Write the page; if the results can't be read, keep the old page: the next unit may fix them."""
     try:
         write_page(reader, directories, out, refresh, clusters)
     except (OSError, ValueError) as error:
@@ -166,7 +166,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
 
 def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
-    """Fits between results, or why there are none; of a few results nobody expects any."""
+    """Return the fits between results, or why there are none."""
     from tracker.analysis.across_models import compare_models
     from tracker.analysis.regression import MIN_POINTS
 
@@ -192,7 +192,7 @@ def _json(value: Any) -> str:
 
 
 def _named(directory: str, ds: "xr.Dataset") -> str:
-    """What one store alone is called: the suite, or the model's name."""
+    """Return the name of a single store: the suite, or the model's name."""
     return str(ds.attrs.get("suite") or ds.attrs.get("model_name") or directory)
 
 
@@ -213,7 +213,7 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _region(label: str) -> str:
-    """What an area that scrolls needs, so that a keyboard reaches it."""
+    """Return the attributes that let a keyboard reach an area that scrolls."""
     return f'tabindex=0 role=region aria-label="{_text(label)}"'
 
 

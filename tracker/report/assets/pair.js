@@ -146,8 +146,8 @@ figures.layers = {
     return {
       title: `By block, ${ofStep(index)}`,
       traces: [traces.line(blocks(), range(L).map(row), "described, in the others' bases", 0), traces.line(
-        blocks(), range(L).map(column), "lending its basis", 1),
-        { x: blocks(), y: levels, name: "null level of the block described", mode: "lines",
+        blocks(), range(L).map(column), "its basis used for the others", 1),
+        { x: blocks(), y: levels, name: "null level of block l", mode: "lines",
           line: { color: colour(0), dash: "dot", width: 2 } }
       ],
       layout: { xaxis: layerAxis(L), yaxis: { rangemode: "tozero" } },
