@@ -6,15 +6,18 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
 from checkpoints.fetch import fetch
 from checkpoints.files import Lock
 from checkpoints.hub import CheckpointError, repo_dir
 from checkpoints.suites import Checkpoint
-from tracker.results import Store
 from tracker.walk.plan import Selection
 from tracker.walk.progress import Progress
+
+if TYPE_CHECKING:
+    from tracker.results import Store
 
 WAIT = 0.5  # seconds between checks of other walks
 
@@ -92,7 +95,7 @@ class Prefetched:
 def prefetch(
     selection: Selection,
     disk: DiskBudget,
-    store: Store,
+    store: "Store",
     checkpoints: Sequence[Checkpoint],
     shown: Progress,
     measured_elsewhere: Callable[[int], None],
