@@ -67,7 +67,7 @@ def test_analysis_reads_what_the_grid_wrote(whole, capsys):
     page = whole / "grid" / "analysis" / "report.html"
     assert capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
     assert analyse([str(whole / "grid"), "--k", "3"]) == 2
-    assert "--k 3 was not measured; there are 2, 4" in capsys.readouterr().err
+    assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
 def wait_for(condition, process):
