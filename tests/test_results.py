@@ -92,7 +92,7 @@ def test_a_changed_byte_in_a_number_is_noticed(store):
 def test_a_file_of_something_else_is_named(store):
     store.write(3, unit(3))
     xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="h5netcdf")
-    with pytest.raises(ValueError, match=r"step00000004.nc is no unit of results"):
+    with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
         tracker.open_results(store.path)
 
 

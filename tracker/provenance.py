@@ -1,4 +1,4 @@
-"""Where a number comes from: the model, the software and the machine, as attributes of a result."""
+"""Provenance of a result: the model, the software and the machine, as attributes."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one
 
 
 def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
-    """The model, versions, device and time."""
+    """Return the model, versions, device and time as attributes."""
     model = unwrap(model)
     config = getattr(model, "config", None)
     return {
@@ -38,10 +38,10 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
 
 
 def usable_device(device: torch.device | str, given: str) -> torch.device:
-    """The device, tried out.
+    """Return the device, after a test computation on it.
 
     Raises:
-        UsageError: if it can't be used; `given` is how the caller named it.
+        UsageError: if it can't be used; `given` is the caller's argument as text.
     """
     try:
         device = torch.device(device)
@@ -52,12 +52,12 @@ def usable_device(device: torch.device | str, given: str) -> torch.device:
 
 
 def settings_digest(identity: Any) -> str:
-    """A short hash of what a store's units were measured with."""
+    """Return a short hash of the settings that identify a store."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def digest(inputs: Any) -> str:
-    """A hash of what was measured on: prompts, or tensors in mappings, tuples and lists."""
+    """Return a hash of inputs: prompts, or tensors in mappings, tuples and lists."""
     sha = hashlib.sha256()
     _update(sha, inputs)
     return sha.hexdigest()

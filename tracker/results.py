@@ -1,11 +1,11 @@
-"""Units of result on disk: one NetCDF file per step of a walk or a run, atomic, resumable, never mixed.
+"""Results on disk: one NetCDF file, a unit, per step of a walk or a training run; atomic and resumable.
 
-    DIR/settings.json             what every unit of this store was measured with
+    DIR/settings.json             settings that all units of this store share
     DIR/units/step00000128.nc     one labelled Dataset
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
 
-A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees all of it or nothing.
-The store is the truth; W&B, the figures and the page are views of it.
+A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
+W&B, the figures and the page are derived from the store.
 """
 
 import json
@@ -21,7 +21,7 @@ import xarray as xr
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
 
-# Measured anew in every run, so they differ between two runs that agree in every number.
+# Attributes that differ between two runs with the same numbers.
 VOLATILE = ("created", "seconds")
 
 
@@ -34,7 +34,7 @@ class Store:
         self.settings = self.path / "settings.json"
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        """Take these settings for a store without results, or check that they are the store's own.
+        """Write the settings of a store without results, or check that they are those of the store.
 
         Raises:
             ValueError: if the store was written with other settings; names each that differs.
@@ -59,7 +59,7 @@ class Store:
             )
 
     def file(self, step: int) -> Path:
-        """Where the unit of a step is, or would be."""
+        """Return the file of a step's unit, which may not exist."""
         return self.units / f"step{step:08d}.nc"
 
     def has(self, step: int) -> bool:
@@ -67,27 +67,27 @@ class Store:
         return self.file(step).exists()
 
     def claim(self, step: int) -> Lock | None:
-        """The sole right to measure a step, until it is released or this process ends; None where another has it."""
+        """Claim a step, until the claim is released or this process ends; return None if another process has it."""
         lock = Lock.take(self._claim(step))
         if lock:
             lock.sign()
         return lock
 
     def wait(self, step: int) -> Lock:
-        """The claim on a step that has been measured, once no other has it: nobody keeps it for long."""
+        """Wait for the claim on a step that has been measured; no process keeps such a claim for long."""
         lock = Lock.wait(self._claim(step))
         lock.sign()
         return lock
 
     def claimant(self, step: int) -> str:
-        """Who has the claim on a step: host and process."""
+        """Return the host and process that claimed a step."""
         try:
             return self._claim(step).read_text()
         except FileNotFoundError:
             return ""
 
     def remove_abandoned(self) -> bool:
-        """Remove the claims and half-written files of processes that were killed; whether some process is measuring."""
+        """Remove the claims and partial files of killed processes; return whether a process is measuring."""
         for directory in (self.path, self.units):
             remove_stale_temporaries(directory)
         locks = [Lock.take(file) for file in self.units.glob(".step*.claim")]
@@ -96,22 +96,22 @@ class Store:
         return None in locks
 
     def alone(self) -> Lock:
-        """A lock for what concerns the whole store, such as its page; waits while another process has it."""
+        """Wait for the lock of the whole store, which protects its settings and its page."""
         return Lock.wait(self.path / ".lock")
 
     def _claim(self, step: int) -> Path:
         return self.units / f".step{step:08d}.claim"
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
-        """Write one unit, whole or not at all."""
-        # Numbers with a checksum: a byte that has changed on the disk is noticed.
+        """Write one unit atomically."""
+        # Checksums detect bytes that have changed on the disk.
         numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
         summed = {name: {"fletcher32": True} for name in numbers}
         write_atomic(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=summed))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
-        """One unit, loaded.
+        """Read one unit into memory.
 
         Raises:
             ValueError: if the file is damaged, or not one of ours.
@@ -119,16 +119,14 @@ class Store:
         with self._opened(step) as opened:
             unit = opened.load()
         if "prompt" not in unit.dims:
-            raise ValueError(
-                f"{self.file(step)} is no unit of results but something else; take it out of the directory"
-            )
+            raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
         return unit
 
     def revision(self, step: int) -> str:
-        """Which revision a unit says it was measured from; the rest of its file is not read.
+        """Return the revision that a unit was measured from, without reading the rest of its file.
 
         Raises:
-            ValueError: if the file is damaged where it says so.
+            ValueError: if the file is damaged there.
         """
         with self._opened(step) as opened:
             return str(opened.coords["revision"].item())
@@ -143,22 +141,22 @@ class Store:
             raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
 
     def set_aside(self, steps: Iterable[int]) -> None:
-        """Move units that no longer belong to the curve to DIR/superseded: nothing measured is deleted."""
+        """Move units that no longer belong to the curve to DIR/superseded."""
         for step in steps:
             superseded = self.path / "superseded"
             superseded.mkdir(exist_ok=True)
             os.replace(self.file(step), superseded / self.file(step).name)
 
     def steps(self) -> list[int]:
-        """The steps measured so far, ascending."""
+        """Return the steps measured so far, ascending."""
         found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
         return sorted(int(match[1]) for match in found if match)
 
     def read_settings(self) -> dict[str, Any]:
-        """What every unit was measured with.
+        """Read the settings that all units share.
 
         Raises:
-            ValueError: if settings.json, which says it, is missing or damaged.
+            ValueError: if settings.json is missing or damaged.
         """
         try:
             stored = json.loads(self.settings.read_text())
@@ -172,7 +170,7 @@ class Store:
 
 
 def open_results(path: str | Path) -> xr.Dataset:
-    """All units of a walk or a run, joined along `step`, ascending.
+    """Read all units of a walk or a training run, joined along `step`, ascending.
 
     Attributes that all units share are kept; those that differ become coordinates along `step`. The coordinate `repeats`
     names the earlier step whose weights a step has in every tensor, -1 where there is none.
@@ -186,7 +184,7 @@ def open_results(path: str | Path) -> xr.Dataset:
 
 
 def distinct_names(directories: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart.
+    """Return as many last parts of the paths as distinguish them.
 
     >>> distinct_names([Path("/a/70m"), Path("/b/70m"), Path("/a/160m")])
     ['a/70m', 'b/70m', 'a/160m']
@@ -201,7 +199,7 @@ def distinct_names(directories: Sequence[Path]) -> list[str]:
 
 
 def require_steps(store: Store) -> list[int]:
-    """The steps of a store that has results.
+    """Return the steps of a store that has results.
 
     Raises:
         FileNotFoundError: if it has none.
@@ -215,10 +213,10 @@ def require_steps(store: Store) -> list[int]:
 
 
 def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
-    """Units, or what was taken from each, along `step`, as `open_results` joins them; attributes that differ are moved.
+    """Join units, or parts of each, along `step`, as `open_results` does; attributes that differ become coordinates.
 
     Raises:
-        ValueError: if the units of `path` were not measured alike.
+        ValueError: if the units of `path` were measured differently.
     """
     steps, units = list(by_step), list(by_step.values())
     for name, values in (
@@ -256,5 +254,5 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
 
 
 def _pair_layers(unit: xr.Dataset) -> str:
-    """The block l' of each block l, as `dataset.pair_layers` has it."""
+    """Return the basis block l' of each block l as text."""
     return str(unit.coords["pair_layer_other"].values.tolist()) if "pair_layer_other" in unit.coords else "l' = l"

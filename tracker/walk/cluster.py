@@ -1,6 +1,6 @@
-"""More walkers on the machines of a Ray cluster. They need no other plan than the store: each takes what none has claimed.
+"""Run additional walks on a Ray cluster. They coordinate through the store alone: each measures steps that none has claimed.
 
-A worker that dies is started again by Ray, and whatever it had claimed is free. The directories that the walk reads and
+Ray restarts a worker that dies; the claims of the dead worker are free. The directories that the walk reads and
 writes have to be on a file system that all machines share.
 """
 
@@ -18,10 +18,10 @@ RETRIES = 3  # of a worker that died
 
 @contextmanager
 def walkers(run: Callable[[Walk], int], walk: Walk) -> Iterator[None]:
-    """`walk.workers` further walks beside what happens inside, each with a GPU where the cluster has one for it.
+    """Run `walk.workers` additional walks during the context, each with a GPU if the cluster has GPUs.
 
     Args:
-        run: what a worker does with a walk.
+        run: the function that a worker calls with the walk.
 
     Raises:
         ValueError: if Ray is not installed, or the cluster can't be reached.
@@ -46,7 +46,7 @@ def walkers(run: Callable[[Walk], int], walk: Walk) -> Iterator[None]:
 
 
 def _anywhere(walk: Walk) -> Walk:
-    """The same walk for a process with another current directory."""
+    """Return the walk with absolute paths, for a process with another current directory."""
     named = {name: getattr(walk, name) for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out")}
-    there = {name: Path(value).resolve() for name, value in named.items() if value and Path(value).exists()}
-    return replace(walk, **{name: type(named[name])(path) for name, path in there.items()})
+    absolute = {name: Path(value).resolve() for name, value in named.items() if value and Path(value).exists()}
+    return replace(walk, **{name: type(named[name])(path) for name, path in absolute.items()})

@@ -1,4 +1,4 @@
-"""Long work shows itself: bars with rate and ETA on a terminal, plain lines elsewhere."""
+"""Progress of a walk: bars with rate and ETA on a terminal, plain lines elsewhere."""
 
 import threading
 import time
@@ -10,16 +10,16 @@ PLAIN_INTERVAL = 30.0  # seconds between lines about a download
 
 
 class Progress(Protocol):
-    """What a walk tells of itself; any thread may."""
+    """Receives the progress of a walk, from any thread."""
 
     def notify(self, line: str) -> None:
         """Show a line."""
 
     def advance(self, line: str) -> None:
-        """One checkpoint is done; `line` says how it went."""
+        """Count a finished checkpoint; `line` states its result."""
 
     def downloading(self, name: str, size: int) -> Callable[[int], None]:
-        """A download of `size` bytes begins; the function returned takes bytes as they come."""
+        """Start to show a download; return a function that takes the number of bytes as they arrive."""
         ...
 
 
@@ -101,6 +101,6 @@ class _Bars:
 
 
 def amount(have: int, size: int) -> str:
-    """Bytes out of bytes, in the unit that suits."""
+    """Format a number of bytes out of a total, in MB or GB."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{have / unit:.3g} of {size / unit:.3g} {name}"

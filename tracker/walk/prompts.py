@@ -1,4 +1,4 @@
-"""Prompt sets: the one that ships with the package, those of the hub, and a user's own files."""
+"""Prompt sets: the built-in one, those of the hub, and a user's files."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
 
 
 def load_prompts(source: str) -> list[Prompt]:
-    r"""The prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
+    r"""Load the prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
 
     A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
     with the prompt under "prompt" and, where it is known for all, a number under "difficulty" and what it was drawn from under
@@ -50,9 +50,9 @@ def load_prompts(source: str) -> list[Prompt]:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """A hash that tells prompt sets apart, by their texts and what is known of them."""
-    said = [prompt.text for prompt in prompts] + [repr(p.difficulty) for p in prompts if p.difficulty is not None]
-    return hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+    """Return a hash of a prompt set: of the texts and the difficulties."""
+    parts = [prompt.text for prompt in prompts] + [repr(p.difficulty) for p in prompts if p.difficulty is not None]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _from_json(line: str, i: int, source: str) -> Prompt:
