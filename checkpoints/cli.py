@@ -9,6 +9,7 @@ from typing import ParamSpec
 from checkpoints.hub import CheckpointError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+INPUT_ERRORS = (ValueError, OSError, CheckpointError)
 
 P = ParamSpec("P")
 
@@ -18,13 +19,13 @@ class CommandFailure(Exception):
 
 
 def reports_errors(
-    interrupted: str = "interrupted", usage: tuple[type[Exception], ...] = ()
+    interrupted: str = "interrupted", usage: tuple[type[Exception], ...] = INPUT_ERRORS
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorate a command so that an error becomes one message on standard error and an exit status.
 
     Args:
         interrupted: the message after Ctrl-C.
-        usage: errors with status USAGE, in addition to ValueError (and so UsageError), OSError and CheckpointError.
+        usage: errors that report bad input, with status USAGE; any other error keeps its traceback.
     """
 
     def decorate(command: Callable[P, int]) -> Callable[P, int]:
@@ -41,7 +42,7 @@ def reports_errors(
             except CommandFailure as error:
                 print(f"error: {error}", file=sys.stderr)
                 return FAILED
-            except (ValueError, OSError, CheckpointError, *usage) as error:
+            except usage as error:
                 print(f"error: {error}", file=sys.stderr)
                 return USAGE
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from checkpoints import nano
-from checkpoints.cli import FAILED, INTERRUPTED, OK, CommandFailure, reports_errors
+from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from checkpoints.hub import CheckpointError
 from checkpoints.integrity import describe_repeat, find_repeats
 from checkpoints.suites import Checkpoint, join_names
+from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
 from tracker.walk.plan import Output, Plan, make_plan
 from tracker.walk.prefetch import prefetch
@@ -53,15 +54,18 @@ def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-@reports_errors(interrupted=RESUME)
+@reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
     from tracker.loggers import opened, prepare
     from tracker.loggers.protocol import LoggedRun
     from tracker.walk.summaries import Summaries
 
-    plan = make_plan(walk, lambda line: print(line, flush=True))
-    openers = prepare(walk.loggers, walk.wandb)
+    try:
+        plan = make_plan(walk, lambda line: print(line, flush=True))
+        openers = prepare(walk.loggers, walk.wandb)
+    except INPUT_ERRORS as error:
+        raise UsageError(str(error)) from error
     interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
     summaries = Summaries(store, with_rows=bool(openers))
@@ -117,8 +121,6 @@ def _check_selection(plan: Plan, summaries: "Summaries") -> None:
     Raises:
         UsageError: stating what to do.
     """
-    from tracker.errors import UsageError
-
     selection, store = plan.selection, plan.output.store
     if other := changed(selection, summaries.by_step):
         raise UsageError(
@@ -264,7 +266,6 @@ def _workers(walk: Walk, store: "Store", missing: int) -> Iterator[None]:
         yield
         return
     from tracker import pythia  # this module by its name, which workers can import, also where it is __main__
-    from tracker.errors import UsageError
     from tracker.walk.cluster import walkers
 
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.cli import FAILED, INTERRUPTED, OK, CommandFailure, reports_errors
+from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from vit.cells import SCHEMA, BusyError, claim, is_done, read, write
 from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recipe_file
 
@@ -70,7 +70,7 @@ def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-@reports_errors(interrupted=RESUME, usage=(BusyError,))
+@reports_errors(interrupted=RESUME, usage=(*INPUT_ERRORS, BusyError))
 def run(recipe: Recipe) -> int:
     """Train, saying how it goes; returns the exit status."""
     check(recipe)
