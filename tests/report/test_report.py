@@ -497,7 +497,9 @@ class TestSeveral:
 
     def test_what_is_lacking_is_said_with_its_command(self, shared):
         foot = shared("two").inner_text("footer")
-        assert "|A| of a layer pair: python -m tracker.pythia --model … --measures coupling,trajectory,matrices" in foot
+        assert (
+            "A, for the smallest K: python -m tracker.pythia --model … --measures coupling,trajectory,matrices" in foot
+        )
 
 
 class TestBetween:
