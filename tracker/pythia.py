@@ -199,7 +199,7 @@ def _print_overview(plan: Plan, missing: int) -> None:
         ("measured, and marked as suspect", selection.suspect),
     ):
         if suspect:
-            print(f"{len(suspect)} of the selected revisions are not what their names say; they are {action}:")
+            print(f"{len(suspect)} of the selected revisions are suspect; they are {action}:")
             for step, reason in suspect.items():
                 print(f"  step {step:>7}  {reason}", flush=True)
     if selection.excluded:

@@ -76,7 +76,7 @@ def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(wa
     assert not served.asked("resolve")
     assert pythia.main(walker.arguments()) == 0
     said = capsys.readouterr().out
-    assert "2 of the revisions asked for are not what their names say; they are left out" in said
+    assert "2 of the selected revisions are suspect; they are left out" in said
     results = walker.directory / "out"
     assert Store(results).steps() == [0, 1, 8]
     for step in (2, 4):
