@@ -1,8 +1,8 @@
 """The grid: `python -m vit.grid` trains one vision transformer for every weight decay x stochastic depth x seed.
 
-What is not a matter of the grid is a matter of the recipe, as in vit.train. A cell that is done is not run again; one
-that diverges or crashes is recorded and the others continue; the same command resumes an interrupted grid.
-Nothing heavy is imported before the arguments have been read.
+All other options are those of the recipe, as in vit.train. A finished cell is not run again; one that diverges or crashes
+is recorded and the others continue; the same command resumes an interrupted grid. No heavy module is imported before the
+arguments are read.
 """
 
 import importlib.util
@@ -27,8 +27,8 @@ from vit.train import parse
 if TYPE_CHECKING:
     from rich.table import Table
 
-# The paper's eight weight decays. Of the stochastic depth rates it names 0, 0.05, 0.1 and 0.3; 64 trainings make eight
-# of them, in steps of 0.05: our choice.
+# The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
+# 0.3 of them; the others are our choice.
 WEIGHT_DECAYS = "0.005,0.01,0.02,0.04,0.06,0.08,0.1,0.2"
 DROP_PATHS = "0,0.05,0.1,0.15,0.2,0.25,0.3,0.35"
 
@@ -37,21 +37,21 @@ DROP_PATHS = "0,0.05,0.1,0.15,0.2,0.25,0.3,0.35"
 class Grid:
     """Train a vision transformer for every weight decay x stochastic depth x seed, and measure coupling in each.
 
-    Results go to OUT/CELL, as vit.train writes them; `python -m vit.analysis OUT` draws them. Exit status: 0 all
-    trained; 1 some cell diverged or died (listed at the end, the others kept); 2 bad usage; 130 interrupted.
+    Results go to OUT/CELL, in the format of vit.train; `python -m vit.analysis OUT` analyzes them. Exit status: 0 all
+    trained; 1 some cell diverged or crashed (listed at the end, the others kept); 2 bad usage; 130 interrupted.
 
     Args:
-        weight_decays: with commas between them. Default: the paper's.
-        drop_paths: stochastic depth rates, with commas. The paper names 0, 0.05, 0.1 and 0.3.
-        seeds: with commas.
-        out: directory of the cells. Default: results/vit/DATA.
-        engine: ray, or processes of this machine. Default: ray where it is installed.
-        jobs: how many cells at once, with processes.
-        address: of a Ray cluster, or auto for the one this machine belongs to; cells are then to be written where every
-            machine of it can write. Default: Ray on this machine.
-        cpus_per_cell: with Ray.
-        gpus_per_cell: with Ray; a fraction shares a GPU. Default: 1 where there is one, else 0.
-        retries: of a cell that dies.
+        weight_decays: weight decays, separated by commas. Default: the paper's.
+        drop_paths: stochastic depth rates, separated by commas. The paper states 0, 0.05, 0.1 and 0.3.
+        seeds: random seeds, separated by commas.
+        out: parent directory of the cells. Default: results/vit/DATA.
+        engine: ray, or processes on this machine; auto is ray if it is installed, else processes.
+        jobs: number of cells trained at the same time, with processes.
+        address: address of a Ray cluster, or auto for the cluster that this machine belongs to; all its machines must be
+            able to write to OUT. Default: Ray on this machine alone.
+        cpus_per_cell: CPUs per cell, with Ray.
+        gpus_per_cell: GPUs per cell, with Ray; cells share a GPU at a fraction. Default: 1 if there is a GPU, else 0.
+        retries: number of times that a crashed cell is started again.
     """
 
     weight_decays: float | str = WEIGHT_DECAYS
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @reports_errors(interrupted="interrupted; the same command continues each cell from its last finished epoch")
 def run(grid: Grid, recipe: Recipe) -> int:
-    """Train what is missing of a grid, showing it; returns the exit status."""
+    """Train the missing cells of a grid and show their progress; return the exit status."""
     recipes = cells(grid, recipe)
     engine = _engine(grid)
     for cell in recipes:
@@ -94,7 +94,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
     from vit.data import load
 
     resolve_mode(recipe.wandb)
-    load(recipe)  # missing or damaged data is one message here, not one in every cell
+    load(recipe)  # missing or damaged data is reported once here, not by every cell
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
     with _table(recipes, len(missing)) as ended:
@@ -117,15 +117,15 @@ def run(grid: Grid, recipe: Recipe) -> int:
 
 
 def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
-    """One recipe per cell, checked.
+    """Return one validated recipe per cell.
 
     Raises:
-        ValueError: for a value named twice, or one that can't be used.
+        ValueError: for a value that is given twice or is not allowed.
     """
     if grid.jobs < 1 or grid.retries < 0:
-        raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; at least 1 job and 0 retries")
+        raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; give at least 1 job and 0 retries")
     if recipe.devices * recipe.num_nodes > 1:
-        raise ValueError("--devices and --num_nodes; a cell of a grid has one device, and several cells run at once")
+        raise ValueError("--devices or --num_nodes above 1; each cell of a grid trains on one device: leave them out")
     axes = [
         _values("--weight_decays", grid.weight_decays, float),
         _values("--drop_paths", grid.drop_paths, float),
@@ -147,10 +147,10 @@ def _values(option: str, text: Any, kind: Callable[[str], Any]) -> list[Any]:
     try:
         values = [kind(part) for part in str(text).split(",")]
     except ValueError as error:
-        raise ValueError(f"{option} {text!r}; give numbers with commas between them") from error
+        raise ValueError(f"{option} {text!r}; give numbers separated by commas") from error
     twice = sorted({value for value in values if values.count(value) > 1})
     if twice:
-        raise ValueError(f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is named twice")
+        raise ValueError(f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is given twice")
     return values
 
 
@@ -172,22 +172,22 @@ def _gpus() -> float:
 
 
 def state_of(recipe: Recipe) -> str:
-    """Where a cell stands, in a few words, as its directory says."""
+    """Return a cell's state from its directory: accuracy, reason of a failure, or finished epochs."""
     result = read(recipe.directory, "result")
     if result:
         return f"{result['accuracy']:.4f}" if result["status"] == "finished" else f"diverged: {result['reason']}"
     if failure := read(recipe.directory, "failed"):
-        return f"died: {failure['reason']}"
+        return f"crashed: {failure['reason']}"
     history = read(recipe.directory, "history")
     return f"{len(history)}/{recipe.epochs}" if history else "not started"
 
 
 def table(recipes: Sequence[Recipe]) -> "Table":
-    """The grid as it stands: test accuracy where it is done, else the epoch; a mean over seeds where there are several."""
+    """Return a table of the grid: the test accuracy (a mean over seeds) of finished cells, the state of the others."""
     from rich.table import Table
 
     rates = sorted({recipe.drop_path for recipe in recipes})
-    shown = Table(title="test accuracy, or epochs done", caption="rows: weight decay; columns: stochastic depth")
+    shown = Table(title="test accuracy, or finished epochs", caption="rows: weight decay; columns: stochastic depth")
     shown.add_column("", justify="right")
     for rate in rates:
         shown.add_column(f"{rate:g}", justify="right")
@@ -201,14 +201,14 @@ def _cell_text(seeds: Sequence[Recipe]) -> str:
     states = [state_of(recipe).partition(":")[0] for recipe in seeds]
     try:
         accuracy = f"{mean(map(float, states)):.4f}"
-    except ValueError:  # some seed is not done yet
+    except ValueError:  # some seed has not finished
         return " ".join("·" if state == "not started" else state for state in states)
     return f"[bold]{accuracy}[/bold]"
 
 
 @contextmanager
 def _table(recipes: Sequence[Recipe], missing: int) -> Iterator[Callable[[Recipe], None]]:
-    """Show the cells while they train: a live table on a terminal, a line per ended cell elsewhere."""
+    """Show the cells while they train: a live table on a terminal, otherwise a line per finished cell."""
     from rich.console import Console
     from rich.live import Live
 

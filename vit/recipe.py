@@ -1,6 +1,6 @@
-"""What one training is asked for, and what can be told wrong with it before anything is loaded.
+"""The options of one training run, and their validation before data or models are loaded.
 
-Nothing heavy is imported here: the command lines read this file to print their help.
+This module imports nothing heavy: the command lines read it to print their help.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -12,10 +12,11 @@ from tracker.measures.settings import Settings
 from tracker.values import INTEGERS, ValueTypeError
 
 RECIPES = Path(__file__).parent / "recipes"
-# Lightning's --precision is that of the training. The class token is measured by default.
+# --precision is Lightning's, so the precision of the measurement is --measure_precision. The default position is the class
+# token's.
 FLAGS = {"precision": "measure_precision"}
 DEFAULTS = {"tokens": "cls"}
-# Settings that don't decide the numbers: a directory may be taken up again with others.
+# Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
     "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
     "keep_checkpoint", "wandb", "project", "group", "tags", "options",
@@ -24,59 +25,59 @@ INCIDENTAL = (
 
 @dataclass
 class Recipe:
-    """Train a DeiT-style vision transformer and measure how its blocks couple meanwhile.
+    """Train a DeiT-style vision transformer and measure block coupling during training.
 
-    Results go to OUT: result.json once it is done, history.json after each epoch, coupling/ (for
-    tracker.open_results), last.ckpt to resume from. The same command resumes an interrupted run, and repeats nothing
-    that is done. Exit status: 0 trained; 1 diverged or failed; 2 bad usage; 130 interrupted.
+    Results go to OUT: result.json at the end, history.json after each epoch, coupling/ (for tracker.open_results) and
+    last.ckpt (to resume). The same command resumes an interrupted run and leaves a finished one as it is. Exit status: 0
+    trained; 1 diverged or failed; 2 bad usage; 130 interrupted.
 
     Args:
         data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
             folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/*.
-        data_dir: where CIFAR10 is, or is to be put. Default: the user's cache directory.
-        train_size: train on this many images, as many of each class as can be, the same for every seed. Default: all.
-        image_size: side in pixels; images of another size are resized.
-        patch_size: side of a patch; it has to divide image_size.
-        width: of the embedding; a multiple of heads.
+        data_dir: directory of CIFAR10; missing files are downloaded to it. Default: the user's cache directory.
+        train_size: number of training images, balanced over classes, the same for every seed. Default: all.
+        image_size: side of the input images in pixels; images of another size are resized.
+        patch_size: side of a patch in pixels; it has to divide image_size.
+        width: embedding dimension; a multiple of heads.
         depth: number of blocks.
-        heads: of attention.
-        drop_path: stochastic depth: the last block's rate, rising linearly from 0 over depth; in [0, 1).
-        weight_decay: of AdamW; norms, biases, position embeddings and the class token are exempt.
-        epochs: over the training images.
+        heads: number of attention heads.
+        drop_path: stochastic depth rate of the last block, rising linearly from 0 at the first; in [0, 1).
+        weight_decay: AdamW's weight decay; norms, biases, position embeddings and the class token are exempt.
+        epochs: number of passes over the training images.
         batch_size: images per step, over all devices.
         lr: learning rate per 512 images of batch_size.
-        warmup_lr: where the warm-up starts.
-        min_lr: where the cosine ends.
-        warmup_epochs: of linear warm-up.
-        clip: largest norm of the gradient. Default: not clipped.
-        label_smoothing: in [0, 1).
-        mixup: alpha of mixup; 0 for none.
-        cutmix: alpha of cutmix; 0 for none.
+        warmup_lr: learning rate at the start of the warm-up.
+        min_lr: learning rate at the end of the cosine schedule.
+        warmup_epochs: number of epochs of linear warm-up.
+        clip: maximum gradient norm. Default: no clipping.
+        label_smoothing: amount of label smoothing, in [0, 1).
+        mixup: alpha of mixup; 0 disables it.
+        cutmix: alpha of cutmix; 0 disables it.
         rand_augment: RandAugment in timm's notation, or off.
         erasing: probability of random erasing.
-        repeats: how many differently augmented copies of an image a batch holds.
+        repeats: number of differently augmented copies of each image in a batch (repeated augmentation).
         crop_padding: random crops of the image padded by this many pixels.
         flip: probability of a horizontal flip.
-        augment: batched, on the device that trains; workers, image by image with PIL in worker processes.
-        workers: processes that augment, for augment workers.
-        ema: decay of the averaged weights, which are then the ones tested. Default: none.
-        seed: of weights, order, augmentation and stochastic depth.
-        precision: Lightning's. Default: bf16-mixed on a GPU, 32-true elsewhere.
-        accelerator: Lightning's.
-        devices: how many.
-        num_nodes: how many machines.
-        strategy: Lightning's, such as ddp.
-        compile: pass the model through torch.compile.
-        threads: of the CPU; equal threads, equal results. Default: torch's own choice.
+        augment: batched (whole batches on the training device) or workers (each image with PIL in worker processes).
+        workers: number of worker processes, with --augment workers.
+        ema: decay of the exponential moving average of the weights, which is then tested and measured. Default: no average.
+        seed: random seed of initial weights, order of images, augmentation and stochastic depth.
+        precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
+        accelerator: Lightning's accelerator.
+        devices: number of devices per machine.
+        num_nodes: number of machines.
+        strategy: Lightning's strategy, such as ddp.
+        compile: compile the model with torch.compile.
+        threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
-            off; before the first step and after the last besides.
-        probe_size: images of the test split that coupling is measured on, the same in every run.
-        out: directory of the results. Default: results/vit/DATA/CELL, named for weight decay, stochastic depth, seed.
-        keep_checkpoint: keep last.ckpt once the training is done.
-        wandb: auto is online where a key is set up, else offline.
+            off. Unless off, coupling is measured before the first step and after the last too.
+        probe_size: number of test images on which coupling is measured, the same in every run.
+        out: directory of the results. Default: results/vit/DATA/CELL, where CELL states weight decay, stochastic depth and seed.
+        keep_checkpoint: keep last.ckpt after training.
+        wandb: W&B mode; auto is online if an API key is configured, else offline.
         project: the W&B project.
-        group: the W&B group. Default: the data's name.
-        tags: tags of the W&B run, with commas between them.
+        group: the W&B group. Default: the name of the data set.
+        tags: tags of the W&B run, separated by commas.
         options: measurement options, as `tracker.measure` takes them.
     """
 
@@ -128,22 +129,22 @@ class Recipe:
 
     @property
     def data_name(self) -> str:
-        """The data in a word, for directories and W&B."""
+        """Name of the data set, for directories and W&B."""
         return Path(self.data.removeprefix("folder:")).name
 
     @property
     def cell(self) -> str:
-        """The name of this point of a grid, and of its directory."""
+        """Name of this cell of a grid, and of its directory."""
         return f"wd{self.weight_decay:g}_sd{self.drop_path:g}_seed{self.seed}"
 
     @property
     def directory(self) -> Path:
-        """Where the results go."""
+        """Directory of the results."""
         return self.out or Path("results") / "vit" / self.data_name / self.cell
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the numbers, JSON-able."""
+        """The settings that affect the numbers, as JSON-serializable values."""
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
@@ -155,12 +156,12 @@ class Recipe:
         return settings_from(DEFAULTS | self.options, "Recipe")
 
     def steps_per_epoch(self, images: int) -> int:
-        """Optimiser steps in an epoch: whole batches only."""
+        """Return the number of optimizer steps per epoch; an incomplete batch is dropped."""
         return images // self.batch_size
 
     @property
     def schedule(self) -> dict[str, Any] | None:
-        """When coupling is measured, in the callback's keywords; None: never. Both ends are always measured."""
+        """The callback's schedule as keyword arguments, or None if coupling is not measured."""
         given = str(self.measure_at)
         if given == "off":
             return None
@@ -172,10 +173,10 @@ class Recipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse settings that can't be used, before anything is loaded.
+    """Validate the settings before data or models are loaded.
 
     Raises:
-        ValueError: naming the option, what it was given and what it takes.
+        ValueError: stating the option, its value and the allowed values.
     """
 
     def refuse(option: str, allowed: str) -> None:
@@ -202,11 +203,11 @@ def check(recipe: Recipe) -> None:
             refuse(option, "it must be at least 0 and below 1")
     for option in ("erasing", "flip"):
         if not 0 <= getattr(recipe, option) <= 1:
-            refuse(option, "a probability lies between 0 and 1")
+            refuse(option, "it is a probability: give a value from 0 to 1")
     if recipe.ema is not None and not 0 < recipe.ema < 1:
-        refuse("ema", "the decay lies between 0 and 1, such as 0.9999")
+        refuse("ema", "it must be above 0 and below 1, such as 0.9999")
     if recipe.clip is not None and not recipe.clip > 0:
-        refuse("clip", "it must be above 0; leave it out to clip nothing")
+        refuse("clip", "it must be above 0; leave it out to disable clipping")
     if recipe.image_size % recipe.patch_size:
         divisors = [p for p in range(2, recipe.image_size) if recipe.image_size % p == 0]
         refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
@@ -216,26 +217,26 @@ def check(recipe: Recipe) -> None:
         refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
     world = recipe.devices * recipe.num_nodes
     if recipe.batch_size % world:
-        refuse("batch_size", f"it is shared by {world} devices: give a multiple of that")
+        refuse("batch_size", f"it is split over {world} devices: give a multiple of {world}")
     if (recipe.mixup or recipe.cutmix) and recipe.batch_size // world % 2:
         refuse(
             "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
         )
     if recipe.augment == "workers" and recipe.workers < 1:
-        refuse("workers", "with --augment workers at least 1 is needed")
+        refuse("workers", "--augment workers needs at least 1")
     ks = recipe.settings.k
     if ks and not all(1 <= k <= recipe.width for k in ks):
-        raise ValueError(f"--k {_text(ks)}; each K lies between 1 and --width {recipe.width}")
+        raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")
     given = str(recipe.measure_at)
     if given.startswith("every:"):
         if not given.removeprefix("every:").isdecimal() or int(given.removeprefix("every:")) < 1:
-            refuse("measure_at", "after every: comes a whole number above 0, such as every:100")
+            refuse("measure_at", "every: must be followed by an integer above 0, such as every:100")
     elif given not in ("log2", "off") and min(_steps(given)) < 0:
-        refuse("measure_at", "steps are not negative")
+        refuse("measure_at", "steps must not be negative")
 
 
 def recipe_file(name: str) -> str:
-    """The YAML file of a recipe that comes with the package, by its name; any other text is a path already."""
+    """Return the path of a recipe that is shipped with the package, by its name; return any other text as given."""
     file = RECIPES / f"{name}.yaml"
     return str(file) if file.is_file() else name
 
@@ -255,7 +256,7 @@ def _steps(text: str) -> list[int]:
 
 
 def _text(value: Any) -> Any:
-    """Return a value as it is given on the command line: the identity of a training that has one stays the same."""
+    """Return a value in its command-line form, in which the identities of existing runs are stored."""
     if not isinstance(value, (list, tuple)):
         return value
     return value[0] if len(value) == 1 else ",".join(map(str, value))

@@ -1,7 +1,7 @@
 """Train one vision transformer: `python -m vit.train --weight_decay 0.04 --drop_path 0.1`.
 
-`--config NAME` takes a recipe of `vit/recipes`, or a YAML file; what else is given overrides it. Without it the recipe
-is that of the data. Nothing heavy is imported before the arguments have been read.
+`--config NAME` reads a recipe of `vit/recipes` or a YAML file; other options override it. Without it, the recipe named
+like the data set applies. No heavy module is imported before the arguments are read.
 """
 
 import os
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    before = signal.signal(signal.SIGINT, _leave)  # an exception could be swallowed by a library that is being imported
+    before = signal.signal(signal.SIGINT, _leave)  # a library that is being imported could swallow an exception
     try:
         return run(recipe_of(arguments))
     finally:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recipe_of(arguments: Sequence[str] | None) -> Recipe:
-    """Read a command line."""
+    """Return the recipe given on a command line."""
     from tracker.cli import Parser, summary
     from tracker.measures.options import add_flags
 
@@ -49,7 +49,7 @@ def recipe_of(arguments: Sequence[str] | None) -> Recipe:
 
 
 def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """Read a command line that may name a recipe; what is given besides overrides the recipe."""
+    """Read a command line with an optional `--config`; the other options override it."""
     names = sorted(file.stem for file in RECIPES.glob("*.yaml"))
     parser.add_argument("--config", action="config", help=f"a recipe ({', '.join(names)}) or a YAML file")
     given = [*(sys.argv[1:] if arguments is None else arguments)]
@@ -72,10 +72,10 @@ def _leave(*_: object) -> None:
 
 @reports_errors(interrupted=RESUME, usage=(*INPUT_ERRORS, BusyError))
 def run(recipe: Recipe) -> int:
-    """Train, saying how it goes; returns the exit status."""
+    """Train and print the result; return the exit status."""
     check(recipe)
     if is_done(recipe.directory):
-        print(f"{recipe.directory} is done already; choose another --out to train again")
+        print(f"{recipe.directory} is finished; choose another --out to train again")
     try:
         result = train(recipe, show=True)
     except OSError as error:
@@ -88,11 +88,11 @@ def run(recipe: Recipe) -> int:
 
 
 def train(recipe: Recipe, show: bool = False) -> Row:
-    """Train and measure what a recipe asks for, or go on where an earlier process stopped; returns result.json.
+    """Train and measure as the recipe states, resuming an interrupted run; return the content of result.json.
 
     Raises:
         ValueError: if the recipe or its data can't be used.
-        BusyError: if another process trains the same cell.
+        BusyError: if another process is training the same cell.
         KeyboardInterrupt: if interrupted; finished epochs are kept.
     """
     check(recipe)
@@ -101,7 +101,7 @@ def train(recipe: Recipe, show: bool = False) -> Row:
 
     from vit.data import load
 
-    if rank_zero_only.rank:  # one of several processes that train one model: the first has the directory
+    if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
         return _train(recipe, load(recipe), show=False, first=False)
     with claim(directory, recipe):
         done = read(directory, "result")
@@ -133,7 +133,7 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
         module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
         trainer = _trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
-        # Without one, whatever was measured belongs to a training that left nothing to go on from.
+        # Without a checkpoint, existing measurements belong to a run that can't be resumed.
         if first and not checkpoint.exists():
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
         reason = ""
@@ -142,9 +142,9 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
                 module,
                 datamodule=Batches(data, recipe),
                 ckpt_path=str(checkpoint) if checkpoint.exists() else None,
-                weights_only=False,  # our own file: it holds the loops' state besides tensors
+                weights_only=False,  # our own file, which contains the state of the loops in addition to tensors
             )
-        except SystemExit as stopped:  # Lightning's answer to Ctrl-C
+        except SystemExit as stopped:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from stopped
         except FloatingPointError as error:
             reason = str(error)
@@ -176,13 +176,13 @@ def _trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Tra
         enable_progress_bar=progress_bar,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        use_distributed_sampler=False,  # ours deals out the images already
+        use_distributed_sampler=False,  # our sampler distributes the images
         log_every_n_steps=1,
     )
 
 
 def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
-    """Of the weights that are tested."""
+    """Return the callback that measures the weights that are tested, if coupling is measured."""
     if recipe.schedule is None:
         return []
     from tracker import CouplingCallback
@@ -199,7 +199,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
 
 
 def _wandb(recipe: Recipe) -> "Logger | bool":
-    """A W&B run whose name, group and tags make a grid readable; offline where W&B can't be reached."""
+    """Start a W&B run named after the cell, offline if W&B can't be reached; return its logger."""
     from tracker.loggers.wandb import resolve_mode, run_settings, with_offline_fallback
 
     mode = resolve_mode(recipe.wandb)

@@ -1,4 +1,4 @@
-"""The analysis of a grid with a known answer."""
+"""Tests of the analysis on a synthetic grid with a known relation of accuracy to coupling."""
 
 import csv
 import json
@@ -16,8 +16,8 @@ from vit.statistics import cell_table, correlations
 AT = {"measure": "offdiag_normalized", "k": 10, "pairs": "mean_offdiag"}
 
 
-def planted(seed: int = 0) -> xr.Dataset:
-    """The paper's grid: in one measure at one K accuracy follows coupling at fixed rate, and coupling rises with the rate."""
+def synthetic_grid(seed: int = 0) -> xr.Dataset:
+    """Return values for the paper's grid: at AT, accuracy follows coupling at a fixed rate, and coupling rises with the rate."""
     random = np.random.default_rng(seed)
     decays, rates = (np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS))
     decay, rate = (v.ravel() for v in np.meshgrid(decays, rates, indexing="ij"))
@@ -48,34 +48,34 @@ def planted(seed: int = 0) -> xr.Dataset:
     )
 
 
-def test_the_planted_relation_is_found_and_nothing_else():
-    table = correlations(planted())
+def test_only_the_known_relation_is_significant():
+    table = correlations(synthetic_grid())
     assert len(table) == (8 + 1) * len(MISCOUPLINGS) * 3 * len(PAIRS)
     found = table[table.p_holm < 0.05]
     assert set(zip(found.measure, found.k, found.pairs, strict=True)) == {tuple(AT.values())}
     assert len(found) == 9 and (found.r > 0.99).all()
 
 
-def test_seeds_of_a_setting_are_averaged_in_a_second_fit(tmp_path):
-    """Two seeds that are copies: the first fit takes them as 16 cells of a rate, the second as the 8 settings that they are."""
-    alone = correlations(planted())
-    grid = xr.concat([planted(), planted().assign_coords(seed=("cell", np.ones(64, int)))], "cell")
-    grid.attrs = planted().attrs
+def test_second_fit_averages_over_seeds(tmp_path):
+    """Each cell exists twice, as two seeds: the first fit counts 16 cells per rate, the second averages them to 8."""
+    alone = correlations(synthetic_grid())
+    grid = xr.concat([synthetic_grid(), synthetic_grid().assign_coords(seed=("cell", np.ones(64, int)))], "cell")
+    grid.attrs = synthetic_grid().attrs
     table = correlations(grid)
     assert "cluster_p" not in alone and (table.n == 2 * alone.n).all() and (table.cluster_n == alone.n).all()
     for name in ("r", "r2", "p"):
         np.testing.assert_allclose(table[f"cluster_{name}"], alone[name], rtol=1e-6, atol=1e-12)
-    inexact = alone.r2 < 0.99  # elsewhere p is rounding
+    inexact = alone.r2 < 0.99  # elsewhere p is rounding error
     assert (table.p <= alone.p)[inexact].all() and inexact.sum() > 300
     page = write_analysis(grid, table, AT, tmp_path, "seeds").read_text()
     assert "<th>cluster_p</th>" in page and "2 seeds" in page
-    once = write_analysis(planted(), alone, AT, tmp_path, "once").read_text()
+    once = write_analysis(synthetic_grid(), alone, AT, tmp_path, "once").read_text()
     heading = "against stochastic depth: "
     assert page.split(heading)[1].split("</p>")[0] == once.split(heading)[1].split("</p>")[0]
 
 
-def test_tables_figures_and_page(tmp_path):
-    grid = planted()
+def test_analysis_writes_tables_figures_and_page(tmp_path):
+    grid = synthetic_grid()
     page = write_analysis(grid, correlations(grid), AT, tmp_path / "out", "a <grid>").read_text()
     with open(tmp_path / "out" / "cells.csv") as file:
         rows = list(csv.DictReader(file))
@@ -90,7 +90,7 @@ def test_tables_figures_and_page(tmp_path):
     assert cell_table(grid).shape == (64, 5 + len(MISCOUPLINGS) * 3 * 3)
 
 
-def test_command_line_states_what_is_missing(tmp_path, capsys):
+def test_command_line_reports_missing_cells(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "give a grid's --out directory" in capsys.readouterr().err
     cell = tmp_path / "wd0_sd0_seed0"
@@ -101,9 +101,9 @@ def test_command_line_states_what_is_missing(tmp_path, capsys):
     assert "no finished cell" in capsys.readouterr().err
 
 
-def test_the_page_states_the_trends_with_stochastic_depth(tmp_path):
-    """In the planted grid it rises by 0.4 for each unit of the rate, noise aside."""
-    grid = planted()
+def test_page_states_the_trends_with_stochastic_depth(tmp_path):
+    """In the synthetic grid, coupling rises by 0.4 per unit of the rate, with noise."""
+    grid = synthetic_grid()
     page = write_analysis(grid, correlations(grid), AT, tmp_path, "planted").read_text()
     trend = page.split("against stochastic depth: coupling has r = ")[1]
     assert float(trend.split(" ")[0]) > 0.9 and "accuracy has r = -" in trend

@@ -1,4 +1,4 @@
-"""Batched augmentation against the PIL operations that DeiT's recipe is written in."""
+"""Compare the batched augmentation with the PIL operations of DeiT's recipe."""
 
 import numpy as np
 import pytest
@@ -21,14 +21,14 @@ MOVES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 
 
 def photographs(count: int) -> torch.Tensor:
-    """Smooth enough that two ways of interpolating agree, with every grey level."""
+    """Return random images with all grey levels, smooth enough that two interpolations agree."""
     small = torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     large = torch.nn.functional.interpolate(small, 32, mode="bicubic").clamp(0, 1)
     return (255 * large).round().to(torch.uint8)
 
 
 def with_pil(image: torch.Tensor, name: str, level: float, sign: int, monkeypatch) -> torch.Tensor:
-    """timm's own operation at this level and sign, with PIL's bilinear resampling."""
+    """Apply timm's operation at this level and sign, with PIL's bilinear resampling."""
     monkeypatch.setattr(timm, "_randomly_negate", lambda value: sign * value)
     op = timm.AugmentOp(name, 1.0, 10 * level, {"img_mean": FILL, "interpolation": Image.Resampling.BILINEAR})
     return pil_to_tensor(op(to_pil_image(image)))
@@ -36,14 +36,14 @@ def with_pil(image: torch.Tensor, name: str, level: float, sign: int, monkeypatc
 
 @pytest.mark.parametrize("name", POLICY.names)
 @pytest.mark.parametrize("level, sign", [(0.9, 1), (0.9, -1), (0.33, 1), (0.9999, -1)])
-def test_each_operation_is_timms(name, level, sign, monkeypatch):
+def test_each_operation_equals_timms(name, level, sign, monkeypatch):
     images = photographs(3)
     levels = torch.full((3,), level)
     choice = torch.full((3,), POLICY.names.index(name))
     ours = apply(images, POLICY.names, choice, levels, sign * levels, MEAN)
     theirs = torch.stack([with_pil(image, name, level, sign, monkeypatch) for image in images])
     difference = (ours.int() - theirs.int()).abs()
-    if name in MOVES:  # at the rim PIL takes the nearest pixel or the fill, ours mixes the two
+    if name in MOVES:  # at the border PIL uses the nearest pixel or the fill colour; ours interpolates between them
         assert (difference > 3).any(1).float().mean() < 0.09 and difference.float().median() <= 1
     else:
         assert difference.max() <= (2 if "Increasing" in name else 1)
@@ -66,8 +66,8 @@ def test_every_image_has_its_own_operation_level_and_sign():
     assert torch.equal(images, photographs(40))
 
 
-def test_draws_are_those_of_the_notation(monkeypatch):
-    """Two layers, each applied to half the images, all operations equally often, levels around 0.9 and at most 1."""
+def test_random_draws_follow_the_notation(monkeypatch):
+    """Each of two layers applies to half the images, with all operations equally often and levels around 0.9, at most 1."""
     calls = []
     monkeypatch.setattr("vit.augment.apply", lambda images, names, *draws: (calls.append(draws), images)[1])
     rand_augment(torch.zeros(30_000, 3, 1, 1, dtype=torch.uint8), POLICY, MEAN)
@@ -84,19 +84,19 @@ def test_draws_are_those_of_the_notation(monkeypatch):
         assert (signed < 0).float().mean() == pytest.approx(0.5, abs=0.02) and torch.equal(signed.abs(), level)
 
 
-def test_notation_that_has_no_batched_form_is_refused():
+def test_notation_without_a_batched_form_is_refused():
     assert parse("rand-m5-n3-p0.25-inc1").layers == 3
     for notation in ("rand-m9", "rand-m9-inc1-tweights", "augmix-m5", "rand-x3-inc1"):
         with pytest.raises(ValueError, match="--rand_augment"):
             parse(notation)
 
 
-def test_crops_are_windows_of_the_framed_image():
+def test_crops_are_windows_of_the_padded_image():
     images = photographs(200)
     cropped = padded_crop(images, 4)
-    framed = torch.nn.functional.pad(images, [4] * 4)
+    padded = torch.nn.functional.pad(images, [4] * 4)
     offsets = set()
-    for image, crop in zip(framed, cropped, strict=True):
+    for image, crop in zip(padded, cropped, strict=True):
         windows = image.unfold(1, 32, 1).unfold(2, 32, 1)  # (3, 9, 9, 32, 32)
         (match,) = (windows == crop[:, None, None]).all(-1).all(-1).all(0).nonzero()
         offsets.add(tuple(match.tolist()))
@@ -121,8 +121,8 @@ def test_erasing_has_timms_distribution():
     assert len(areas[0]) == pytest.approx(len(areas[1]), rel=0.1)
 
 
-def test_the_two_pipelines_make_alike_batches():
-    """Mean and spread over many draws of one image, by pixel: crop, flip, RandAugment, erasing and normalising together."""
+def test_both_pipelines_have_the_same_distribution():
+    """Compare each pixel's mean and standard deviation over 1,500 draws of the whole pipeline on one image."""
     recipe, image = Recipe(), photographs(1)
     std = torch.tensor([0.2, 0.25, 0.3])
     np.random.seed(0)
@@ -135,7 +135,7 @@ def test_the_two_pipelines_make_alike_batches():
     assert (batch.std(0) - one_by_one.std(0)).abs().mean() < 0.06 * scale
 
 
-def test_same_random_state_same_batch():
+def test_random_state_determines_the_batch():
     images, recipe = photographs(16), Recipe()
     batches = []
     for _ in range(2):

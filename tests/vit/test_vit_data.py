@@ -1,4 +1,4 @@
-"""The images: what is in memory, and what is said when they are missing or damaged."""
+"""Tests of the data sets: images in memory, and the messages about missing or damaged files."""
 
 import hashlib
 import pickle
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from vit import data as room
+from vit import data as data_module
 from vit.data import DataError, balanced, load
 from vit.loaders import Batches, Order
 from vit.recipe import Recipe
@@ -27,7 +27,7 @@ class SilentHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def tiny_cifar10(tmp_path, monkeypatch):
-    """CIFAR10 with 60 images and checksums of its own, in an archive that a local server hands out; the archive."""
+    """Serve a CIFAR10 of 60 images, with its own checksums, from a local server; yield the path of the archive."""
     source = tmp_path / "source" / CIFAR10.base_folder
     source.mkdir(parents=True)
     random, lists = np.random.default_rng(0), {}
@@ -51,7 +51,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
         "test_list": lists["test_batch"],
         "meta": meta,
     }
-    monkeypatch.setattr(room, "CIFAR10", type("Tiny", (CIFAR10,), members))
+    monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
     yield archive
     server.shutdown()
 
@@ -70,13 +70,13 @@ def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
     assert torch.equal(load(cifar10(tmp_path / "here")).train.images, data.train.images)
 
 
-def test_no_network_and_nothing_there(tiny_cifar10, tmp_path):
+def test_missing_files_without_network_are_reported(tiny_cifar10, tmp_path):
     tiny_cifar10.unlink()
     with pytest.raises(DataError, match="is not in .*can't be downloaded.*--data digits, which needs no network"):
         load(cifar10(tmp_path / "here"))
 
 
-def test_a_damaged_file_without_network_is_told_apart(tiny_cifar10, tmp_path):
+def test_damaged_files_without_network_are_reported(tiny_cifar10, tmp_path):
     load(cifar10(tmp_path / "here"))
     tiny_cifar10.unlink()
     (tmp_path / "here" / CIFAR10.filename).write_bytes(b"half")
@@ -85,19 +85,19 @@ def test_a_damaged_file_without_network_is_told_apart(tiny_cifar10, tmp_path):
         load(cifar10(tmp_path / "here"))
 
 
-def test_a_damaged_file_is_replaced_where_there_is_a_network(tiny_cifar10, tmp_path):
+def test_damaged_file_is_downloaded_again(tiny_cifar10, tmp_path):
     load(cifar10(tmp_path / "here"))
     (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
     assert len(load(cifar10(tmp_path / "here")).train) == 40
 
 
-def test_a_download_with_a_wrong_checksum(tiny_cifar10, tmp_path):
+def test_download_with_a_wrong_checksum_is_refused(tiny_cifar10, tmp_path):
     tiny_cifar10.write_bytes(b"not the archive")
     with pytest.raises(DataError, match="checksum is wrong"):
         load(cifar10(tmp_path / "here"))
 
 
-def test_timeouts_count_as_no_network(tmp_path, monkeypatch):
+def test_timeout_is_reported_as_a_failed_download(tmp_path, monkeypatch):
     def download(self):
         raise URLError(TimeoutError("timed out"))
 
@@ -114,7 +114,7 @@ class TestDigits:
         assert (len(train), len(test)) == (1437, 360)
         assert torch.bincount(test.labels).tolist() == [36] * 10
         rows = [row.numpy().tobytes() for part in (train, test) for row in part.images]
-        assert len(set(rows)) > 1790  # scikit-learn's digits have hardly a duplicate
+        assert len(set(rows)) > 1790  # scikit-learn's digits have few duplicates
         assert torch.equal(test.images, load(Recipe(data="digits", seed=5)).test.images)
 
     def test_images_and_labels_belong_together(self):
@@ -138,7 +138,7 @@ class TestDigits:
         with pytest.raises(DataError, match="--probe_size 361"):
             self.data.probe(361)
 
-    def test_few_labels(self):
+    def test_train_size_selects_a_fixed_balanced_subset(self):
         few = load(Recipe(data="digits", train_size=25, batch_size=20)).train
         assert sorted(torch.bincount(few.labels).tolist()) == [2] * 5 + [3] * 5
         again = load(Recipe(data="digits", train_size=25, batch_size=20, seed=9)).train
@@ -147,17 +147,17 @@ class TestDigits:
         assert torch.equal(more.images[:25], few.images)
 
     @pytest.mark.parametrize(
-        "settings, said",
+        "settings, message",
         [
             ({"train_size": 1438}, "1437 training images"),
             ({"batch_size": 2000}, "do not fill a batch; give at most"),
         ],
     )
-    def test_more_than_there_is(self, settings, said):
-        with pytest.raises(DataError, match=said):
+    def test_requesting_more_images_than_exist_is_refused(self, settings, message):
+        with pytest.raises(DataError, match=message):
             load(Recipe(data="digits", **settings))
 
-    def test_an_epoch_meets_every_image_once(self):
+    def test_epoch_yields_every_image_once(self):
         recipe = Recipe(data="digits", batch_size=100, repeats=1)
         batches = list(Batches(self.data, recipe).train_dataloader())
         assert len(batches) == recipe.steps_per_epoch(1437) == 14
@@ -194,7 +194,7 @@ class TestFolder:
     def load(self, folder):
         return load(Recipe(data=f"folder:{folder}", batch_size=4))
 
-    def test_images_of_any_size_are_cut_to_squares(self, folder):
+    def test_images_of_any_size_are_cropped_to_squares(self, folder):
         data = self.load(folder)
         assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [0, 0, 1, 1]
         assert data.classes == ["cat", "dog"]

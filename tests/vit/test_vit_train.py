@@ -1,4 +1,4 @@
-"""One training: from options to result.json, interrupted, resumed, averaged, diverged, refused."""
+"""Tests of one training run: results, resuming, weight averaging, divergence and validation of options."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_training(a: Path, b: Path):
-    """Accuracy, history, weights and coupling, bit for bit."""
+    """Assert that accuracy, history, weights and coupling are bit-identical."""
     results = [cells.read(directory, "result") for directory in (a, b)]
     for result in results:
         del result["seconds"], result["environment"]["created"]
@@ -86,7 +86,7 @@ def test_result_history_and_coupling(trained):
     assert ds.sizes["prompt"] == 2 and ds.attrs["final_norm"] == "exclude"
 
 
-def test_the_rate_warms_up_and_falls_as_a_cosine():
+def test_learning_rate_follows_warmup_and_cosine():
     from vit.module import Classifier
 
     recipe = replace(TINY, epochs=10, warmup_epochs=2)
@@ -107,14 +107,14 @@ def test_the_rate_warms_up_and_falls_as_a_cosine():
     assert set(decayed) == {0.0, 0.05}
 
 
-def test_same_seed_same_training_and_another_seed_another(trained, tmp_path):
+def test_seed_determines_the_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "again"))
     assert_same_training(trained, tmp_path / "again")
     train(replace(TINY, out=tmp_path / "other", seed=1))
     assert not torch.equal(weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"])
 
 
-def test_coupling_is_measured_without_a_trace(trained, tmp_path):
+def test_measuring_does_not_change_the_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "off", measure_at="off"))
     for name, value in weights(tmp_path / "off").items():
         assert torch.equal(value, weights(trained)[name]), name
@@ -126,8 +126,8 @@ HARD = replace(
 )
 
 
-def test_stopped_between_epochs_and_resumed_is_the_undisturbed_training(tmp_path, monkeypatch):
-    """With everything random that there is: crop, RandAugment, erasing, mixup, stochastic depth."""
+def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(tmp_path, monkeypatch):
+    """Every random operation is enabled: crop, RandAugment, erasing, mixup and stochastic depth."""
     from vit.module import Classifier
 
     train(replace(HARD, out=tmp_path / "whole"))
@@ -147,7 +147,7 @@ def test_stopped_between_epochs_and_resumed_is_the_undisturbed_training(tmp_path
     assert_same_training(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_averaged_weights_are_the_ones_tested_and_measured(trained, tmp_path):
+def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
     result = train(replace(TINY, out=tmp_path / "ema", ema=0.9))
     ds = tracker.open_results(tmp_path / "ema" / "coupling")
     assert ds.attrs["weights"] == "averaged" and ds.step.values[-1] == 9
@@ -156,7 +156,7 @@ def test_averaged_weights_are_the_ones_tested_and_measured(trained, tmp_path):
     assert result["loss"] != raw["loss"]
 
 
-def test_a_training_that_diverges_is_done_and_says_so(tmp_path, capsys):
+def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
     arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell"), "--lr", "1e30"]
     assert main(arguments) == 1
     assert "diverged: the training loss is" in capsys.readouterr().err
@@ -164,12 +164,12 @@ def test_a_training_that_diverges_is_done_and_says_so(tmp_path, capsys):
     assert result["status"] == "diverged" and result["accuracy"] is None
 
 
-def test_augmented_in_workers(tmp_path):
+def test_augmentation_in_worker_processes(tmp_path):
     result = train(replace(HARD, out=tmp_path / "cell", augment="workers", workers=1, epochs=2, measure_at="off"))
     assert result["status"] == "finished" and len(result["history"]) == 2
 
 
-def test_a_directory_is_never_taken_up_with_other_settings(trained):
+def test_run_is_not_resumed_with_other_settings(trained):
     with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
         train(replace(TINY, out=trained, epochs=4, weight_decay=0.2))
     assert train(replace(TINY, out=trained, keep_checkpoint=False, tags="x")) == cells.read(trained, "result")
@@ -182,21 +182,21 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         ({"drop_path": 1.0}, "--drop_path 1.0; it must be at least 0 and below 1"),
         ({"drop_path": -0.1}, "--drop_path -0.1"),
         ({"drop_path": float("nan")}, "--drop_path nan"),
         ({"patch_size": 5}, "--patch_size 5; it has to divide --image_size 32: 2, 4, 8, 16"),
         ({"batch_size": 33, "mixup": 0.8}, "even number; or --mixup 0 --cutmix 0"),
-        ({"batch_size": 30, "devices": 4}, "shared by 4 devices"),
+        ({"batch_size": 30, "devices": 4}, "split over 4 devices"),
         ({"batch_size": 12, "devices": 4, "cutmix": 1.0}, "even number"),
         ({"width": 33}, "--width 33; it has to be a multiple of --heads 2"),
         ({"data": "imagenet"}, "choose cifar10, digits or folder:PATH"),
         ({"data": "folder:"}, "choose cifar10, digits or folder:PATH"),
         ({"epochs": 1}, "--warmup_epochs 1; it has to be below --epochs 1"),
-        ({"options": {"k": [4, 64]}}, "each K lies between 1 and --width 32"),
-        ({"measure_at": "every:0"}, "every: comes a whole number"),
+        ({"options": {"k": [4, 64]}}, "each K must lie between 1 and --width 32"),
+        ({"measure_at": "every:0"}, "every: must be followed by an integer above 0"),
         ({"measure_at": "now"}, "--measure_at 'now'"),
         ({"options": {"tokens": "first"}}, "tokens='first'"),
         ({"ema": 1.0}, "--ema 1.0"),
@@ -204,14 +204,14 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
         ({"weight_decay": -1.0}, "--weight_decay -1.0; it must not be negative"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_loaded(settings, said, monkeypatch):
+def test_bad_settings_are_refused_before_anything_is_loaded(settings, message, monkeypatch):
     monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
     with pytest.raises(ValueError) as raised:
         train(replace(TINY, **settings))
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
-def test_every_recipe_is_valid_and_says_what_was_measured():
+def test_every_recipe_is_valid_and_states_time_and_accuracy():
     names = {file.stem for file in RECIPES.glob("*.yaml")}
     assert {"cifar10", "digits"} <= names
     for name in names:
@@ -225,7 +225,7 @@ def test_every_recipe_is_valid_and_says_what_was_measured():
 
 
 def write_config(directory: Path, **more) -> str:
-    """TINY as a YAML file, but for what a grid varies."""
+    """Write TINY, without the options that a grid varies, to a YAML file; return its path."""
     varied = ("weight_decay", "drop_path", "seed")
     settings = {name: value for name, value in TINY.identity.items() if name not in varied}
     settings |= {"threads": 1, "accelerator": "cpu", "wandb": "off", **more}
@@ -234,27 +234,29 @@ def write_config(directory: Path, **more) -> str:
     return str(file)
 
 
-def start(*arguments: str, room: str = "vit.train", **environment: str) -> subprocess.Popen:
+def start(*arguments: str, module: str = "vit.train", **environment: str) -> subprocess.Popen:
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         settings.pop(name, None)
-    command = [sys.executable, "-m", room, *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 class TestCommandLine:
     def test_help_takes_less_than_a_second(self):
-        for room in ("vit.train", "vit.grid", "vit.analysis"):
-            spent = []
+        for module in ("vit.train", "vit.grid", "vit.analysis"):
+            seconds = []
             for _ in range(3):
-                began = os.times().children_user + os.times().children_system
-                process = start("--help", room=room)
+                start_time = os.times().children_user + os.times().children_system
+                process = start("--help", module=module)
                 out, _ = process.communicate()
-                spent.append(os.times().children_user + os.times().children_system - began)
-                assert process.returncode == 0 and ("Exit status: 0" in " ".join(out.split()) or room == "vit.analysis")
-            assert min(spent) < 1, room
+                seconds.append(os.times().children_user + os.times().children_system - start_time)
+                assert process.returncode == 0 and (
+                    "Exit status: 0" in " ".join(out.split()) or module == "vit.analysis"
+                )
+            assert min(seconds) < 1, module
 
-    def test_the_recipe_is_that_of_the_data_and_options_override_it(self, capsys):
+    def test_options_override_the_recipe(self, capsys):
         with pytest.raises(SystemExit):
             main(["--data", "digits", "--config", "digits", "--epochs", "7", "--print_config"])
         shown = capsys.readouterr().out
@@ -273,7 +275,7 @@ class TestCommandLine:
             main(["--weight_dekay", "1"])
         assert stopped.value.code == 2
 
-    def test_interrupted_and_resumed(self, trained, tmp_path):
+    def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
         process = start(*arguments)
         assert process.stdout
@@ -282,13 +284,13 @@ class TestCommandLine:
                 break
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
-        if process.returncode:  # unless it was done by then
+        if process.returncode:  # 0 if it finished before the signal
             assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
         assert main(arguments) == 0
         assert_same_training(trained, tmp_path / "cell")
 
     @pytest.mark.slow
-    def test_wandb_run_says_what_it_is(self, tmp_path):
+    def test_wandb_run_states_its_cell_and_settings(self, tmp_path):
         arguments = ["--config", write_config(tmp_path, wandb="auto"), "--out", str(tmp_path / "cell"), "--tags", "a,b"]
         process = start(*arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path))
         out, err = process.communicate(timeout=300)
@@ -299,16 +301,16 @@ class TestCommandLine:
             json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()
         ]
         text = json.dumps([record for record in records if record["type"] == "run"])
-        for said in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', '"a"', "label_smoothing"):
-            assert said in text, said
+        for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', '"a"', "label_smoothing"):
+            assert field in text, field
         rows = [record["history"]["item"] for record in records if record["type"] == "history"]
         assert any("test/accuracy" in row for row in rows)
         assert any("coupling/mean_offdiag" in row for row in rows)
 
 
 @pytest.mark.slow
-def test_killed_while_training(trained, tmp_path):
-    """SIGKILL at any moment: the same command makes the same result."""
+def test_killed_run_is_resumed(trained, tmp_path):
+    """After SIGKILL, the same command gives the same result as an uninterrupted run."""
     arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
     process = start(*arguments)
     while not (tmp_path / "cell" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
