@@ -1,7 +1,7 @@
-"""The measurements written the slow, plain way: full-sequence jacrev, full SVD, loops. Shares no code with the tracker.
+"""Brute-force measurements: full-sequence jacrev, full SVD, loops. They share no code with the tracker.
 
-Hooks take each block's input and arguments from the model's own forward pass, so the attention implementation is the
-model's own.
+Hooks record the input and arguments of each block during a forward pass of the model, so its attention implementation is
+used.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @dataclass
 class Oracle:
-    """What the model's forward pass gave: per block its input (batch first), arguments, and the output of all."""
+    """A recorded forward pass: input (batch first) and arguments of each block, and the output of the last one."""
 
     inputs: list[Tensor]
     calls: list[tuple[tuple, dict[str, Any]]]
@@ -23,13 +23,13 @@ class Oracle:
     blocks: list[nn.Module]
     batch_first: bool
     norm: nn.Module | None
-    functorch: bool  # False where an operation of the model does not run under torch.func
+    functorch: bool  # False if an operation of the model does not run under torch.func
 
     def states(self) -> Tensor:
         return torch.stack([*self.inputs, self.norm(self.last) if self.norm else self.last])
 
     def jacobian(self, l: int, b: int, t1: int, t2: int) -> Tensor:
-        """d f^l(X)_{t2} / d x_{t1} of sample b; row = output coordinate."""
+        """Return d f^l(X)_{t2} / d x_{t1} of sample b, minus the identity where t1 = t2; rows are output coordinates."""
         X, (args, kwargs) = self.inputs[l], self.calls[l]
 
         def row(x: Tensor) -> Tensor:
@@ -56,12 +56,12 @@ def run(
     batch_first: bool,
     functorch=True,
 ) -> Oracle:
-    taken: list[tuple[Tensor, tuple, dict]] = []
+    received: list[tuple[Tensor, tuple, dict]] = []
     outputs: list[Tensor] = []
     handles = []
     for block in blocks:
         handles.append(
-            block.register_forward_pre_hook(lambda m, a, k: taken.append((a[0], a[1:], dict(k))), with_kwargs=True)
+            block.register_forward_pre_hook(lambda m, a, k: received.append((a[0], a[1:], dict(k))), with_kwargs=True)
         )
         handles.append(block.register_forward_hook(lambda m, a, o: outputs.append(o[0] if isinstance(o, tuple) else o)))
     fastpath = torch.backends.mha.get_fastpath_enabled()
@@ -76,25 +76,25 @@ def run(
     torch.backends.mha.set_fastpath_enabled(fastpath)
     for handle in handles:
         handle.remove()
-    first = [x if batch_first else x.transpose(0, 1) for x, _, _ in taken]
+    first = [x if batch_first else x.transpose(0, 1) for x, _, _ in received]
     last = outputs[-1] if batch_first else outputs[-1].transpose(0, 1)
-    return Oracle(first, [(a, k) for _, a, k in taken], last, blocks, batch_first, norm, functorch)
+    return Oracle(first, [(a, k) for _, a, k in received], last, blocks, batch_first, norm, functorch)
 
 
 @torch.no_grad()
 def couplings(J: list[Tensor], K: int, bases: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """The five mis-couplings of every layer pair, element by element from their definitions.
+    """Return the five mis-couplings of every layer pair, computed pair by pair from their definitions.
 
     Args:
-        bases: as many other Jacobians, whose singular vectors are the bases; None: J's own.
+        bases: Jacobians whose singular vectors are the bases, as many as in J; None: J.
     """
     L = len(J)
-    own = [torch.linalg.svdvals(matrix) for matrix in J]
+    singular_values = [torch.linalg.svdvals(matrix) for matrix in J]
     decompositions = [torch.linalg.svd(matrix) for matrix in bases or J]
     names = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
     for l in range(L):
-        s = own[l][:K]
+        s = singular_values[l][:K]
         for m in range(L):
             U, _, Vh = decompositions[m]
             A = U[:, :K].T @ J[l] @ Vh[:K].T

@@ -1,4 +1,4 @@
-"""Small random models of every architecture the tests measure, with an input for each."""
+"""Small random models of every tested architecture, with an input for each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ WIDTH, DEPTH, HEADS, VOCABULARY = 32, 3, 4, 50
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model to build; `tokens` of text, patches of images follow from their own size."""
+    """The size of a model; `tokens` counts tokens of text, and about as many patches of an image."""
 
     width: int = WIDTH
     depth: int = DEPTH
     tokens: int = 7
 
     def common(self) -> dict[str, Any]:
-        """What most transformers configs call these."""
+        """Return the size under the names that most transformers configs use."""
         return {
             "vocab_size": VOCABULARY,
             "hidden_size": self.width,
@@ -37,12 +37,12 @@ class Size:
 
     @property
     def pixels(self) -> int:
-        """Side of an image of about `tokens` patches of 8 x 8."""
+        """The side of an image of about `tokens` patches of 8 x 8."""
         return 8 * max(2, int(self.tokens**0.5))
 
 
 def language(name: str, **options: Any) -> Callable[[Size], nn.Module]:
-    """A transformers language model of the common size; options override it, None leaves an entry out."""
+    """Return a constructor of a transformers language model; options override the size, None removes an entry."""
 
     def make(size: Size) -> nn.Module:
         cls = getattr(transformers, name)
@@ -55,7 +55,7 @@ def language(name: str, **options: Any) -> Callable[[Size], nn.Module]:
 
 
 def named(name: str, **names: str | Any) -> Callable[[Size], nn.Module]:
-    """A transformers model whose config has names of its own for width, layers, heads, positions."""
+    """Return a constructor of a transformers model; `names` maps its config entries to width, layers, heads, positions."""
 
     def make(size: Size) -> nn.Module:
         cls = getattr(transformers, name)
@@ -68,7 +68,7 @@ def named(name: str, **names: str | Any) -> Callable[[Size], nn.Module]:
 
 
 def gpt_neo(attention: str, **options: Any) -> Callable[[Size], nn.Module]:
-    """GPT-Neo with one kind of attention in every layer."""
+    """Return a constructor of a GPT-Neo with one type of attention in every layer."""
     return named(
         "GPTNeoForCausalLM",
         hidden_size="width",
@@ -130,7 +130,7 @@ def torchvision_vit(size: Size | None = None) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """A plain nn.TransformerEncoder behind an embedding, as people write it."""
+    """An embedding followed by nn.TransformerEncoder."""
 
     def __init__(
         self, batch_first: bool = True, norm_first: bool = True, causal: bool = True, size: Size | None = None
@@ -163,11 +163,11 @@ def images(samples: int = 2, pixels: int = 16) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """How to build it; which path is expected to serve it, and why where it is not the sliced one."""
+    """A constructor of a model, its input, and why its Jacobians are evaluated over the full sequence, if they are."""
 
     make: Callable[[Size], nn.Module]
-    sees: str = "text"
-    full: str = ""  # why the full sequence serves
+    sees: str = "text"  # or "images"
+    full: str = ""
 
 
 GROUPED = {"num_key_value_heads": 2}
@@ -231,11 +231,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "mpt": Family(
         named("MptForCausalLM", d_model="width", n_layers="layers", n_heads="heads", max_seq_len="positions"),
-        full="attention of its own, inside a larger function",
+        full="its attention is part of a larger function",
     ),
     "bloom": Family(
         named("BloomForCausalLM", hidden_size="width", n_layer="layers", n_head="heads"),
-        full="attention of its own, inside a larger function",
+        full="its attention is part of a larger function",
     ),
     "opt": Family(
         named(
@@ -257,7 +257,7 @@ FAMILIES: dict[str, Family] = {
     "timm vit": Family(of_timm("vit_tiny_patch16_224"), "images"),
     "timm deit, distilled": Family(of_timm("deit_tiny_distilled_patch16_224"), "images"),
     "timm eva02": Family(
-        of_timm("eva02_tiny_patch14_224"), "images", full="rotary code that tells prefix tokens by their position"
+        of_timm("eva02_tiny_patch14_224"), "images", full="its rotary embedding finds prefix tokens by their position"
     ),
     "torchvision vit": Family(torchvision_vit, "images"),
     "nn.TransformerEncoder, pre-norm": Family(lambda size: Encoder(size=size)),
@@ -272,7 +272,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def build(name: str, size: Size | None = None, samples: int = 2) -> tuple[nn.Module, Tensor]:
-    """The model, its norms and biases away from their neutral start, and its input."""
+    """Return a model and its input. The weights are perturbed, so that norms and biases are not the identity."""
     size, family = size or Size(), FAMILIES[name]
     torch.manual_seed(0)
     model = family.make(size)

@@ -31,7 +31,7 @@ from tracker.measures.dataset import Sample, assemble
 from tracker.measures.depthwise import depthwise_couplings, rows_at_once
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
-from tracker.measures.states import NOISE, readings
+from tracker.measures.states import NOISE, measure_states
 from tracker.measures.tokenwise import tokenwise_couplings
 from tracker.provenance import describe, digest, usable_device
 
@@ -202,7 +202,7 @@ def _record(replica: Replica, batch: Batch, settings: Settings, memory: int) -> 
     }
     samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
-    read = readings(replica, recording, raw, final_norm, valid, window, settings)
+    read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):
         sample.values |= values
         sample.basis_layers = basis_layers

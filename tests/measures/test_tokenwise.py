@@ -308,7 +308,7 @@ def test_long_prompts_are_read_in_parts():
     ("options", "message"),
     [
         ({"measures": "couplings"}, "choose from all, coupling"),
-        ({"measures": ["vju"]}, "add 'coupling'"),
+        ({"measures": ["vju"]}, "vju extends 'coupling': add it"),
         ({"measures": "tokenwise", "pair_tokens": 1}, "at least 2"),
         ({"measures": "tokenwise", "pair_tokens": [0, 99]}, "out of range"),
         ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),

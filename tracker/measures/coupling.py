@@ -13,7 +13,7 @@ Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
     offdiag_normalized          |A - Diag A|_F / |A|_F           paper eq. 14
 
 Each has a *null level*: the root of its expected square for an unrelated basis (U', V' independent and Haar-random).
-`DEFINITIONS` declares them: formula, null level, and the texts that the Dataset, the logs and the page show.
+`DEFINITIONS` declares the formula, the null level and the texts in the Dataset, the logs and the page.
 The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
 """
 
@@ -73,7 +73,7 @@ def offdiag_null(s: SingularValues, frobenius: Values, d: int) -> Values:
 
 
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
-    """Return the share of the off-diagonal entries in |A|_F."""
+    """Return the norm of the off-diagonal entries, relative to |A|_F."""
     return _ratio(offdiag(A, s), _frobenius(A))
 
 
@@ -147,7 +147,7 @@ DEFINITIONS = (
 
 
 def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
-    """Return all bases as the columns of one matrix, so that one product applies a Jacobian to all of them."""
+    """Return the columns of all bases in one matrix, so that one product applies a Jacobian to all of them."""
     return V.transpose(-3, -2).flatten(-2)
 
 
@@ -159,7 +159,7 @@ def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Flo
 def miscouplings(
     A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"], d: int, s_basis: Float[Tensor, "M K"] | None = None
 ) -> dict[str, Float[Tensor, "L M"]]:
-    """Return every definition's value of every pair of Jacobian and basis.
+    """Return the mis-coupling of every pair of Jacobian and basis, by definition.
 
     A value is NaN where the Jacobian is zero, or where the basis is undetermined: a Jacobian of rank below K leaves some
     of its top K singular vectors undetermined.
@@ -182,7 +182,7 @@ def miscouplings(
 def null_levels(
     s: Float[Tensor, "*batch K"], frobenius: Float[Tensor, "*batch"], d: int
 ) -> dict[str, Float[Tensor, "*batch"]]:
-    """Return every definition's null level: its level for a basis unrelated to the Jacobian.
+    """Return the null level of every definition: its expected level for a basis unrelated to the Jacobian.
 
     Args:
         s: top K singular values of the Jacobian.
@@ -193,7 +193,7 @@ def null_levels(
 
 
 def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*batch"]]:
-    """Return means over layer pairs: all, off the trivial diagonal, adjacent. NaN entries (undefined pairs) are left out."""
+    """Return the means over all, off-diagonal and adjacent layer pairs. They leave out NaN entries (undefined pairs)."""
     l = torch.arange(m.shape[-1], device=m.device)
     distance = (l[:, None] - l).abs()
     return {

@@ -17,14 +17,14 @@ class Measure:
 
     Attributes:
         dims: its dimensions after `prompt`.
-        label: its name for people: `long_name` in the Dataset, the title of its charts.
-        unit: "1" for pure numbers.
+        label: its readable name: `long_name` in the Dataset and the title of its charts.
+        unit: its unit; "1" for pure numbers.
         option: the choice of `measures=` that enables it; "" for variables of every measurement.
-        formula: states -> values, for variables that the states alone determine.
+        formula: states -> values, for variables that depend on the states alone.
         windowed: whether the formula takes the size of a window as its second argument.
         raw: whether the formula takes the states before the final norm.
         variant: "raw": the last block is taken before the final norm; "vju": the sides of the bases are swapped; a key of
-            `KINDS`: across tokens; "": neither.
+            `KINDS`: across tokens; "": none of these.
         base: the variable that this one is a variant of; "" if it is none.
         curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
         null: the variable with its null level; "" if it has none.
@@ -34,8 +34,8 @@ class Measure:
         shown: whether W&B shows its metric by default.
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
-        charts: its charts on the page: "training", its curve; "depth", its values by depth at one step; "blocks", its values
-            at an early, a middle and a late block over training. Its variant "raw" shares them.
+        charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
+            values at an early, a middle and a late block over training. Its variant "raw" shares the charts.
         axis: the scale of its axis in charts.
     """
 
@@ -62,5 +62,5 @@ class Measure:
 
     @property
     def by_depth(self) -> bool:
-        """Whether it has one value for each position and block or state."""
+        """Whether it has one value per position and block or state."""
         return self.dims in (("layer", "position"), ("depth", "position"))

@@ -1,4 +1,4 @@
-"""Families of measured variables: those of layer pairs, of token pairs and of the blocks' Jacobians.
+"""Families of measured variables: for layer pairs, for token pairs and for the Jacobians of blocks.
 
 Each is generated from `coupling.DEFINITIONS`, the variants and the kinds of token pairs.
 """
@@ -10,7 +10,7 @@ from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.declaration import Measure
 
 PAIR = ("token", "k", "layer", "layer_other")
-TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # in block `layer`, the basis in block `pair_layer_other`
+TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
 KINDS = {  # of token pairs
     "self": "self: J of t against J of t′",
     "fixed_input": "fixed input: first token to t, to t′",
@@ -30,7 +30,7 @@ EXTRAS = "Tokens, entropy, noise"  # a section of the W&B dashboard
 
 
 def couplings() -> tuple[Measure, ...]:
-    """Return the variables of the layer pairs: of each definition the measure, its variants and their null levels."""
+    """Return the variables for layer pairs: each definition's measure, its variants and their null levels."""
     measures = []
     for definition in DEFINITIONS:
         name, shown = definition.name, definition.dashboard
@@ -76,10 +76,10 @@ def couplings() -> tuple[Measure, ...]:
 
 
 def across_tokens() -> tuple[Measure, ...]:
-    """Return the variables of token pairs, of each kind."""
+    """Return the variables for token pairs of every kind."""
     measures = []
     for kind, text in KINDS.items():
-        own: dict[str, Any] = {"option": "tokenwise", "variant": kind}
+        shared: dict[str, Any] = {"option": "tokenwise", "variant": kind}
         for definition in DEFINITIONS:
             name, shown = definition.name, "tokens" in definition.dashboard
             measure = Measure(
@@ -94,30 +94,30 @@ def across_tokens() -> tuple[Measure, ...]:
                 logged=("", "_null"),
                 shown=shown,
                 dashboard=EXTRAS if shown else "",
-                **own,
+                **shared,
             )
             measures += [measure, _null(measure)]
         tokens = TOKEN_PAIR[1:3]
         measures += [
-            Measure(f"{kind}_residual", tokens, f"largest residual of a triplet, {text}", **own),
-            Measure(f"{kind}_complete", tokens, f"whether no larger singular value was missed, {text}", **own),
-            Measure(f"{kind}_singular_value", (*tokens, "rank"), f"singular value, {text}", **own),
-            Measure(f"{kind}_matrix", (*TOKEN_PAIR[1:], "row", "column"), f"coupling matrix A, {text}", **own),
+            Measure(f"{kind}_residual", tokens, f"largest residual of a triplet, {text}", **shared),
+            Measure(f"{kind}_complete", tokens, f"whether no larger singular value was missed, {text}", **shared),
+            Measure(f"{kind}_singular_value", (*tokens, "rank"), f"singular value, {text}", **shared),
+            Measure(f"{kind}_matrix", (*TOKEN_PAIR[1:], "row", "column"), f"coupling matrix A, {text}", **shared),
         ]
     return tuple(measures)
 
 
 def jacobians() -> tuple[Measure, ...]:
-    """Return the singular values and certificates of the blocks' Jacobians, for both last blocks."""
+    """Return the singular values and certificates of the Jacobians, with and without the final norm in the last block."""
     measures = []
     for end, variant, text in (("", "", ""), ("_raw", "raw", f", last block {BEFORE_NORM}")):
-        own: dict[str, Any] = {"option": "coupling", "variant": variant}
+        shared: dict[str, Any] = {"option": "coupling", "variant": variant}
         layer, rank = ("token", "layer"), ("token", "layer", "rank")
         gap = "gap to the next singular value, relative to s_1"
         measures += [
-            Measure(f"singular_value{end}", rank, f"singular value{text}", **own),
-            Measure(f"singular_gap{end}", rank, f"{gap}{text}", **own),
-            *(Measure(f"{name}{end}", layer, f"{label}{text}", **own) for name, label in CERTIFICATE.items()),
+            Measure(f"singular_value{end}", rank, f"singular value{text}", **shared),
+            Measure(f"singular_gap{end}", rank, f"{gap}{text}", **shared),
+            *(Measure(f"{name}{end}", layer, f"{label}{text}", **shared) for name, label in CERTIFICATE.items()),
         ]
     return tuple(measures)
 

@@ -1,7 +1,7 @@
-"""What is read off the states of a recorded pass: trajectory measures, logit entropy, principal plane, response to noise.
+"""Measures of the states of a recorded pass: trajectory, logit entropy, principal plane, response to noise.
 
-States are taken some tokens at a time, in a part of the memory budget; noise and principal axes take whole states, one block's
-at a time.
+Trajectory and entropy process a few tokens of all depths at a time, within a part of the memory budget. Noise and principal
+axes process all tokens of one depth at a time.
 """
 
 import zlib
@@ -21,12 +21,12 @@ from tracker.measures import trajectory
 from tracker.measures.registry import DIMS, TRAJECTORY
 from tracker.measures.settings import Settings
 
-NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise over the embedding's
+NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 
-Reading = Callable[[int, slice], dict[str, Tensor]]  # of some tokens of a sample, with the dimensions of `DIMS`
+StateMeasure = Callable[[int, slice], dict[str, Tensor]]  # (sample, positions) -> values with the dimensions of `DIMS`
 
 
-def readings(
+def measure_states(
     replica: Replica,
     states: Recording,
     raw: Recording,
@@ -35,18 +35,18 @@ def readings(
     window: int,
     settings: Settings,
 ) -> list[dict[str, np.ndarray]]:
-    """By sample, all that was asked for of each position; NaN at padding.
+    """Return the requested measures of the states of each sample; NaN at padding.
 
     Args:
-        states: the pass, with the final norm as the convention has it.
-        raw: the pass without the final norm.
-        norm: the final norm, if there is one.
-        valid: each sample's positions that are not padding.
+        states: the recorded pass, with or without the final norm as the convention in use requires.
+        raw: the recorded pass without the final norm.
+        norm: the final norm, if the model has one.
+        valid: the positions of each sample that are not padding.
 
     Raises:
-        UsageError: if entropy was asked for by name, and the model has no unembedding.
+        UsageError: if entropy is requested by name and the model has no unembedding.
     """
-    on, head = replica.device, replica.description.unembedding
+    device, head = replica.device, replica.description.unembedding
     if head is None and "entropy" in settings.measures:
         raise UsageError(
             "measures='entropy', but no unembedding was found in this model: name the module that maps a hidden state to "
@@ -54,39 +54,41 @@ def readings(
         )
     _, n, d = raw.calls[0].x.shape
     scalars = d
-    asked: list[Reading] = []
+    requested: list[StateMeasure] = []
     if settings.includes("trajectory"):
-        asked.append(lambda b, part: _trajectory(states.states(b, part, on), raw.states(b, part, on), window))
+        requested.append(
+            lambda b, part: _trajectory(states.states(b, part, device), raw.states(b, part, device), window)
+        )
     if settings.includes("pca"):
         axes = [
             trajectory.principal_axes(states.calls[-1].y[b, list(at)].to(replica.device)) for b, at in enumerate(valid)
         ]
-        asked.append(lambda b, part: {"pca": (states.states(b, part, on) - axes[b][0]) @ axes[b][1]})
+        requested.append(lambda b, part: {"pca": (states.states(b, part, device) - axes[b][0]) @ axes[b][1]})
     if settings.includes("noise"):
         similarity = noise_similarity(replica, states, NOISE)
-        asked.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part]})
-    with ExitStack() as lent:
+        requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part]})
+    with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
             unembedding = replica.module.get_submodule(head)
-            lent.enter_context(replica.guard())
+            weights.enter_context(replica.guard())
             for module in (unembedding, norm):
-                lent.enter_context(replica.materialize(module))
-            scalars += int(unembedding(raw.states(0, slice(1), on)[:1]).shape[-1])
-            asked.append(
+                weights.enter_context(replica.materialize(module))
+            scalars += int(unembedding(raw.states(0, slice(1), device)[:1]).shape[-1])
+            requested.append(
                 lambda b, part: {
-                    "entropy": trajectory.entropy(raw.states(b, part, on), norm or torch.nn.Identity(), unembedding)
+                    "entropy": trajectory.entropy(raw.states(b, part, device), norm or torch.nn.Identity(), unembedding)
                 }
             )
-        at_once = max(1, settings.memory(16) // ((len(raw.calls) + 1) * scalars))  # several copies of as many are made
+        at_once = max(1, settings.memory(16) // ((len(raw.calls) + 1) * scalars))  # 1/16: there are several copies
         parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
-        return [_joined([_all(asked, b, part) for part in parts], at, n) for b, at in enumerate(valid)]
+        return [_join([_evaluate(requested, b, part) for part in parts], at, n) for b, at in enumerate(valid)]
 
 
 def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float]) -> Float[Tensor, "levels depth B n"]:
-    """Cosine of each state with what it becomes when Gaussian noise is added to the embeddings (Fig. 32).
+    """Return cos(x^l, x~^l), where x~^l is the state after Gaussian noise is added to the embeddings (Fig. 32).
 
-    The noise of a token has `levels` times the length of its embedding, as a root mean square; the draw is the same at
-    every level, and another for each sample: its seed is a checksum of the embeddings. NaN where a state is zero.
+    The root mean square length of a token's noise is `levels` times the length of its embedding. All levels of a sample
+    scale one draw, whose seed is a checksum of the sample's embeddings. NaN where a state is zero.
     """
     first = states.calls[0].x.to(replica.device)
     drawn = torch.stack([_normal(x) for x in first])
@@ -107,8 +109,8 @@ def _normal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
 
 
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
-    there = torch.linalg.vector_norm(clean, dim=-1) > 0
-    return torch.stack([torch.where(there, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
+    nonzero = torch.linalg.vector_norm(clean, dim=-1) > 0
+    return torch.stack([torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
 
 
 def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
@@ -120,12 +122,12 @@ def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
     return values
 
 
-def _all(asked: Sequence[Reading], b: int, part: slice) -> dict[str, np.ndarray]:
-    return {name: value.cpu().numpy() for reading in asked for name, value in reading(b, part).items()}
+def _evaluate(measures: Sequence[StateMeasure], b: int, part: slice) -> dict[str, np.ndarray]:
+    return {name: value.cpu().numpy() for measure in measures for name, value in measure(b, part).items()}
 
 
-def _joined(parts: Sequence[dict[str, np.ndarray]], valid: Sequence[int], n: int) -> dict[str, np.ndarray]:
-    """The parts along `position`, NaN where a position is padding."""
+def _join(parts: Sequence[dict[str, np.ndarray]], valid: Sequence[int], n: int) -> dict[str, np.ndarray]:
+    """Join the parts along `position`; NaN where a position is padding."""
     padding = np.setdiff1d(np.arange(n), valid)
     values = {name: np.concatenate([part[name] for part in parts], _axis(name)) for name in parts[0]}
     for name, value in values.items():

@@ -1,18 +1,20 @@
-"""Token-wise coupling: J of one token in block l, described in the basis of another's in block l' (paper, section 3.1).
+"""Token-wise coupling: J of one token in block l, in the basis of another token in block l' (paper, section 3.1).
 
-With J^l_{t1 t2} = d f^l(X)_{t2} / d x_{t1}, over chosen tokens t_1 < ... < t_T of one prompt, for all t, t' of them:
+With J^l_{t1 t2} = d f^l(X)_{t2} / d x_{t1}, and chosen tokens t_1 < ... < t_T of one prompt, for all pairs (t, t'):
 
-                   described      lends its basis
-    self           J^l_{t t}      J^{l'}_{t' t'}                                                (Figs 4, 17, 21)
-    fixed_input    J^l_{t_1 t}    J^{l'}_{t_1 t'}     what the first of them sends to each      (Figs 18, 22)
-    fixed_output   J^l_{t t_T}    J^{l'}_{t' t_T}     what the last of them takes from each     (Figs 19, 23)
+                   Jacobian       basis of
+    self           J^l_{t t}      J^{l'}_{t' t'}      a token's effect on itself                (Figs 4, 17, 21)
+    fixed_input    J^l_{t_1 t}    J^{l'}_{t_1 t'}     the first chosen token's effect on t      (Figs 18, 22)
+    fixed_output   J^l_{t t_T}    J^{l'}_{t' t_T}     the effect of t on the last chosen token  (Figs 19, 23)
 
-so that a causal model has no zero among them. Cost: 3 T - 3 Jacobians of every block, each found once, and T^2 coupling
-matrices for every pair of blocks, three times. A block is measured after the one that lends it the basis, so a Jacobian
-is kept no longer than it takes to describe it. Where that order does not exist (l' = l, or blocks that lend to each
-other), the Jacobians of one block wait; where they do not fit into memory, their products are found anew.
+None of these Jacobians is zero in a causal model. Cost: 3 T - 3 Jacobians of every block, each computed once, and 3 T^2
+coupling matrices for every pair of blocks.
 
-Memory: as many Jacobians as fit, and the singular vectors of the blocks that are yet to lend them.
+Block l' is measured before block l where possible, so that the Jacobians of block l can be dropped once they are expressed
+in its basis. Otherwise (l' = l, or cycles of blocks) the Jacobians of block l are kept until block l' is measured; if they
+do not fit into memory, their products are computed again.
+
+Memory: as many Jacobians as fit, and the singular vectors of the blocks whose bases are still needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +34,7 @@ from tracker.measures.depthwise import Layer, pairs
 from tracker.measures.registry import DIMS, KINDS
 from tracker.values import Method
 
-Link = tuple[int, int]  # from the token t1 to the token t2
+Link = tuple[int, int]  # (t1, t2) of J_{t1 t2}
 CERTIFICATES = {"singular_value": "S", "residual": "residual", "complete": "complete"}
 
 
@@ -47,51 +49,53 @@ def tokenwise_couplings(
     matrices: bool,
     memory: int,
 ) -> dict[str, np.ndarray]:
-    """All kinds at these tokens of a sample, with the dimensions of `registry.DIMS`; NaN at blocks that are not compared.
+    """Return the measures of all kinds at these tokens of a sample, with the dimensions of `registry.DIMS`.
+
+    Blocks that have no basis block are NaN.
 
     Args:
-        basis_layers: each block that is described, and the block that lends it the basis, from 1.
-        memory: scalars that the Jacobians kept at once may take.
+        basis_layers: block l -> basis block l', from 1.
+        memory: the scalars that Jacobians kept together may take.
     """
-    kinds = _links(tokens)
-    links = list(dict.fromkeys(link for of_kind in kinds.values() for link in of_kind))
+    kinds = _links_by_kind(tokens)
+    links = list(dict.fromkeys(link for links_of_kind in kinds.values() for link in links_of_kind))
     d = recording.calls[0].x.shape[-1]
     at_once = max(1, memory // d**2)
-    beside = ("matrices",) if matrices else ()
-    lent: dict[int, dict[Link, Triplets]] = {}
-    waiting: dict[int, dict[Link, Layer]] = {}  # for the block that lends to them
-    certified: dict[tuple[int, Link], dict[str, Tensor]] = {}
+    extras = ("matrices",) if matrices else ()
+    bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
+    pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
+    certificates: dict[tuple[int, Link], dict[str, Tensor]] = {}
     rows: dict[tuple[int, str, Link], dict[str, Tensor]] = {}
 
-    def describe(l: int, layers: Mapping[Link, Layer]) -> None:
+    def couple(l: int, layers: Mapping[Link, Layer]) -> None:
         for link, layer in layers.items():
             for kind in (kind for kind in KINDS if link in kinds[kind]):
-                bases = [lent[basis_layers[l]][other] for other in kinds[kind]]
-                (rows[l, kind, link],) = pairs([layer], ks, beside, lending=bases)
+                kind_bases = [bases[basis_layers[l]][other] for other in kinds[kind]]
+                (rows[l, kind, link],) = pairs([layer], ks, extras, bases=kind_bases)
 
-    order = _order(basis_layers)
+    order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
-        call, found = recording.calls[l - 1], {}
+        call, block_triplets = recording.calls[l - 1], {}
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, call, sample, links[start : start + at_once], max(ks), method)
-            found |= {link: _own(layer.triplets) for link, layer in layers.items()}
-            if basis_layers.get(l) in lent:
-                describe(l, layers)
+            block_triplets |= {link: _contiguous(layer.triplets) for link, layer in layers.items()}
+            if basis_layers.get(l) in bases:
+                couple(l, layers)
             elif l in basis_layers:
-                kept = layers if len(links) <= at_once else _found_anew(layers, jacobians, call, sample)
-                waiting.setdefault(l, {}).update(kept)
+                kept = layers if len(links) <= at_once else _recomputed_layers(layers, jacobians, call, sample)
+                pending.setdefault(l, {}).update(kept)
             del layers
-        lent[l] = found
-        for link, triplets in found.items():
-            certified[l, link] = {name: getattr(triplets, part) for name, part in CERTIFICATES.items()}
-        for described in [m for m in waiting if basis_layers[m] in lent]:
-            describe(described, waiting.pop(described))
-        needed = {basis_layers.get(m) for m in (*order[place + 1 :], *waiting)}
-        lent = {m: triplets for m, triplets in lent.items() if m in needed}
-    return _assembled(kinds, rows, certified, len(recording.calls))
+        bases[l] = block_triplets
+        for link, triplets in block_triplets.items():
+            certificates[l, link] = {name: getattr(triplets, part) for name, part in CERTIFICATES.items()}
+        for m in [m for m in pending if basis_layers[m] in bases]:
+            couple(m, pending.pop(m))
+        needed = {basis_layers.get(m) for m in (*order[place + 1 :], *pending)}
+        bases = {m: triplets for m, triplets in bases.items() if m in needed}
+    return _assemble(kinds, rows, certificates, len(recording.calls))
 
 
-def _links(tokens: Sequence[int]) -> dict[str, list[Link]]:
+def _links_by_kind(tokens: Sequence[int]) -> dict[str, list[Link]]:
     first, last = tokens[0], tokens[-1]
     links = {
         "self": [(t, t) for t in tokens],
@@ -101,8 +105,8 @@ def _links(tokens: Sequence[int]) -> dict[str, list[Link]]:
     return {kind: links[kind] for kind in KINDS}
 
 
-def _order(basis_layers: Mapping[int, int]) -> list[int]:
-    """All blocks concerned, each after the one that lends to it, where blocks do not lend to each other in a circle."""
+def _measuring_order(basis_layers: Mapping[int, int]) -> list[int]:
+    """Return the blocks to measure, each after its basis block, except in cycles."""
     order: list[int] = []
     for l in basis_layers:
         chain: list[int] = []
@@ -116,22 +120,24 @@ def _order(basis_layers: Mapping[int, int]) -> list[int]:
 def _layers(
     jacobians: Jacobians, call: BlockCall, sample: int, links: Sequence[Link], K: int, method: Method
 ) -> dict[Link, Layer]:
-    """The block's Jacobians at these links, with their triplets."""
+    """Return a layer with the block's Jacobian for each link."""
     Js: dict[Link, Float[Tensor, "1 d d"]] = {}
-    for same in (True, False):  # a call takes rows of one kind: the identity is subtracted where t1 = t2
-        some = [link for link in links if (link[0] == link[1]) == same]
-        if some:
-            ((J, _),) = jacobians([(call, _rows(jacobians, sample, some))])
-            Js |= dict(zip(some, J.split(1), strict=True))
+    for same in (True, False):  # separate calls, because the identity is subtracted where t1 = t2
+        chosen = [link for link in links if (link[0] == link[1]) == same]
+        if chosen:
+            ((J, _),) = jacobians([(call, _rows(jacobians, sample, chosen))])
+            Js |= dict(zip(chosen, J.split(1), strict=True))
     triplets = triplets_of_each(list(Js.values()), K, "auto" if method == "matrix-free" else method)
     return {
-        link: Layer(found, J.matmul, torch.linalg.matrix_norm(J), [], True)
-        for (link, J), found in zip(Js.items(), triplets, strict=True)
+        link: Layer(of_link, J.matmul, torch.linalg.matrix_norm(J), [], True)
+        for (link, J), of_link in zip(Js.items(), triplets, strict=True)
     }
 
 
-def _found_anew(layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockCall, sample: int) -> dict[Link, Layer]:
-    """The same without their Jacobians: their products with bases are linearised once more."""
+def _recomputed_layers(
+    layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockCall, sample: int
+) -> dict[Link, Layer]:
+    """Return the layers without their Jacobians: their products linearise the block again."""
 
     def product(link: Link, V: Tensor) -> Tensor:
         return jacobians.sketch([(call, _rows(jacobians, sample, [link]))]).operator.apply(V)
@@ -140,40 +146,44 @@ def _found_anew(layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockC
 
 
 def _rows(jacobians: Jacobians, sample: int, links: Sequence[Link]) -> Rows:
-    """Of links that all lead from a token to itself, or all to another."""
+    """Return the rows of links that all have t1 = t2, or all t1 != t2."""
     source, token = torch.tensor(links, device=jacobians.replica.device).unbind(1)
     return Rows(torch.full_like(token, sample), token, None if links[0][0] == links[0][1] else source)
 
 
-def _own(triplets: Triplets) -> Triplets:
-    """The same in memory of their own: what a full decomposition gives are views of all d vectors."""
+def _contiguous(triplets: Triplets) -> Triplets:
+    """Return the triplets with singular vectors in contiguous memory.
+
+    A full decomposition returns views, which would keep all d vectors in memory.
+    """
     return replace(triplets, U=triplets.U.contiguous(), V=triplets.V.contiguous())
 
 
-def _assembled(
+def _assemble(
     kinds: Mapping[str, Sequence[Link]],
     rows: Mapping[tuple[int, str, Link], Mapping[str, Tensor]],
-    certified: Mapping[tuple[int, Link], Mapping[str, Tensor]],
+    certificates: Mapping[tuple[int, Link], Mapping[str, Tensor]],
     L: int,
 ) -> dict[str, np.ndarray]:
-    """By variable name, of all blocks."""
+    """Return the arrays of all blocks by variable name."""
     by_layer: dict[str, dict[int, Tensor]] = {}
     for kind, links in kinds.items():
-        for l in {l for l, of, _ in rows if of == kind}:
+        for l in {l for l, row_kind, _ in rows if row_kind == kind}:
             for name in rows[l, kind, links[0]]:
                 axis = [dim for dim in DIMS[f"{kind}_{name}"] if dim != "layer"].index("pair_token")
                 values = torch.cat([rows[l, kind, link][name] for link in links], axis)
                 by_layer.setdefault(f"{kind}_{name}", {})[l] = values
-        for l in {l for l, _ in certified}:
+        for l in {l for l, _ in certificates}:
             for name in CERTIFICATES:
-                values = torch.cat([certified[l, link][name] for link in links])
+                values = torch.cat([certificates[l, link][name] for link in links])
                 by_layer.setdefault(f"{kind}_{name}", {})[l] = values
-    return {name: _stacked(values, DIMS[name].index("layer"), L) for name, values in by_layer.items()}
+    return {name: _stack_layers(values, DIMS[name].index("layer"), L) for name, values in by_layer.items()}
 
 
-def _stacked(by_layer: Mapping[int, Tensor], axis: int, L: int) -> np.ndarray:
+def _stack_layers(by_layer: Mapping[int, Tensor], axis: int, L: int) -> np.ndarray:
+    """Stack the values of L layers; NaN where a layer has none."""
     if len(by_layer) == L:
         return torch.stack([by_layer[l] for l in range(1, L + 1)], axis).cpu().numpy()
-    some = next(iter(by_layer.values()))
-    missing = torch.full(some.shape, torch.nan, dtype=torch.promote_types(some.dtype, torch.float32))
+    example = next(iter(by_layer.values()))
+    missing = torch.full(example.shape, torch.nan, dtype=torch.promote_types(example.dtype, torch.float32))
     return torch.stack([by_layer.get(l, missing).to(missing).cpu() for l in range(1, L + 1)], axis).numpy()

@@ -7,13 +7,12 @@
     update ratio  |x^l - x^{l-1}| / |x^{l-1}|, for each block l = 1..L
 
 States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.
-Beside them, what a state would predict if it were the last, and where the states lie in the plane that the last ones span:
+Two further measures: the entropy of the prediction from each state, and the states in the principal plane of the last ones:
 
     entropy       - sum_v p_v ln p_v,  p = softmax(M norm(x^l)), M the unembedding       in nats, Fig. 26
     PCA           x^l on the two principal axes of the rows of X^L                        appendix A.2.1
 
-What is undefined is NaN, never a made-up number: a zero step has no direction, a mean growth that is zero to rounding
-no scale.
+Undefined values are NaN: the direction of a zero step, and the expodistance where the mean growth is zero to rounding.
 Cost O(L n d).
 """
 
@@ -27,62 +26,62 @@ States = Float[Tensor, "depth n d"]
 
 
 def steps(X: States) -> Float[Tensor, "L n d"]:
-    """x^l - x^{l-1}."""
+    """Return x^l - x^{l-1}."""
     return X[1:] - X[:-1]
 
 
 def directions(X: States) -> Float[Tensor, "L n d"]:
-    """Unit steps; NaN where a step is zero."""
+    """Return the unit steps; NaN where a step is zero."""
     delta = steps(X)
     length = torch.linalg.vector_norm(delta, dim=-1, keepdim=True)
     return delta / torch.where(length > 0, length, torch.nan)
 
 
 def lss(X: States) -> Float[Tensor, " n"]:
-    """Line-shape score of each token (eq. 15-16). A closed path (zero sum of directions) gives NaN."""
+    """Return the line-shape score of each token (eq. 15-16); NaN on a closed path (zero sum of directions)."""
     u = directions(X)
     return _line_shape(u.sum(0), u.shape[0])
 
 
 def lss_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """LSS over the `width` states around each layer l = 1..L; NaN where the window does not fit."""
+    """Return the LSS of the `width` states around each layer l = 1..L; NaN where the window does not fit."""
     return _around_each_layer(directions(X), width, lambda u: _line_shape(u.sum(-1), u.shape[-1]))
 
 
 def norms(X: States) -> Float[Tensor, "depth n"]:
-    """|x^l|."""
+    """Return |x^l|."""
     return torch.linalg.vector_norm(X, dim=-1)
 
 
 def alphas(X: States) -> Float[Tensor, "L n"]:
-    """Log growth per layer (eq. 17); NaN where a norm is zero."""
+    """Return the log growth per layer (eq. 17); NaN where a norm is zero."""
     norm = norms(X)
     norm = torch.where(norm > 0, norm, torch.nan)
     return (norm[1:] / norm[:-1]).log()
 
 
 def alpha_mean(X: States) -> Float[Tensor, " n"]:
-    """Mean of alpha over depth."""
+    """Return the mean of alpha over depth."""
     return alphas(X).mean(0)
 
 
 def expodistance(X: States) -> Float[Tensor, " n"]:
-    """Squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean growth is zero to rounding."""
+    """Return the squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean is zero to rounding."""
     return _squared_variation(alphas(X).movedim(0, -1), _alpha_rounding(X))
 
 
 def expodistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """Expodistance over the `width` states around each layer; NaN where the window does not fit."""
+    """Return the expodistance of the `width` states around each layer; NaN where the window does not fit."""
     return _around_each_layer(alphas(X), width, lambda a: _squared_variation(a, _alpha_rounding(X)))
 
 
 def equidistance(X: States) -> Float[Tensor, " n"]:
-    """Coefficient of variation of the step length over depth (Fig. 25)."""
+    """Return the coefficient of variation of the step length over depth (Fig. 25)."""
     return _squared_variation(torch.linalg.vector_norm(steps(X), dim=-1).movedim(0, -1), 0.0).sqrt()
 
 
 def equidistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """The same over the `width` states around each layer (Fig. 26); NaN where the window does not fit."""
+    """Return the equidistance of the `width` states around each layer (Fig. 26); NaN where the window does not fit."""
     lengths = torch.linalg.vector_norm(steps(X), dim=-1)
     return _around_each_layer(lengths, width, lambda s: _squared_variation(s, 0.0).sqrt())
 
@@ -96,26 +95,26 @@ def update_ratio(X: States) -> Float[Tensor, "L n"]:
 def entropy(
     X: States, norm: Callable[[Tensor], Tensor], unembedding: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "depth n"]:
-    """Entropy of the next token's distribution as each state has it, in nats."""
+    """Return the entropy of the next-token distribution predicted from each state, in nats."""
     log_p = unembedding(norm(X)).log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d 2"]]:
-    """The mean of the rows and the two axes along which they vary most; an axis along which they do not is NaN.
+    """Return the mean of the rows and their first two principal axes; an axis without variance is NaN.
 
-    An axis points to where its largest entry is positive.
+    The sign of an axis makes its largest entry positive.
     """
     mean = x.mean(0)
     _, s, axes = torch.linalg.svd(x - mean, full_matrices=False)
     s, axes = (torch.nn.functional.pad(v, (0,) * (2 * v.dim() - 1) + (2,))[:2] for v in (s, axes))
     largest = axes.take_along_dim(axes.abs().argmax(-1, keepdim=True), -1)
-    there = s > x.shape[0] * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(x)
-    return mean, torch.where(there[:, None], axes * largest.sign(), torch.nan).mT
+    varies = s > x.shape[0] * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(x)
+    return mean, torch.where(varies[:, None], axes * largest.sign(), torch.nan).mT
 
 
 def default_width(L: int) -> int:
-    """11 states where L >= 20, else the largest odd number <= L/2 + 1, at least 3."""
+    """Return 11 states for L >= 20, else the largest odd number <= L/2 + 1, at least 3."""
     widest = L // 2 + 1
     return 11 if L >= 20 else max(3, widest - (widest + 1) % 2)
 
@@ -126,11 +125,11 @@ def _line_shape(total: Tensor, count: int) -> Tensor:
 
 
 def _alpha_rounding(X: States) -> float:
-    return 8 * torch.finfo(X.dtype).eps  # two norms, each good to a few eps, enter one alpha
+    return 8 * torch.finfo(X.dtype).eps  # alpha depends on two norms, each accurate to a few eps
 
 
 def _squared_variation(values: Tensor, zero: float) -> Tensor:
-    """Var / Avg^2 over the last axis, population variance; NaN where |Avg| <= zero, or there is but one value."""
+    """Return Var / Avg^2 over the last axis, population variance; NaN where |Avg| <= zero or for a single value."""
     mean = values.mean(-1)
     if values.shape[-1] < 2:
         return torch.full_like(mean, torch.nan)
