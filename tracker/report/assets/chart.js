@@ -7,11 +7,12 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const narrow = () => window.innerWidth < 760;
 const stepName = (step) => step.toLocaleString("en");
 
-// A logarithmic axis has no 0: step 0 stands half a step left of the first.
+// A logarithmic axis has no 0: step 0 stands at half the first positive step, and steps between the two in between.
 const several = data.models.length > 1;
 const positive = all((m) => m.steps).filter((step) => step > 0);
-const left = positive.length ? Math.min(...positive) / 2 : 1;
-const at = (step) => (step > 0 || state.axis === "linear" ? step : left);
+const earliest = positive.length ? Math.min(...positive) : 2;
+const left = earliest / 2;
+const at = (step) => (step >= earliest || state.axis === "linear" ? step : left * 2 ** (step / earliest));
 
 function stepAxis() {
   if (state.axis === "linear") return { title: { text: "training step" } };

@@ -145,8 +145,8 @@ figures.layers = {
     const levels = Array.from(levelOf(m, index), finite);
     return {
       title: `By block, ${ofStep(index)}`,
-      traces: [traces.line(blocks(), range(L).map(row), "described, in the others' bases", 0), traces.line(
-        blocks(), range(L).map(column), "its basis used for the others", 1),
+      traces: [traces.line(blocks(), range(L).map(row), "its Jacobian in the others' bases", 0), traces.line(
+        blocks(), range(L).map(column), "the others' Jacobians in its basis", 1),
         { x: blocks(), y: levels, name: "null level of block l", mode: "lines",
           line: { color: colour(0), dash: "dot", width: 2 } }
       ],
