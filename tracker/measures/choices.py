@@ -14,8 +14,8 @@ class Option:
 
 
 OPTIONS = (
-    Option("coupling", "coupling of the blocks", default=True),
-    Option("trajectory", "trajectory measures", default=True),
+    Option("coupling", "mis-coupling of all pairs of blocks", default=True),
+    Option("trajectory", "line-shape score, expodistance, norms of the states", default=True),
     Option("vju", "coupling with the sides of the bases swapped, V^T J U", needs="coupling"),
     Option("matrices", "the coupling matrices A, for the smallest K", needs="coupling"),
     Option("tokenwise", "coupling across tokens"),

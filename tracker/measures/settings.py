@@ -79,13 +79,14 @@ class Settings:
     memory_budget: int = _option(
         MEMORY_BUDGET,
         values.BYTE_SIZE,
-        "bytes to use in addition to the weights, half of them for Jacobians; as a flag, a size such as 3GB. A smaller budget "
-        "means smaller chunks, and results that are equal to rounding. Default: 4 GiB.",
+        "bytes to use in addition to the weights, half of them for Jacobians; on a command line, a size such as 3GB. A smaller "
+        "budget means smaller chunks, and results that are equal to rounding. Default: 4 GiB; in a walk over checkpoints a "
+        "quarter of the machine's memory, or half of the GPU's.",
     )
     measures: tuple[str, ...] = _option(
         USUAL,
         values.NAMES,
-        f"all, or some of {'; '.join(f'{one.name}: {one.text}' for one in choices.OPTIONS)}. Default: {', '.join(USUAL)}.",
+        f"all, or any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}. Default: {', '.join(USUAL)}.",
     )
     window: int | None = _option(
         None,
@@ -102,7 +103,7 @@ class Settings:
         1,
         values.LAYER_PAIRS,
         "blocks whose Jacobians tokenwise compares: the distance from block l to the basis block l' (1: l' = l + 1; 0: l' = l), "
-        "or a list of pairs (l, l') counted from 1, each l once; as a flag, 1:3,2:3.",
+        "or a list of pairs (l, l') counted from 1, each l once; on a command line, 1:3,2:3.",
     )
 
     def __post_init__(self) -> None:
