@@ -281,7 +281,7 @@ def test_31(several, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in error
     assert main(["31", *map(str, paths[:3])]) == 2
-    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
+    assert "compares at least 4 results (directories); 3 given" in capsys.readouterr().err
 
 
 def test_table_1(several, tmp_path):
@@ -420,7 +420,7 @@ def test_every_figure_has_a_test_here_or_elsewhere():
 def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
     assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
     printed = capsys.readouterr().out
-    assert "1a: figure 1a can't be drawn: it compares at least 4 results; 1 given" in printed
+    assert "1a: figure 1a can't be drawn: it compares at least 4 results (directories); 1 given" in printed
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
     assert made == {*FIGURES} - {*SCORED, "15"}
 
@@ -443,8 +443,11 @@ def test_figures_of_the_grid_are_vit_s(name, one, capsys):
     "name, message",
     [
         ("99", "unknown figure '99'; choose from"),
-        ("3", "lacks matrix; walk again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices"),
-        ("1a", "compares at least 4 results; 1 given"),
+        (
+            "3",
+            "lacks matrix; measure again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices",
+        ),
+        ("1a", "compares at least 4 results (directories); 1 given"),
         ("32", "lacks noise_similarity"),
     ],
 )

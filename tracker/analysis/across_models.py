@@ -91,7 +91,9 @@ def final_couplings(points: Results) -> xr.DataArray:
     ks = shared_ks(points)
     names = [name for name in VARIANTS if all(name in ds for ds in last)]
     if not ks or not names:
-        raise UsageError("the results share no K and measure of coupling; walk again with the same --k and --measures")
+        raise UsageError(
+            "the results share no K and measure of coupling; measure again with the same --k and --measures"
+        )
     chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 

@@ -67,7 +67,7 @@ def lack(figure: Declaration, results: Results) -> str:
     if figure.single and len(results) > 1:
         return f"it shows a single result; {len(results)} given: name one directory"
     if len(results) < figure.results:
-        return f"it compares at least {figure.results} results; {len(results)} given"
+        return f"it compares at least {figure.results} results (directories); {len(results)} given"
     for key in CONVENTIONS:
         values = {name: ds.attrs.get(key) for name, ds in results.items()}
         if key not in figure.may_differ and len(set(values.values())) > 1:
@@ -90,13 +90,13 @@ def _result_lacks(figure: Declaration, name: str, ds: xr.Dataset) -> str:
         )
     if missing:
         command = f"python -m tracker.pythia --model ...{_measures(figure)} --out OTHER"
-        return f"{name} lacks {', '.join(missing)}; walk again: {command}"
+        return f"{name} lacks {', '.join(missing)}; measure again: {command}"
     first, count = int(ds["step"][0]), ds.sizes["step"]
     if figure.untrained and first != 0:
         remedy = "walk with --steps 0,... or --untrained SEED"
         return f"{name} starts at step {first}, but the figure shows the untrained model; {remedy}"
     if count < figure.steps:
-        return f"{name} has {count} step(s), and the figure needs {figure.steps}; walk more steps: --steps ..."
+        return f"{name} has {count} step(s), and the figure needs {figure.steps}; measure more steps: --steps ..."
     return ""
 
 
