@@ -1,4 +1,4 @@
-"""Shapes are types: every jaxtyping annotation in the package is checked while the tests run."""
+"""Fixtures of all tests; jaxtyping annotations of the package are checked at run time."""
 
 import os
 
@@ -42,14 +42,14 @@ TINY = nano.Recipe(
 
 @pytest.fixture(scope="session")
 def suite(tmp_path_factory) -> Path:
-    """A tiny suite of checkpoints, trained by the code that trains nano; the directory is a Hugging Face cache."""
+    """Train a tiny suite of checkpoints with the code that trains nano; return its Hugging Face cache directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACKER_CACHE", str(tmp_path_factory.mktemp("cache")))
         return nano.train(recipe=TINY)
 
 
 class Walker:
-    """Runs `python -m tracker.pythia` over the tiny suite in a process of its own."""
+    """Runner of `python -m tracker.pythia` over the tiny suite, in a separate process."""
 
     def __init__(self, cache: Path, directory: Path):
         self.cache, self.directory = cache, directory
@@ -57,7 +57,7 @@ class Walker:
         self.prompts.write_text("import os\nThe function raises\nfor name in sorted(names):\\n    print(\n")
 
     def arguments(self, *more: str, model: str = "block-coupling/nano") -> list[str]:
-        """A walk's command line; what is given in `more` overrides."""
+        """Return a walk's command line; the options in `more` override the defaults."""
         given = ["--model", model, "--prompts", str(self.prompts), "--k", "4,8", "--device", "cpu"]
         return [*given, "--out", str(self.directory / "out"), "--wandb", "off", *more]
 
@@ -71,7 +71,7 @@ class Walker:
         )
 
     def run(self, *arguments: str, **options: str) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
+        """Run a walk; return exit status, standard output and standard error."""
         process = self.start(*arguments, **options)
         out, err = process.communicate(timeout=300)
         return process.returncode, out, err

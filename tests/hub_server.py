@@ -1,4 +1,4 @@
-"""A local server that speaks enough of the hub's protocol for the real huggingface_hub client, and fails as it is told.
+"""A local server for the real huggingface_hub client, with the needed part of the hub's protocol and planted faults.
 
 It serves the repositories of a directory laid out like the hub's cache (models--ORG--NAME/refs, /snapshots, and
 datasets--ORG--NAME). Weight files are in LFS: their ETag is their SHA-256; other files have a git hash.
@@ -21,36 +21,36 @@ WEIGHTS = (".safetensors", ".bin")
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the requests that match, `times` times."""
+    """A fault in the first `times` requests that match `path`."""
 
-    path: str  # a regular expression, found in "GET /path"
+    path: str  # regular expression, searched in "GET /path"
     times: int = 1
-    status: int | None = None  # answer with it
+    status: int | None = None  # status of the answer
     headers: dict[str, str] = field(default_factory=dict)
-    drop_after: int | None = None  # close the connection after so many bytes of the body
-    slow: float = 0.0  # seconds for each 64 kB
-    content: Callable[[bytes], bytes] | None = None  # what is served instead, under the hash of the genuine
-    then: Callable[[], None] | None = None  # done before answering
+    drop_after: int | None = None  # number of bytes of the body before the connection is closed
+    slow: float = 0.0  # seconds of delay per 64 kB
+    content: Callable[[bytes], bytes] | None = None  # changes the content, under the hash of the original
+    then: Callable[[], None] | None = None  # called before answering
 
 
 @dataclass
 class Hub:
-    """The running server."""
+    """The running server: its address, requests and faults."""
 
     endpoint: str = ""
     requests: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    sent: int = 0  # bytes of file bodies
+    sent: int = 0  # bytes of file contents
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that is to use this server."""
+        """Environment variables of a process that uses this server."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0"}
 
     def fail(self, path: str, **how) -> None:
         self.faults.append(Fault(path, **how))
 
-    def asked(self, path: str) -> list[str]:
+    def requested(self, path: str) -> list[str]:
         return [request for request in self.requests if re.search(path, request)]
 
 
@@ -125,13 +125,13 @@ class Handler(BaseHTTPRequestHandler):
             content = fault.content(content)
         if not body:
             return self.reply(content, False, headers)
-        asked = self.asked_from()
-        start = asked or 0
-        if asked is not None:
+        requested = self.range_start()
+        start = requested or 0
+        if requested is not None:
             if start >= len(content):
                 return self.reply(b"", True, {"Content-Range": f"bytes */{len(content)}"}, 416)
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        self.start(200 if asked is None else 206, headers, len(content) - start)
+        self.start(200 if requested is None else 206, headers, len(content) - start)
         end = len(content) if fault.drop_after is None else min(len(content), start + fault.drop_after)
         for at in range(start, end, 1 << 16):
             part = content[at : min(end, at + (1 << 16))]
@@ -141,10 +141,10 @@ class Handler(BaseHTTPRequestHandler):
         if end < len(content):
             self.close_connection = True
 
-    def asked_from(self) -> int | None:
-        """The first byte of the range that is asked for."""
-        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        return int(asked[1]) if asked else None
+    def range_start(self) -> int | None:
+        """Return the first byte of the requested range, or None without a range."""
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        return int(match[1]) if match else None
 
     def repo(self, kind: str, organisation: str, name: str) -> Path:
         return self.root / f"{kind}--{organisation}--{name}"
@@ -171,7 +171,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def listed(snapshot: Path, under: str) -> list[dict]:
-    """Everything below a folder, as the hub lists a tree."""
+    """Return the entries below a folder in the form of the hub's tree listing."""
     return [
         {"type": "directory", "path": str(path.relative_to(snapshot)), "oid": "0" * 40, "size": 0}
         if path.is_dir()
@@ -186,7 +186,7 @@ def listed(snapshot: Path, under: str) -> list[dict]:
 
 
 def sibling(file: Path, snapshot: Path) -> dict:
-    """A file as the hub describes it with its metadata."""
+    """Return a file's entry in the form of the hub's metadata."""
     described = {"rfilename": str(file.relative_to(snapshot)), "size": file.stat().st_size, "blobId": git_hash(file)}
     if file.name.endswith(WEIGHTS):
         described["lfs"] = {"sha256": blob(file), "size": file.stat().st_size, "pointerSize": 134}
@@ -194,7 +194,7 @@ def sibling(file: Path, snapshot: Path) -> dict:
 
 
 def blob(file: Path) -> str:
-    """The name of a file's blob in the cache."""
+    """Return the name of a file's blob in the cache."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.name.endswith(WEIGHTS) else git_hash(file)
 
 

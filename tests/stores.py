@@ -1,4 +1,4 @@
-"""Stores of results that no model was measured for: of any size, with numbers that a test can tell apart."""
+"""Generated stores of any size, with distinct numbers, for tests that need no measured model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def generated(
     seed: int = 0,
     **attributes: Any,
 ) -> Path:
-    """A store of the usual measures, with scores."""
+    """Write a store of the default measures, with scores; return it."""
     store = Store(path)
     store.check_settings({"model": path.name})
     for step in steps:

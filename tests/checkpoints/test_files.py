@@ -1,4 +1,4 @@
-"""Files that many processes and threads write and read at once: whole, the last one's, and nothing left behind."""
+"""Tests of atomic writes by many processes and threads: files are never partial, and no temporary file remains."""
 
 import os
 import re
@@ -51,13 +51,13 @@ def names(directory) -> list[str]:
 
 
 def half_written(file) -> subprocess.Popen:
-    """A process that has written, and not yet renamed."""
+    """Return a process that has written its temporary file and not yet renamed it."""
     writer = program(HALF_WRITTEN, str(file))
     assert writer.stdout and writer.stdout.readline() == "half\n"
     return writer
 
 
-def test_several_threads_of_several_processes_write_one_file_while_others_read_it(tmp_path):
+def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
     file = tmp_path / "file"
     write_atomic(file, b"x" * 500)
     writers = [program(WRITE, str(file), letters) for letters in ("ab", "cd", "ef", "gh")]
@@ -78,15 +78,15 @@ def test_several_threads_of_several_processes_write_one_file_while_others_read_i
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    said = [writer.communicate(timeout=120)[0] for writer in writers]
+    outputs = [writer.communicate(timeout=120)[0] for writer in writers]
     done.set()
     for reader in readers:
         reader.join()
-    assert said == ["written\nwritten\n"] * 4 and not torn and reads > 100
+    assert outputs == ["written\nwritten\n"] * 4 and not torn and reads > 100
     assert names(tmp_path) == ["file"] and file.read_text()[0] in "abcdefgh"
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_live_writers_is_not(tmp_path):
+def test_next_writer_removes_temporary_files_of_killed_writers_only(tmp_path):
     file, other = tmp_path / "file", tmp_path / "other"
     killed, alive, elsewhere = half_written(file), half_written(file), half_written(other)
     killed.kill()
@@ -96,7 +96,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_live_writers_is_
     assert [re.sub(r"\d+-\d+-.*\.", "WRITER.", name) for name in names(tmp_path)] == [
         ".file.WRITER.tmp", ".other.WRITER.tmp", "file"
     ]  # fmt: skip
-    os.utime(next(tmp_path.glob(".file*")), (0, 0))  # however long it takes
+    os.utime(next(tmp_path.glob(".file*")), (0, 0))  # a live writer's file is kept at any age
     remove_stale_temporaries(tmp_path)
     assert len(names(tmp_path)) == 3
     for writer in (alive, elsewhere):
@@ -106,7 +106,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_a_live_writers_is_
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"whole"
 
 
-def test_other_files_are_left_alone_and_those_of_earlier_versions_removed_after_a_day(tmp_path):
+def test_other_files_are_kept_and_those_of_earlier_versions_removed_after_a_day(tmp_path):
     for name in (".old.tmp", ".young.tmp", "plain.tmp", ".hidden"):
         (tmp_path / name).write_bytes(b"")
     for name in (".old.tmp", "plain.tmp", ".hidden"):
@@ -117,7 +117,7 @@ def test_other_files_are_left_alone_and_those_of_earlier_versions_removed_after_
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch, failure, moment):
+def test_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(tmp_path, monkeypatch, failure, moment):
     file = tmp_path / "file"
     write_atomic(file, b"old")
 
@@ -131,8 +131,8 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path, mo
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"old"
 
 
-def test_a_temporary_file_that_somebody_removes_is_written_again(tmp_path, monkeypatch):
-    """As where locks exclude nobody."""
+def test_removed_temporary_file_is_written_again(tmp_path, monkeypatch):
+    """Imitate a file system on which locks have no effect."""
     fsync, removed = os.fsync, []
 
     def remove_once(descriptor):
@@ -146,12 +146,12 @@ def test_a_temporary_file_that_somebody_removes_is_written_again(tmp_path, monke
     assert removed and names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"whole"
 
 
-def test_a_directory_that_is_not_there_is_said(tmp_path):
+def test_missing_directory_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_atomic(tmp_path / "absent" / "file", b"")
 
 
-def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkeypatch):
+def test_without_locks_only_old_temporary_files_are_removed(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(files.errno.ENOLCK, "No locks available")
 
@@ -165,7 +165,7 @@ def test_where_there_are_no_locks_only_old_files_have_no_writer(tmp_path, monkey
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_the_umask_is_respected(tmp_path, umask):
+def test_written_file_respects_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         write_atomic(tmp_path / "file", b"")

@@ -1,4 +1,4 @@
-"""Whether revisions are what their names say: planted duplicates, mixed shards and missing files, found by their hashes."""
+"""Tests of the integrity checks: planted duplicates, mixed shards and missing files are found by their hashes."""
 
 import itertools
 
@@ -14,57 +14,59 @@ SHARDS = [f"pytorch_model-0000{i}-of-00003.bin" for i in (1, 2, 3)]
 
 
 def listing(step: int, **hashes: str) -> Listing:
-    """Three shards that are the step's own, but where `hashes` says otherwise: shard1="..."."""
+    """Return a listing of three shards unique to the step, with the hashes given by name: shard1="..."."""
     contents = {name: hashes.get(f"shard{i}", f"{step}/{i}") for i, name in enumerate(SHARDS, 1)}
     return Listing(f"c{step}", (CONFIG, *(File(name, 10**9, sha) for name, sha in contents.items() if sha)))
 
 
-def doubted(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
+def suspects(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
     checkpoints = [Checkpoint(step, "org/toy", f"step{step}") for step in sorted((*listings, *missing))]
     return find_suspects(checkpoints, {f"step{step}": of_step for step, of_step in listings.items()})
 
 
-def test_a_suite_without_faults():
-    assert doubted({step: listing(step) for step in (0, 1, 2, 4)}) == {}
+def test_suite_without_faults_has_no_suspects():
+    assert suspects({step: listing(step) for step in (0, 1, 2, 4)}) == {}
 
 
-def test_a_revision_that_serves_the_final_weights():
+def test_revision_with_the_final_weights_is_suspect():
     final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
-    assert doubted({1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}) == {
+    assert suspects({1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}) == {
         2: "its weights are identical to those of step 4, 8",
         4: "its weights are identical to those of step 2, 8",
     }
 
 
-def test_a_mixed_shard():
-    found = doubted({1: listing(1), 2: listing(2, shard1="8/1"), 8: listing(8)})
+def test_revision_with_a_shard_of_another_is_suspect():
+    found = suspects({1: listing(1), 2: listing(2, shard1="8/1"), 8: listing(8)})
     assert found == {2: "its shards (1 of 3) are identical to those of step 8"}
 
 
-def test_of_two_that_agree_neither_is_known_to_be_right():
-    found = doubted(
+def test_both_of_two_identical_revisions_are_suspect():
+    found = suspects(
         {1: listing(1), 2: listing(2), 4: listing(4, **{f"shard{i}": f"2/{i}" for i in (1, 2, 3)}), 8: listing(8)}
     )
     assert found.keys() == {2, 4}
 
 
-def test_steps_0_and_1_agree_by_design_but_2_does_not():
+def test_identical_steps_0_and_1_are_not_suspect():
     first = {f"shard{i}": f"0/{i}" for i in (1, 2, 3)}
-    assert doubted({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}
-    assert doubted({0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}).keys() == {2}
+    assert suspects({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}
+    assert suspects({0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}).keys() == {2}
 
 
-def test_missing_files_and_revisions():
-    found = doubted({1: listing(1, shard2=""), 2: Listing("c", (CONFIG,)), 4: Listing("c", listing(4).files[1:])}, (8,))
+def test_missing_files_and_revisions_are_suspect():
+    found = suspects(
+        {1: listing(1, shard2=""), 2: Listing("c", (CONFIG,)), 4: Listing("c", listing(4).files[1:])}, (8,)
+    )
     assert SHARDS[1] in found[1] and "no weight files" in found[2]
     assert found[4] == "without config.json" and found[8] == "org/toy has no revision step8"
 
 
-def test_known_defects():
+def test_known_defects_are_reported():
     def defects(name: str) -> list[int]:
         return [c.step for c in find_suite(name).checkpoints if known_defect(c)]
 
-    # 76 branches serve main's file, 10 that of step143000, which is one of them and rightly so.
+    # 76 branches serve main's file and 10 that of step143000, which is rightly one of the 10.
     assert len(defects("2.8b")) == 85 and defects("2.8b-deduped") == []
     assert defects("12b") == [50000, 58000] and defects("410m-seed2") == [111000]
     olmo = Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "stage1-step101000-tokens424B", stage="stage1")
@@ -72,7 +74,7 @@ def test_known_defects():
     assert known_defect(Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "x", stage="stage2")) is None
 
 
-def test_known_defects_are_known_without_a_network(monkeypatch):
+def test_known_defects_need_no_network(monkeypatch):
     def unreachable(*_):
         raise Unreachable("no network")
 
@@ -82,7 +84,7 @@ def test_known_defects_are_known_without_a_network(monkeypatch):
     assert examination.suspect.keys() == {50_000} and examination.offline == "no network"
 
 
-def test_one_format_is_fetched_and_its_index_with_it():
+def test_one_format_and_its_index_are_fetched():
     names = [
         "config.json",
         "model.safetensors.index.json",
@@ -93,7 +95,7 @@ def test_one_format_is_fetched_and_its_index_with_it():
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "onnx/model.safetensors"]
     both = Listing("c", tuple(File(name, 1) for name in [*names, *shards, *SHARDS]))
     assert [f.name for f in both.needed] == ["config.json", "model.safetensors.index.json", *shards[:2]]
-    # The one that is whole, where the other is not.
+    # If one format is incomplete, the other is chosen.
     broken = Listing("c", tuple(File(name, 1) for name in [*names, shards[0], *SHARDS]))
     assert [f.name for f in broken.needed] == ["config.json", "pytorch_model.bin.index.json", *SHARDS]
     assert missing_shards(broken.formats["safetensors"]) == [shards[1]]
@@ -103,13 +105,13 @@ def weights() -> dict[str, torch.Tensor]:
     return {"a": torch.randn(3, 4).half().float(), "b": torch.randn(5).half().float(), "n": torch.tensor([1, 2])}
 
 
-def test_a_fingerprint_is_of_names_shapes_and_values_alone():
+def test_fingerprint_depends_only_on_names_shapes_and_values():
     tensors = weights()
     own = fingerprint(tensors.items())
     assert all(fingerprint(some) == own for some in itertools.permutations(tensors.items()))
     stored_in_half = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
     assert fingerprint(stored_in_half.items()) == own
-    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own  # strides are no content
+    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own  # strides don't count
     others = [
         tensors | {"a": tensors["a"].view(4, 3)},
         tensors | {"a": tensors["a"] + torch.eye(3, 4) * 1e-6},
@@ -128,11 +130,11 @@ def test_weights_that_are_not_finite_are_refused(value):
         fingerprint(tensors.items())
 
 
-def test_repeats_name_the_first():
+def test_find_repeats_returns_the_first_step_with_the_same_weights():
     assert find_repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
 
 
-def test_the_digest_of_files_is_the_same_from_the_hub_and_from_the_disk(tmp_path, monkeypatch):
+def test_digest_of_files_is_the_same_from_hub_and_disk(tmp_path, monkeypatch):
     import hashlib
 
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Names, steps and scores of the published suites."""
+"""Tests of the names, steps and scores of the published suites."""
 
 import json
 
@@ -17,17 +17,17 @@ def test_pythia_publishes_154_checkpoints():
 
 
 @pytest.mark.parametrize("name", ["70m-deduped", "pythia-70m-deduped", "EleutherAI/pythia-70m-deduped"])
-def test_one_suite_by_several_names(name):
+def test_suite_is_found_by_each_of_its_names(name):
     assert find_suite(name).source == "EleutherAI/pythia-70m-deduped"
 
 
 @pytest.mark.parametrize("name", ["14m-deduped", "1b-seed1", "410m-seed0", "410m-seed10", "12b-final"])
-def test_forms_that_were_not_published(name):
+def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
 
 
-def test_choices_of_steps():
+def test_selections_of_steps():
     suite = find_suite("6.9b")
     chosen = {choice: [c.step for c in suite.select(choice)] for choice in ("paper", "all", "log2", "128,143000")}
     assert chosen["paper"] == list(PAPER_STEPS) == [c.step for c in suite.select(None)]
@@ -39,9 +39,9 @@ def test_choices_of_steps():
     assert [c.step for c in find_suite("nano").select(None)] == list(nano.STEPS)
 
 
-def test_scores_are_joined_exactly():
+def test_scores_are_joined_by_exact_step():
     twelve = scores.load_published("pythia-12b")
-    # From the table itself: pythia-12b, zero-shot, 143000, arc_easy, acc.
+    # Copied from the table: pythia-12b, zero-shot, 143000, arc_easy, acc.
     assert twelve[143_000]["arc_easy"] == 0.702441 and 2000 not in twelve
     tasks = [value for task, value in twelve[143_000].items() if task != scores.MEAN]
     assert twelve[143_000][scores.MEAN] == pytest.approx(sum(tasks) / len(tasks))
@@ -49,7 +49,7 @@ def test_scores_are_joined_exactly():
     assert scores.load_published("pythia-14m") == {} == scores.load_published("nano")
 
 
-def test_nano_is_the_same_for_a_seed(suite, tmp_path, monkeypatch):
+def test_seed_determines_nano(suite, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
     from tests.conftest import TINY
 
@@ -63,7 +63,7 @@ def test_nano_is_the_same_for_a_seed(suite, tmp_path, monkeypatch):
     assert (nano._repository(other) / "refs" / "step0").read_text() != commits[0]
 
 
-def test_nano_has_pythias_switches():
+def test_nano_has_pythias_configuration():
     config = nano.build(nano.Recipe()).config
     assert config.use_parallel_residual and not config.tie_word_embeddings
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
@@ -85,7 +85,7 @@ OLMO_2 = [
 ]
 
 
-def test_olmo_names_tokens(monkeypatch):
+def test_olmo_branches_state_tokens(monkeypatch):
     branches(monkeypatch, "main", "step1000-tokens4B", "step557000-tokens2463B", "step0-tokens0B", "preview")
     suite = find_suite("allenai/OLMo-7B-hf")
     assert [(c.step, c.tokens) for c in suite.checkpoints] == [(0, 0), (1000, 4 * 10**9), (557_000, 2463 * 10**9)]
@@ -104,7 +104,7 @@ def test_olmo_2_is_walked_one_stage_at_a_time(monkeypatch):
         find_suite("allenai/OLMo-2-1124-7B", stage="stage3")
 
 
-def test_any_repository_by_a_regular_expression(monkeypatch):
+def test_regular_expression_selects_revisions_of_any_repository(monkeypatch):
     branches(monkeypatch, "main", "ckpt_100", "ckpt_20", "ema_20")
     suite = find_suite("org/amber", revisions=r"^ckpt_(?P<step>\d+)$")
     assert (
@@ -131,7 +131,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("form", TABLES)
-def test_a_users_table_of_scores(tmp_path, form):
+def test_scores_are_read_from_a_users_table(tmp_path, form):
     (tmp_path / "scores.csv").write_text(TABLES[form])
     found = scores.read_user_scores(tmp_path / "scores.csv", find_suite("70m"))
     assert found[0] == {"piqa": 0.5} and found[512]["piqa"] == 0.6
@@ -171,7 +171,7 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
         ("", "it contains no scores"),
     ],
 )
-def test_tables_that_can_not_be_used(tmp_path, content, message):
+def test_unusable_tables_are_refused(tmp_path, content, message):
     (tmp_path / "scores.csv").write_text(content)
     with pytest.raises(ValueError, match=message):
         scores.read_user_scores(tmp_path / "scores.csv", find_suite("70m"))

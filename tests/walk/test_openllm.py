@@ -1,4 +1,4 @@
-"""Prompts of the hub's benchmarks, through the real datasets client and a local server."""
+"""Tests of prompts from the hub's benchmarks, with the real datasets client and a local server."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.hub_server import serve
 from tracker.walk import openllm
 from tracker.walk.prompts import load_prompts
 
-FIRST = {  # of each set: rows as published, and what a model is to read
+FIRST = {  # of each set: a row as published, and the prompt made of it
     "allenai/ai2_arc": (
         {"id": "1", "question": "Which is a solid?", "choices": {"text": ["ice"], "label": ["A"]}, "answerKey": "A"},
         "Question: Which is a solid?\nAnswer:",
@@ -58,8 +58,8 @@ def served(tmp_path_factory):
         yield hub
 
 
-def drawn(name: str, directory, **environment: str) -> subprocess.CompletedProcess:
-    """Load a set in a process of its own: the client reads its endpoint when it is imported."""
+def load_in_process(name: str, directory, **environment: str) -> subprocess.CompletedProcess:
+    """Load a set in a separate process, since the client reads its endpoint on import."""
     settings = {**os.environ, "HF_HOME": str(directory / "home"), "TRACKER_CACHE": str(directory / "ours")}
     code = (
         "import json, sys; from tracker.walk.prompts import load_prompts; print(json.dumps(load_prompts(sys.argv[1])))"
@@ -68,33 +68,34 @@ def drawn(name: str, directory, **environment: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=ROOT, env=settings | environment, capture_output=True, text=True)
 
 
-def test_fetched_formatted_drawn_and_kept(served, tmp_path):
-    process = drawn("openllm", tmp_path, **served.environment)
+def test_prompts_are_fetched_formatted_drawn_and_cached(served, tmp_path):
+    process = load_in_process("openllm", tmp_path, **served.environment)
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout) == [[said, None, source] for source, (_, said) in FIRST.items() if said]
-    assert len(served.asked(r"GET /datasets/.*parquet")) == 6
-    again = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
+    assert json.loads(process.stdout) == [[text, None, source] for source, (_, text) in FIRST.items() if text]
+    assert len(served.requested(r"GET /datasets/.*parquet")) == 6
+    again = load_in_process("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
     assert again.stdout == process.stdout
 
 
-def test_a_hundred_paragraphs_the_same_every_time(served, tmp_path):
+def test_wikitext_draws_the_same_hundred_paragraphs(served, tmp_path):
     sets = [
-        json.loads(drawn("wikitext", tmp_path / which, **served.environment).stdout) for which in ("one", "another")
+        json.loads(load_in_process("wikitext", tmp_path / which, **served.environment).stdout)
+        for which in ("one", "another")
     ]
     assert sets[0] == sets[1] and len({text for text, *_ in sets[0]}) == 100
     assert all(len(text.split()) > openllm.PARAGRAPH for text, *_ in sets[0])
 
 
-def test_difficulty_comes_with_the_question_and_is_kept(served, tmp_path):
+def test_difficulty_is_read_and_cached_with_the_question(served, tmp_path):
     for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
-        process = drawn("easy2hard", tmp_path, **environment)
+        process = load_in_process("easy2hard", tmp_path, **environment)
         assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]], (
             process.stderr
         )
 
 
-def test_without_a_network_one_sentence(tmp_path):
-    process = drawn("openllm", tmp_path, HF_HUB_OFFLINE="1")
+def test_missing_network_is_reported_in_one_sentence(tmp_path):
+    process = load_in_process("openllm", tmp_path, HF_HUB_OFFLINE="1")
     last = process.stderr.strip().splitlines()[-1]
     assert process.returncode == 1 and last.startswith(
         "ValueError: --prompts openllm: allenai/ai2_arc can't be fetched"
@@ -102,14 +103,14 @@ def test_without_a_network_one_sentence(tmp_path):
     assert "go online once" in last and not (tmp_path / "ours").exists()
 
 
-def test_without_the_package_one_sentence(tmp_path, monkeypatch):
+def test_missing_package_is_reported_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'block-coupling-tracker\[prompts\]'"):
         load_prompts("wikitext")
 
 
-def test_a_set_kept_before_sources_were_has_them_by_its_order(tmp_path, monkeypatch):
+def test_cached_set_without_sources_gets_them_from_its_order(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
     file = cache_root() / "prompts" / f"openllm-v{openllm.VERSION}.json"
     file.parent.mkdir(parents=True)

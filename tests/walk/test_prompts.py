@@ -1,4 +1,4 @@
-"""Prompt files, good and bad."""
+"""Tests of reading prompt files and of their errors."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def load(text, path):
     return load_prompts(str(path))
 
 
-def test_text_and_json_lines(tmp_path):
+def test_text_and_json_lines_are_read(tmp_path):
     lines = [Prompt("one", source="p.txt"), Prompt("two\nlines", source="p.txt")]
     assert load("one\n\ntwo\\nlines\n", tmp_path / "p.txt") == lines
     plain, rated = '{"prompt": "one"}\n', '{"prompt": "one", "difficulty": 3, "source": "arc"}\n'
@@ -20,7 +20,7 @@ def test_text_and_json_lines(tmp_path):
     assert {prompt.source for prompt in load_prompts("builtin")} == {"builtin"}
 
 
-def test_a_digest_tells_texts_and_difficulties_apart():
+def test_digest_depends_on_texts_and_difficulties():
     assert prompts_digest([Prompt("a", source="arc")]) == prompts_digest([Prompt("a")]), "stores of before go on"
     sets = [[Prompt("a")], [Prompt("b")], [Prompt("a", 1)], [Prompt("a", 2.0)], [Prompt("a"), Prompt("b")]]
     assert len({prompts_digest(prompts) for prompts in sets}) == len(sets)
@@ -39,12 +39,12 @@ def test_a_digest_tells_texts_and_difficulties_apart():
         ('{"prompt": "a", "source": 3}', "source 3 is no name"),
     ],
 )
-def test_what_is_wrong_with_a_line(line, message, tmp_path):
+def test_bad_lines_are_reported(line, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(line, tmp_path / "p.jsonl")
 
 
-def test_a_name_that_is_none(tmp_path):
+def test_unknown_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="give 'builtin', " + ", ".join(map(repr, SETS))):
         load_prompts("nothing")
     with pytest.raises(ValueError, match="holds no prompts"):

@@ -1,4 +1,4 @@
-"""What a walk keeps in memory: summaries. Each unit is read once at most, and the page is that of the store."""
+"""Tests of a walk's summaries: each unit is read at most once, and the page equals the page made from the store."""
 
 import gc
 import json
@@ -35,20 +35,20 @@ from tracker.walk.summaries import Summaries
 
 
 def large_unit(step: int) -> xr.Dataset:
-    """Of 1.4 MB: prompts of thousands of tokens."""
+    """Return a unit of 1.4 MB, with prompts of thousands of tokens."""
     made = unit(step, layers=4, ks=(4,), prompts=3, matrices=False, seed=0, positions=3000).drop_dims("task")
     return made.assign_coords(revision=f"step{step}", fingerprint=str(step), tokens_seen=1000.0 * step)
 
 
 class Units:
-    """Whole units as they come into memory, and how many of them are there at once."""
+    """Counter of the reads of each unit, and of the whole units in memory at the same time."""
 
     def __init__(self):
         self.reads: Counter[int] = Counter()
         self.alive: list[list[weakref.ref]] = []
         self.most = 0
 
-    def came(self, whole: xr.Dataset) -> xr.Dataset:
+    def count_alive(self, whole: xr.Dataset) -> xr.Dataset:
         gc.collect()
         large = [whole[name].variable.data for name in whole.data_vars if whole[name].nbytes > 100_000]
         self.most = max(self.most, 1 + sum(any(array() is not None for array in unit) for unit in self.alive))
@@ -62,7 +62,7 @@ def units(monkeypatch) -> Units:
 
     def counted(store, step):
         units.reads[step] += 1
-        return units.came(read(store, step))
+        return units.count_alive(read(store, step))
 
     monkeypatch.setattr(Store, "read", counted)
     return units
@@ -70,10 +70,10 @@ def units(monkeypatch) -> Units:
 
 @pytest.fixture
 def walk(walker, units, suite, tmp_path, monkeypatch):
-    """Walks over four checkpoints, each measured as a large unit of made-up numbers."""
+    """A function that walks four checkpoints, each measured as a large unit of generated numbers."""
 
     def measured(plan, checkpoint, directory):
-        return units.came(large_unit(checkpoint.step).assign_attrs(weights_kept="in memory"))
+        return units.count_alive(large_unit(checkpoint.step).assign_attrs(weights_kept="in memory"))
 
     monkeypatch.setattr(pythia, "measure_checkpoint", measured)
     for step in range(1, 5):
@@ -81,7 +81,7 @@ def walk(walker, units, suite, tmp_path, monkeypatch):
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)
 
     def walk(*more: str) -> tuple[dict[int, int], int]:
-        """How often each unit was read, and how many were in memory at once."""
+        """Return the number of reads of each unit, and the largest number of units in memory."""
         units.__init__()
         arguments = walker.arguments("--allow_suspect", "true", *more, model=str(tmp_path / "steps"))
         assert pythia.main(arguments) == 0
@@ -90,22 +90,22 @@ def walk(walker, units, suite, tmp_path, monkeypatch):
     return walk
 
 
-def test_a_walk_holds_one_unit_at_a_time_and_reads_each_once_at_most(walk, tmp_path):
-    """And its page is that of the store."""
+def test_walk_keeps_one_unit_in_memory_and_reads_each_at_most_once(walk, tmp_path):
+    """Its page also equals the page made from the store."""
     out = tmp_path / "out"
-    assert walk() == ({}, 1)  # what was measured here is not read
+    assert walk() == ({}, 1)  # units measured by this walk are not read
     Store(out).file(2).unlink()
     assert walk() == ({1: 1, 3: 1, 4: 1}, 1)
     assert_page_of_the_store(out)
     scores = tmp_path / "scores.csv"
     scores.write_text("step,arc\n1,0.1\n2,0.2\n3,0.3\n4,0.4\n")
-    assert walk("--scores", str(scores)) == ({1: 2, 2: 2, 3: 2, 4: 2}, 1)  # again, with the claim, to be written anew
+    assert walk("--scores", str(scores)) == ({1: 2, 2: 2, 3: 2, 4: 2}, 1)  # read again under the claim, to be rewritten
     assert tracker.open_results(out).score.values.tolist() == [[0.1], [0.2], [0.3], [0.4]]
     assert_page_of_the_store(out)
 
 
 def peak(work, *arguments) -> int:
-    """The bytes that were allocated at most, beyond those at the start."""
+    """Return the peak number of bytes allocated during a call."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -133,16 +133,16 @@ def read(measured: Summaries, steps: Iterable[int]) -> None:
 
 
 def assert_page_of_the_store(out: Path) -> None:
-    """The walk's page is, but for the time, that of whoever reads the store anew, and has the numbers of whole units."""
+    """Assert that the walk's page equals one made from the store, except for the time, and has the numbers of whole units."""
     made = (out / "report.html").read_text()
-    anew = write_report(out, out.parent / "anew.html").read_text()
+    rewritten = write_report(out, out.parent / "rewritten.html").read_text()
     time = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+")
-    assert time.sub("", made) == time.sub("", anew) and len(time.findall(made)) == 1
+    assert time.sub("", made) == time.sub("", rewritten) and len(time.findall(made)) == 1
     assert numbers(made) == json.loads(json.dumps(contents(summary(tracker.open_results(out)))))
 
 
 def numbers(page: str) -> dict:
-    """What the page's scripts draw of its one store, with the arrays in their places."""
+    """Return the data that the page's scripts draw for its one store, with the arrays inserted."""
     data, arrays = (json.loads(page.split(f'id="{name}">')[1].split("</script>")[0]) for name in ("data", "arrays"))
     for array in carried(data):
         array["codes"] = arrays[array["codes"]]
@@ -151,27 +151,27 @@ def numbers(page: str) -> dict:
     return model
 
 
-def test_what_was_measured_here_is_shown_as_its_file_would_be(tmp_path):
-    """Of every measure: what is in memory and what is read back give one page."""
+def test_page_is_the_same_from_memory_and_from_files(tmp_path):
+    """Units of all measures give the same page from memory and when read back."""
     store = Store(tmp_path)
     store.check_settings({})
-    measured, anew = (Summaries(store, with_rows=True) for _ in range(2))
+    measured, from_files = (Summaries(store, with_rows=True) for _ in range(2))
     for step in (1, 2):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all", pair_tokens=3)
         sources = ("prompt", ["web", "a book"])
         measured.write(step, made.assign_coords(step=step, revision=f"step{step}", prompt_source=sources))
-        anew.read(step)
-        xr.testing.assert_identical(measured.by_step[step], anew.by_step[step])
-        rows = [of.row(step) for of in (measured, anew)]
+        from_files.read(step)
+        xr.testing.assert_identical(measured.by_step[step], from_files.by_step[step])
+        rows = [of.row(step) for of in (measured, from_files)]
         assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
         xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
-    first, second = (of.reader.read(tmp_path) for of in (measured, anew))
+    first, second = (of.reader.read(tmp_path) for of in (measured, from_files))
     assert contents(first) == contents(second) == contents(summary(tracker.open_results(tmp_path)))
     assert provenance(first, store) == provenance(second, store)
 
 
-def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
+def test_unit_replaced_by_another_walk_is_read_again(tmp_path):
     store = Store(tmp_path)
     store.check_settings({})
     measured = Summaries(store, with_rows=False)
@@ -181,7 +181,7 @@ def test_a_unit_that_another_has_replaced_is_read_again(tmp_path):
     assert contents(measured.reader.read(tmp_path)) == contents(summary(tracker.open_results(tmp_path)))
 
 
-def test_steps_share_the_texts_of_their_prompts_where_they_are_the_same(tmp_path):
+def test_steps_share_equal_texts_of_their_prompts(tmp_path):
     store = Store(tmp_path)
     store.check_settings({})
     measured = Summaries(store, with_rows=False)
@@ -194,7 +194,7 @@ def test_steps_share_the_texts_of_their_prompts_where_they_are_the_same(tmp_path
     assert second.values.tolist() == ["a", "b", "c"] and third.values.tolist() == ["a", "b", "d"]
 
 
-def test_a_row_has_what_the_whole_unit_has():
+def test_row_has_the_values_of_the_whole_unit():
     whole = large_unit(3).assign_coords(suspect="doubted")
     row = Row.from_unit(whole)
     assert row.scalars == scalars(whole) and row.checkpoint == {"checkpoint/suspect": 1, "checkpoint/tokens": 3000}
@@ -204,7 +204,7 @@ def test_a_row_has_what_the_whole_unit_has():
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)
 
 
-MEND = """
+REMEASURE = """
 import sys
 from tests.test_results import unit
 from tracker import pythia
@@ -221,7 +221,7 @@ for step in measured.store.steps():
             print(step)
         claim.release(remove=True)
 """
-SCORE = """
+ADD_SCORES = """
 import sys
 from types import SimpleNamespace
 from tracker import pythia
@@ -238,19 +238,19 @@ for step in store.steps():
 """
 
 
-def at_once(code: str, *arguments: list[str]) -> list[str]:
-    """What processes say that go beyond their first line of input together."""
+def run_together(code: str, *arguments: list[str]) -> list[str]:
+    """Run processes that start working together, at their first line of input; return their outputs."""
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     processes = [subprocess.Popen([sys.executable, "-c", code, *given], text=True, **pipes) for given in arguments]
-    said = []
+    outputs = []
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
     for process in processes:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-        said.append(out)
-    return said
+        outputs.append(out)
+    return outputs
 
 
 @pytest.fixture
@@ -262,18 +262,18 @@ def small(tmp_path) -> Store:
     return store
 
 
-def test_walks_that_find_the_same_damage_at_once_measure_each_unit_once(small):
+def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
     steps = small.steps()
     for step in steps:
         content = small.file(step).read_bytes()
         small.file(step).write_bytes(content[: len(content) // 2])
-    said = at_once(MEND, *[[str(small.path)]] * 3)
-    assert sorted(int(step) for out in said for step in out.split()) == steps
+    outputs = run_together(REMEASURE, *[[str(small.path)]] * 3)
+    assert sorted(int(step) for out in outputs for step in out.split()) == steps
     assert [int(small.read(step)["step"]) for step in steps] == steps
 
 
-def test_walks_that_were_given_different_scores_add_both(small):
-    at_once(SCORE, *([str(small.path), task] for task in ("arc", "piqa", "sciq")))
+def test_walks_with_different_scores_add_all_of_them(small):
+    run_together(ADD_SCORES, *([str(small.path), task] for task in ("arc", "piqa", "sciq")))
     for step in small.steps():
         scored = small.read(step)["score"]
         assert sorted(scored["task"].values) == ["arc", "piqa", "sciq"] and (scored == step).all()

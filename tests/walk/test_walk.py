@@ -1,4 +1,4 @@
-"""The walk as people run it: real processes, the real hub client, real W&B files, interrupted and killed."""
+"""Tests of the walk's command line: real processes, the real hub client and W&B files, interrupted and killed walks."""
 
 import json
 import random
@@ -29,7 +29,7 @@ STEPS = [0, 1, 2, 4, 8]
 
 
 def assert_same_results(a: Path, b: Path):
-    """Bit for bit, but for time stamps."""
+    """Assert that two stores are bit-identical except for time stamps."""
     assert Store(a).steps() == Store(b).steps()
     for step in Store(a).steps():
         units = [Store(path).read(step) for path in (a, b)]
@@ -47,8 +47,8 @@ def commit(cache: Path, step: int) -> str:
     return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
 
 
-def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
-    """At step 0, by a seed; of a model that stands alone. With prompts whose difficulty is known."""
+def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
+    """The model has one checkpoint, and its prompts have difficulties."""
     trained = tmp_path / "trained"
     shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
     rated = tmp_path / "rated.jsonl"
@@ -72,8 +72,8 @@ def test_an_untrained_model_beside_a_trained_one(walker, suite, tmp_path):
 
 
 @pytest.mark.parametrize("measures", ["trajectory", "coupling", "entropy", "pca, noise"])
-def test_some_measures_alone(measures, walker, suite, tmp_path):
-    """To their page; and the step may have more digits than most."""
+def test_walk_with_some_measures(measures, walker, suite, tmp_path):
+    """The page has only these measures, and a step may have more than eight digits."""
     model = tmp_path / "runs" / "step1000000000"
     shutil.copytree(snapshots(suite) / commit(suite, 8), model)
     assert pythia.main(walker.arguments("--measures", measures, model=str(model.parent))) == 0
@@ -98,8 +98,8 @@ def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, c
     assert "pair_layers was None, now 1); results are never mixed" in capsys.readouterr().err
 
 
-def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsys):
-    """A baseline is added to a walk, another seed is refused, scores are the trained model's, the walk grows."""
+def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, capsys):
+    """Another seed is refused, scores belong to trained steps only, and more checkpoints can be added."""
     steps = tmp_path / "steps"
     for step in (4, 8):
         shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
@@ -117,7 +117,7 @@ def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsy
     ds = tracker.open_results(out)
     assert ds.step.values.tolist() == [0, 4, 8]
     np.testing.assert_array_equal(ds.score.sel(task="arc"), [np.nan, 0.4, 0.8])
-    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, "also a walk that does not ask for the baseline"
+    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, "a later walk may omit the baseline"
     np.testing.assert_array_equal(tracker.open_results(out).score.sel(task="arc"), [np.nan, 0.4, 0.8])
     assert ds.files_sha256.values[0] == "" and "" not in ds.files_sha256.values[1:]
     assert "random initialisation (untrained, seed 3)" in (out / "report.html").read_text()
@@ -126,8 +126,8 @@ def test_an_untrained_model_comes_later_and_stays(walker, suite, tmp_path, capsy
     assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
 
 
-def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite, tmp_path, capsys):
-    """What its older units lack is undefined there, in curves, on the page and in figures; the rest is as it was."""
+def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp_path, capsys):
+    """The variable is undefined in the older units, in curves, page and figures; all else is unchanged."""
     from tracker.figures.write import main as draw
     from tracker.report import write_report
 
@@ -184,20 +184,20 @@ def test_an_older_store_grows_by_units_that_have_one_more_variable(walker, suite
     assert (tmp_path / "figures" / "1b.png").exists() and "rror" not in capsys.readouterr().err
 
 
-def test_untrained_where_it_can_not_be(walker, capsys):
+def test_untrained_is_refused_where_step_0_is_published(walker, capsys):
     assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
     assert "nano has a published step 0; measure it with --steps 0,..." in capsys.readouterr().err
 
 
 @pytest.fixture
 def damaged(suite, tmp_path):
-    """A copy of the suite, and the directory of its step 2."""
+    """Return a copy of the suite and the directory of its step 2, which tests damage."""
     copy = tmp_path / "damaged"
     shutil.copytree(suite, copy)
     return copy, snapshots(copy) / commit(copy, 2)
 
 
-def test_a_walk_from_start_to_page_and_only_what_is_missing(walker):
+def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     status, out, err = walker.run("--steps", "0,2")
     assert status == 0, err
     results = walker.directory / "out"
@@ -214,7 +214,7 @@ def test_a_walk_from_start_to_page_and_only_what_is_missing(walker):
     assert ds.attrs["final_norm"] == "include" and ds.complete.all() and ds.sliced.all()
 
 
-def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
+def test_wandb_store_and_page_show_the_same_numbers(walker):
     status, out, err = walker.run("--steps", "0,4,8", wandb="auto")
     assert status == 0, err
     assert "W&B offline" in out
@@ -247,7 +247,7 @@ def test_wandb_the_store_and_the_page_show_the_same_numbers(walker):
 
 
 @pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])
-def test_interrupted_while_starting(walker, moment):
+def test_interrupted_start_is_reported(walker, moment):
     process = walker.start()
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
@@ -256,8 +256,8 @@ def test_interrupted_while_starting(walker, moment):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_interrupted_and_resumed(walker, number):
-    process = walker.start("--tokens", "all")  # longer, so that there is something to interrupt
+def test_interrupted_walk_is_resumed(walker, number):
+    process = walker.start("--tokens", "all")  # all positions, so that there is time to interrupt
     assert process.stdout
     for line in process.stdout:
         if line.startswith("[1/5]"):
@@ -272,8 +272,8 @@ def test_interrupted_and_resumed(walker, number):
 
 
 @pytest.mark.slow
-def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
-    """Killed at a random moment between the first line, when measuring begins, and the end."""
+def test_walk_killed_ten_times_is_completed(walker, tmp_path):
+    """The walk is killed at random moments between its first line, when measuring starts, and its end."""
     uninterrupted = tmp_path / "uninterrupted"
     process = walker.start("--out", str(uninterrupted))
     process.stdout.readline()
@@ -284,18 +284,18 @@ def test_killed_ten_times_and_run_to_the_end(walker, tmp_path):
     for _ in range(10):
         process = walker.start()
         process.stdout.readline()
-        # What is left to do shrinks with what earlier tries finished.
+        # The remaining time shrinks, since earlier attempts finished some units.
         time.sleep(moments.uniform(0, span * (1 - len(Store(walker.directory / "out").steps()) / len(STEPS))))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         left.append(len(Store(walker.directory / "out").steps()))
-    assert 0 < max(left), left  # some were killed between units
+    assert 0 < max(left), left  # some walks were killed between units
     status, _, err = walker.run()
     assert status == 0, err
     assert_same_results(walker.directory / "out", uninterrupted)
 
 
-def test_a_damaged_unit_is_measured_again(walker):
+def test_damaged_unit_is_measured_again(walker):
     assert walker.run("--steps", "0,1")[0] == 0
     file = Store(walker.directory / "out").file(1)
     content = file.read_bytes()
@@ -305,14 +305,14 @@ def test_a_damaged_unit_is_measured_again(walker):
     assert Store(walker.directory / "out").read(1).step == 1
 
 
-def test_units_without_their_settings_are_not_added_to(walker):
+def test_store_without_settings_is_not_continued(walker):
     assert walker.run("--steps", "0")[0] == 0
     (walker.directory / "out" / "settings.json").unlink()
     status, _, err = walker.run("--steps", "1")
     assert status == 2 and "no readable settings.json" in err
 
 
-def test_a_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
+def test_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
     copy, directory = damaged
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -322,8 +322,8 @@ def test_a_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
     assert "failed: step 2" in err and "missing or damaged" in err and "Traceback" not in err
 
 
-def test_a_full_disk_keeps_what_was_finished(walker):
-    """The kernel refuses to write more than 40 kB to any file, as a full disk would."""
+def test_full_disk_keeps_finished_units(walker):
+    """A limit of 40 kB on the size of files, enforced by the kernel, imitates a full disk."""
     import resource
 
     assert walker.run("--steps", "0")[0] == 0
@@ -361,14 +361,14 @@ USAGE = {
 
 
 @pytest.mark.parametrize("case", USAGE)
-def test_bad_usage(walker, case, monkeypatch, capsys):
+def test_bad_usage_is_refused(walker, case, monkeypatch, capsys):
     arguments, message = USAGE[case]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
     monkeypatch.setenv("NETRC", str(walker.directory / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     try:
         status = pythia.main(walker.arguments(*arguments))
-    except SystemExit as stopped:  # what the command line itself refuses
+    except SystemExit as stopped:  # raised by the parser
         status = stopped.code
     assert status == 2 and message in capsys.readouterr().err
     assert not Store(walker.directory / "out").steps()
@@ -388,7 +388,7 @@ def test_other_settings_are_not_mixed_into_a_store(walker):
     assert Store(walker.directory / "out").steps() == [0]
 
 
-def test_a_prompt_beyond_the_context_is_refused_or_cut(walker):
+def test_prompt_longer_than_the_context_is_refused_or_cut(walker):
     walker.prompts.write_text("import os " * 60 + "\n")
     status, _, err = walker.run("--steps", "0")
     assert status == 2 and "the model's context of 64" in err
@@ -396,7 +396,7 @@ def test_a_prompt_beyond_the_context_is_refused_or_cut(walker):
     assert status == 0 and "cut to its first 20 (max_tokens)" in err
 
 
-def test_help_is_quick():
+def test_help_takes_less_than_a_second():
     durations = []
     for _ in range(3):
         started = time.perf_counter()
@@ -428,14 +428,14 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_weights_that_are_not_the_models_are_refused(damaged, case):
+def test_weights_that_do_not_fit_the_model_are_refused(damaged, case):
     change, message = DAMAGE[case]
     rewrite(damaged[1], change)
     with pytest.raises(CheckpointError, match=message):
         load(damaged[1])
 
 
-def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
+def test_legacy_masks_in_a_checkpoint_are_accepted(damaged):
     import torch
 
     rewrite(
@@ -444,7 +444,7 @@ def test_legacy_masks_in_a_checkpoint_are_no_fault(damaged):
     load(damaged[1])
 
 
-def test_a_directory_of_checkpoints(walker, suite, tmp_path):
+def test_directory_of_checkpoints_is_walked(walker, suite, tmp_path):
     for step in (1, 4):
         shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "run" / f"checkpoint-{step}")
     status, _, err = walker.run(model=str(tmp_path / "run"))

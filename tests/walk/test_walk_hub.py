@@ -1,4 +1,4 @@
-"""Walks over a served suite with planted faults, walks that share a store, and other sources of checkpoints."""
+"""Tests of walks over a served suite with planted faults, of walks that share a store, and of other checkpoint sources."""
 
 import json
 import os
@@ -30,7 +30,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def shard(snapshot: Path) -> None:
-    """The weights in two files with an index, as large models are published."""
+    """Split the weights into two files with an index, as large models are published."""
     weights = load_file(snapshot / "model.safetensors")
     names = sorted(weights)
     halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
@@ -43,7 +43,7 @@ def shard(snapshot: Path) -> None:
 
 @pytest.fixture
 def served(suite, tmp_path, monkeypatch):
-    """The tiny suite on a hub of its own, sharded; the walker's cache is empty, in this process too."""
+    """Serve the tiny suite, sharded, from a local hub; the caches of walker and test process are empty."""
     root = tmp_path / "hub"
     shutil.copytree(suite, root)
     for step in STEPS:
@@ -61,27 +61,27 @@ def served(suite, tmp_path, monkeypatch):
 
 
 def plant(root: Path, step: int, *shards: str) -> None:
-    """Shards of the last step, served as another's."""
+    """Replace shards of a step by those of the last step."""
     for name in shards:
         shutil.copy(snapshots(root) / commit(root, STEPS[-1]) / name, snapshots(root) / commit(root, step) / name)
 
 
-def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(walker, served, capsys):
+def test_suspect_revisions_are_left_out_before_any_download(walker, served, capsys):
     plant(served.root, 2, *SHARDS)
     plant(served.root, 4, SHARDS[0])
     assert command_line.main(["list", "block-coupling/nano"]) == 1
     table = capsys.readouterr().out
     assert "step2" in table and "its weights are identical to those of step 4, 8" in table
     assert "its shards (1 of 2) are identical to those of step 2, 8" in table and "5 checkpoints" in table
-    assert not served.asked("resolve")
+    assert not served.requested("resolve")
     assert pythia.main(walker.arguments()) == 0
-    said = capsys.readouterr().out
-    assert "2 of the selected revisions are suspect; they are left out" in said
+    out = capsys.readouterr().out
+    assert "2 of the selected revisions are suspect; they are left out" in out
     results = walker.directory / "out"
     assert Store(results).steps() == [0, 1, 8]
     for step in (2, 4):
-        assert not served.asked(commit(served.root, step) + "/.*safetensors")
-    # Measured all the same, they are marked in every view.
+        assert not served.requested(commit(served.root, step) + "/.*safetensors")
+    # With --allow_suspect they are measured, and marked in every view.
     assert pythia.main(walker.arguments("--allow_suspect", "true", "--wandb", "offline")) == 0
     assert "note: steps 2 and 8 hold the same weights in every tensor" in capsys.readouterr().out
     ds = tracker.open_results(results)
@@ -97,7 +97,7 @@ def test_planted_duplicates_and_mixed_shards_are_left_out_before_any_download(wa
     assert "as published" in capsys.readouterr().out
 
 
-def test_every_fault_ends_in_the_right_result_or_a_message_with_the_others_done(walker, served, capsys):
+def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, served, capsys):
     served.fail(f"GET .*{commit(served.root, 0)}/{SHARDS[0]}", drop_after=30_000)
     served.fail(f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"})
     served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
@@ -117,7 +117,7 @@ def test_every_fault_ends_in_the_right_result_or_a_message_with_the_others_done(
     assert len(list((cache / "models--block-coupling--nano" / "snapshots").iterdir())) == 2
 
 
-def test_the_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypatch):
+def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypatch):
     from tracker import pythia as module
 
     arrived = {}
@@ -128,9 +128,9 @@ def test_the_next_revision_is_fetched_while_one_is_measured(walker, served, monk
         if (step := following.get(checkpoint.step)) is not None:
             request = f"GET .*{commit(served.root, step)}/{SHARDS[1]}"
             deadline = time.monotonic() + 20
-            while not served.asked(request) and time.monotonic() < deadline:
+            while not served.requested(request) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            arrived[step] = bool(served.asked(request))
+            arrived[step] = bool(served.requested(request))
         return measure(plan, checkpoint, directory)
 
     monkeypatch.setattr(module, "measure_checkpoint", watched)
@@ -138,7 +138,7 @@ def test_the_next_revision_is_fetched_while_one_is_measured(walker, served, monk
     assert arrived == {1: True, 2: True}
 
 
-def test_offline_it_measures_what_the_cache_holds_and_lists_what_it_lacks(walker, served, capsys, monkeypatch):
+def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(walker, served, capsys, monkeypatch):
     assert pythia.main(walker.arguments("--steps", "0")) == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (weights,) = snapshots(walker.directory / "cache").glob(f"*/{SHARDS[0]}")
@@ -149,7 +149,7 @@ def test_offline_it_measures_what_the_cache_holds_and_lists_what_it_lacks(walker
     assert f"step0 lacks {SHARDS[0]} in the cache" in capsys.readouterr().err
 
 
-def test_a_retrained_directory_is_noticed(walker, suite, tmp_path, capsys):
+def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     run = tmp_path / "run"
     for step in (1, 4):
         shutil.copytree(snapshots(suite) / commit(suite, step), run / f"checkpoint-{step}")
@@ -158,13 +158,13 @@ def test_a_retrained_directory_is_noticed(walker, suite, tmp_path, capsys):
     shutil.copy(run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors")
     capsys.readouterr()
     assert pythia.main(arguments) == 2
-    assert "the weights of step 4 of" in (said := capsys.readouterr().err) and "retrained" in said
+    assert "the weights of step 4 of" in (err := capsys.readouterr().err) and "retrained" in err
     Store(walker.directory / "out").file(4).unlink()
     assert pythia.main(arguments) == 0
     assert "steps 1 and 4 hold the same weights" in capsys.readouterr().out
 
 
-def test_scores_of_ones_own_reach_units_that_were_measured_before(walker, suite, capsys, monkeypatch):
+def test_own_scores_are_added_to_existing_units(walker, suite, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
     assert pythia.main(walker.arguments("--steps", "0,8")) == 0
     (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
@@ -177,7 +177,7 @@ def test_scores_of_ones_own_reach_units_that_were_measured_before(walker, suite,
 
 
 class Toy(lightning.LightningModule):
-    """A user's module around a language model."""
+    """A user's LightningModule that contains a language model."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -188,7 +188,7 @@ class Toy(lightning.LightningModule):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def test_lightning_checkpoints_with_a_module_of_ones_own(walker, suite, tmp_path):
+def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp_path):
     trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
     for step in (10, 200):
         trainer.strategy.connect(Toy(32))
@@ -211,7 +211,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_modules_that_can_not_be_used(walker, tmp_path, capsys, module):
+def test_unusable_modules_are_refused(walker, tmp_path, capsys, module):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "step=1.ckpt").write_bytes(b"")
     torch.save(torch.zeros(1, 4), tmp_path / "inputs.pt")
@@ -220,7 +220,7 @@ def test_modules_that_can_not_be_used(walker, tmp_path, capsys, module):
     assert MODULES[module] in capsys.readouterr().err
 
 
-def test_two_walks_on_one_store_measure_nothing_twice_and_one_takes_over_from_the_dead(walker):
+def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     first, second = walker.start("--tokens", "all"), walker.start("--tokens", "all")
     assert first.stdout
     for line in first.stdout:
@@ -234,12 +234,12 @@ def test_two_walks_on_one_store_measure_nothing_twice_and_one_takes_over_from_th
     assert Store(walker.directory / "out").steps() == STEPS and len(before) < 5
     by_first = [line for line in (line, *rest.splitlines()) if "miscoupling" in line]
     by_second = [line for line in out.splitlines() if "miscoupling" in line]
-    # A unit that the first had written when it was killed may not have been told of.
+    # The first walk may have been killed after writing a unit and before printing it.
     assert len(by_first) + len(by_second) in (5, 4)
     assert not list(Store(walker.directory / "out").units.glob(".*"))
 
 
-def test_walks_of_two_stores_fetch_the_same_revisions_into_one_cache(walker, served, tmp_path):
+def test_walks_of_two_stores_share_one_cache(walker, served, tmp_path):
     walker.cache = tmp_path / "cache"
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walks = [walker.start("--out", str(tmp_path / name), "--steps", "1,4", **environment) for name in "ab"]
@@ -251,13 +251,13 @@ def test_walks_of_two_stores_fetch_the_same_revisions_into_one_cache(walker, ser
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served, tmp_path):
-    """Two walks at a time on one store, both killed at random moments; the end equals an uninterrupted run's."""
+def test_walks_killed_twenty_times_give_an_uninterrupted_walks_results(walker, served, tmp_path):
+    """Two walks at a time work on one store, and both are killed at random moments."""
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "uninterrupted-cache"
     assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
     walker.cache = tmp_path / "killed-cache"
-    served.fail("GET .*safetensors", slow=0.3, times=10_000)  # downloads take as long as measuring
+    served.fail("GET .*safetensors", slow=0.3, times=10_000)  # slow enough for downloads to take as long as measuring
     moments, random_, killed = [], random.Random(0), []
     for _ in range(10):
         both = [walker.start(**environment) for _ in range(2)]
@@ -268,7 +268,7 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
             process.communicate()
             killed.append(process.returncode)
         moments.append(len(Store(walker.directory / "out").steps()))
-        if moments[-1] == len(STEPS):  # done: begin anew, with what is left in the cache
+        if moments[-1] == len(STEPS):  # finished: remove a unit, so that there is something left to measure
             Store(walker.directory / "out").file(random_.choice(STEPS)).unlink()
     served.faults.clear()
     both = [walker.start(**environment) for _ in range(2)]
@@ -281,12 +281,12 @@ def test_killed_twenty_times_while_fetching_measuring_and_writing(walker, served
 
 
 @pytest.mark.slow
-def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
+def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "uninterrupted-cache"
     assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
     walker.cache = tmp_path / "cache-of-workers"
-    served.fail("GET .*safetensors", slow=6, times=10_000)  # else all is done before a worker has imported torch
+    served.fail("GET .*safetensors", slow=6, times=10_000)  # otherwise the walk ends before a worker has imported torch
     process = walker.start("--workers", "2", **environment)
     store, killed = Store(walker.directory / "out"), 0
     while not killed and process.poll() is None:
@@ -303,7 +303,7 @@ def test_workers_on_ray_one_of_them_killed(walker, served, tmp_path):
     assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
 
 
-def test_workers_without_ray(walker, served, monkeypatch, capsys):
+def test_workers_need_ray(walker, served, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert pythia.main(walker.arguments("--workers", "2")) == 2
     assert "pip install 'block-coupling-tracker[ray]'" in capsys.readouterr().err
@@ -311,7 +311,7 @@ def test_workers_without_ray(walker, served, monkeypatch, capsys):
     assert "--workers -1" in capsys.readouterr().err
 
 
-def test_the_embedded_suite_is_listed(suite, monkeypatch, capsys):
+def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     monkeypatch.setattr(nano, "cache_dir", lambda *_: suite)
     monkeypatch.setattr(nano, "Recipe", lambda: TINY)
     assert command_line.main(["list", "nano"]) == 0
