@@ -1,4 +1,4 @@
-"""The examples as a reader runs them, offline, in a directory of their own."""
+"""Tests of the examples, run offline in an empty directory."""
 
 import os
 import subprocess
@@ -16,14 +16,14 @@ STEPS = {"transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256], "finetune
 @pytest.mark.parametrize("name", STEPS)
 def test_example(name, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKER_CACHE": str(tmp_path)}
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert ran.returncode == 0, ran.stderr
+    assert process.returncode == 0, process.stderr
     results = tracker.open_results(tmp_path / "results" / name)
     assert list(results.step) == STEPS[name] and results.sliced.all()
     assert (tmp_path / "results" / name / "report.html").exists()

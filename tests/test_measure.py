@@ -1,4 +1,4 @@
-"""What a user meets: the Dataset, the model left as it was, and bad input answered in one message."""
+"""Tests of `tracker.measure`: the Dataset, the unchanged model, and one clear message for bad input."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def tokenizer():
 PROMPTS = ["the cat sat on the mat .", "a dog", "the mat of the cat and the dog"]
 
 
-def test_prompts_of_different_lengths_are_measured_each_by_itself():
+def test_prompts_of_different_lengths_are_measured_separately():
     model, _ = build("gpt_neox")
     together = tracker.measure(model, PROMPTS, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
     assert dict(together.sizes) | {"position": 8, "token": 2} == dict(together.sizes)
@@ -82,7 +82,9 @@ def test_final_norm_conventions():
     with torch.no_grad():
         model.double()
         hidden = model(inputs, output_hidden_states=True, use_cache=False).hidden_states
-    norms = torch.stack([h.norm(dim=-1) for h in hidden], 1)  # transformers' last hidden state comes out normed
+    norms = torch.stack(
+        [h.norm(dim=-1) for h in hidden], 1
+    )  # transformers applies the final norm to the last hidden state
     np.testing.assert_allclose(ds["include"].norm, norms, rtol=1e-9)
     np.testing.assert_allclose(ds["exclude"].norm[:, :-1], norms[:, :-1], rtol=1e-9)
     np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm_raw)
@@ -102,7 +104,7 @@ def test_default_tokens_and_k():
     assert every.sizes["token"] == 5
 
 
-def test_only_what_is_asked_for():
+def test_only_selected_measures_are_computed():
     ds = tracker.measure(neox(), tokens(), measures=["trajectory"])
     assert "lss" in ds and "miscoupling" not in ds and "k" not in ds.dims
     ds = tracker.measure(neox(), tokens(), measures=["coupling"], k=2)
@@ -144,7 +146,7 @@ def snapshot(model):
     }
 
 
-def assert_untouched(model, before):
+def assert_unchanged(model, before):
     after = snapshot(model)
     for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
         now = after["parameters"][name]
@@ -158,7 +160,7 @@ def assert_untouched(model, before):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_model_is_left_as_it_was(name):
+def test_model_is_unchanged(name):
     model, inputs = build(name)
     model.train()
     list(model.modules())[3].eval()
@@ -172,12 +174,12 @@ def test_the_model_is_left_as_it_was(name):
     fired.clear()
     before = snapshot(model)
     tracker.measure(model, inputs, k=2, dtype=torch.float64)
-    assert_untouched(model, before)
+    assert_unchanged(model, before)
     assert not fired
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox, eager", "timm vit"])
-def test_the_model_is_left_as_it_was_when_measuring_raises(name):
+def test_model_is_unchanged_when_measuring_raises(name):
     model, inputs = build(name)
     model.train()
     blocks = [model.get_submodule(block) for block in find_blocks(model).names]
@@ -187,7 +189,7 @@ def test_the_model_is_left_as_it_was_when_measuring_raises(name):
     before["parameters"] = {n: v for n, v in before["parameters"].items() if not v[1].isnan().any()}
     with pytest.raises(FloatingPointError, match=r"block 2 \(.*1\) gives values that are not finite"):
         tracker.measure(model, inputs)
-    assert_untouched(model, before)
+    assert_unchanged(model, before)
 
 
 def test_measured_within_inference_mode_and_autocast():
@@ -200,7 +202,7 @@ def test_measured_within_inference_mode_and_autocast():
 
 
 class Wrapped(nn.Module):
-    """A Hugging Face model inside a module of one's own, as in a LightningModule."""
+    """A Hugging Face model inside a user's module, as in a LightningModule."""
 
     def __init__(self, model):
         super().__init__()
@@ -211,8 +213,8 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt_neox, eager"])
-def test_a_wrapped_model_is_measured_like_the_model(name):
-    """No cache in the blocks' replay, the same conventions, the same checks."""
+def test_wrapped_model_is_measured_like_the_model(name):
+    """The replay uses no cache, and conventions and checks are the same."""
     model, inputs = build(name)
     bare, wrapped = (tracker.measure(m, inputs, k=4, dtype=torch.float64) for m in (model, Wrapped(model)))
     np.testing.assert_array_equal(wrapped.miscoupling, bare.miscoupling)
@@ -221,7 +223,7 @@ def test_a_wrapped_model_is_measured_like_the_model(name):
         tracker.measure(Wrapped(model), torch.tensor([[1, 50]]))
 
 
-def test_sequence_first_blocks_of_ones_own_are_asked_about():
+def test_undeclared_sequence_first_blocks_are_refused():
     class Swapped(Wrapped):
         def forward(self, ids):
             x = self.inner.embed(ids).transpose(0, 1)
@@ -236,7 +238,7 @@ def test_sequence_first_blocks_of_ones_own_are_asked_about():
     assert tracker.measure(model, tokens(), k=2).sizes["position"] == 7
 
 
-class Twins(nn.Module):
+class TwoEncoders(nn.Module):
     def __init__(self):
         super().__init__()
         self.left, self.right = Encoder(), Encoder()
@@ -289,7 +291,7 @@ def test_bad_inputs(case):
         tracker.measure(neox(), inputs, tokenizer=tokenizer())
 
 
-def test_inputs_that_the_forward_does_not_take():
+def test_inputs_that_the_forward_does_not_accept_are_refused():
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2)
     with pytest.raises(UsageError, match="forward of VisionTransformer does not take these inputs: missing.*'x'"):
         tracker.measure(model, {"pixels": torch.randn(1, 3, 32, 32)})
@@ -310,18 +312,18 @@ def test_prompts_for_a_forward_that_calls_its_tokens_something_else():
     np.testing.assert_array_equal(ds.miscoupling, inner.miscoupling)
 
 
-def test_prompts_without_a_tokenizer():
+def test_prompts_need_a_tokenizer():
     with pytest.raises(UsageError, match="tokenizer="):
         tracker.measure(neox(), ["the cat"])
 
 
-def test_long_prompts_are_cut_when_asked():
+def test_max_tokens_cuts_long_prompts():
     with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
         ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=32, k=2)
     assert ds.sizes["position"] == 32
 
 
-def test_models_without_blocks_are_refused_with_what_was_looked_for():
+def test_models_without_one_list_of_blocks_are_refused():
     with pytest.raises(
         UsageError, match=r"no residual blocks found in Sequential.*ModuleList or Sequential.*0 \(Linear\)"
     ):
@@ -329,8 +331,8 @@ def test_models_without_blocks_are_refused_with_what_was_looked_for():
     with pytest.raises(
         UsageError, match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)"
     ):
-        find_blocks(Twins())
-    assert len(find_blocks(Twins(), "left.encoder.layers").names) == DEPTH
+        find_blocks(TwoEncoders())
+    assert len(find_blocks(TwoEncoders(), "left.encoder.layers").names) == DEPTH
     assert "gpt_neox.layers.0" in str(find_blocks(neox()))
 
 
@@ -342,14 +344,14 @@ def test_overflow_names_the_block():
         tracker.measure(model, tokens())
 
 
-def test_import_pulls_in_nothing_heavy():
+def test_import_loads_no_heavy_module():
     heavy = "{'torch', 'lightning', 'transformers', 'wandb', 'matplotlib', 'xarray'} & set(sys.modules)"
     code = f"import sys, tracker; assert not {heavy}, {heavy}; tracker.measure; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_python_random_state_is_left_as_it_was():
-    """In a process of its own: the type checker of the tests draws random numbers itself."""
+def test_python_random_state_is_unchanged():
+    """The check runs in a separate process, since the tests' type checker draws random numbers."""
     code = (
         "import random, torch, tracker; from tests.models import neox, tokens; model = neox(); "
         "before = random.getstate(); tracker.measure(model, tokens(), k=2); assert random.getstate() == before"
@@ -358,9 +360,9 @@ def test_python_random_state_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_either_way_to_the_singular_vectors_gives_the_same(dtype, atol):
+def test_full_and_krylov_svd_agree(dtype, atol):
     model, inputs = neox(size=Size(width=96)), tokens(2, 6)
-    full, krylov = (tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=way) for way in ("full", "krylov"))
+    full, krylov = (tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=method) for method in ("full", "krylov"))
     assert full.full_svd.all() and not krylov.full_svd.any()
     assert krylov.complete.all() and float(krylov.residual.max()) < 1e-5
     assert (full.attrs["svd"], krylov.attrs["svd"]) == ("full", "krylov")

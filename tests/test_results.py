@@ -1,4 +1,4 @@
-"""The store: whole units or none, never mixed, damage said."""
+"""Tests of the store: atomic units, refusal of other settings, detection of damage, claims."""
 
 import subprocess
 import sys
@@ -26,23 +26,23 @@ def store(tmp_path):
     return store
 
 
-def test_units_come_back_as_they_were_written(store):
+def test_units_are_read_as_written(store):
     store.write(3, unit(3))
     xr.testing.assert_identical(store.read(3), unit(3))
     assert store.has(3) and not store.has(4) and store.steps() == [3]
 
 
-def test_joined_along_step_ascending_with_ragged_positions(store):
+def test_units_are_joined_in_ascending_steps_with_ragged_positions(store):
     for step in (100, 3, 20):
         store.write(step, unit(step, positions=3 if step > 3 else 2, seconds=float(step)))
     ds = tracker.open_results(store.path)
     assert list(ds.step.values) == [3, 20, 100] and list(ds.commit.values) == ["c3", "c20", "c100"]
     np.testing.assert_array_equal(ds.lss.sel(step=100).values, unit(100).lss.values)
     assert np.isnan(ds.lss.sel(step=3).values[:, 2]).all()
-    assert ds.attrs == {"suite": "toy"}  # what differs from unit to unit is no attribute of the whole
+    assert ds.attrs == {"suite": "toy"}  # attributes that differ between units are dropped
 
 
-def test_other_settings_are_refused_by_name_once_there_are_results(store):
+def test_other_settings_are_refused_once_results_exist(store):
     store.check_settings({"k": [5], "dtype": "float32"})  # nothing measured yet
     store.write(3, unit(3))
     store.check_settings({"k": [5], "dtype": "float32"})
@@ -50,7 +50,7 @@ def test_other_settings_are_refused_by_name_once_there_are_results(store):
         store.check_settings({"k": [6], "dtype": "float32"})
 
 
-def test_units_of_other_layers_across_tokens_are_not_joined(store):
+def test_units_with_other_layer_pairs_across_tokens_are_not_joined(store):
     for step, others in ((3, None), (4, [2.0, np.nan])):
         pairs = xr.Dataset({"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))}, {"layer": [1, 2]})
         made = pairs if others is None else pairs.assign_coords(pair_layer_other=("layer", others))
@@ -59,7 +59,7 @@ def test_units_of_other_layers_across_tokens_are_not_joined(store):
         tracker.open_results(store.path)
 
 
-def test_leftovers_of_a_killed_write_are_not_units(store):
+def test_temporary_files_of_killed_writers_are_not_units(store):
     store.write(3, unit(3))
     left = [store.file(step).with_name(f".{store.file(step).name}.1-1-0123456789abcdef.tmp") for step in (4, 5)]
     for file in left:
@@ -73,14 +73,14 @@ def test_leftovers_of_a_killed_write_are_not_units(store):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"nonsense"], ids=["half", "empty", "other"]
 )
-def test_damaged_units_are_named(store, damage):
+def test_damaged_units_are_reported(store, damage):
     file = store.write(3, unit(3))
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*damaged"):
         tracker.open_results(store.path)
 
 
-def test_a_changed_byte_in_a_number_is_noticed(store):
+def test_changed_byte_in_a_number_is_detected(store):
     file = store.write(3, unit(3, positions=50))
     content, number = bytearray(file.read_bytes()), unit(3, positions=50).lss.values.tobytes()
     content[content.index(number) + 100] ^= 1
@@ -89,14 +89,14 @@ def test_a_changed_byte_in_a_number_is_noticed(store):
         store.read(3)
 
 
-def test_a_file_of_something_else_is_named(store):
+def test_foreign_file_is_reported(store):
     store.write(3, unit(3))
     xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="h5netcdf")
     with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
         tracker.open_results(store.path)
 
 
-def test_no_results(tmp_path):
+def test_directory_without_results_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="give a walk's --out"):
         tracker.open_results(tmp_path)
 
@@ -105,20 +105,20 @@ CLAIM = """
 import sys, time
 from tracker.results import Store
 claim = Store(sys.argv[1]).claim(3)
-print("has it", flush=True)
+print("claimed", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_claim_is_one_walks_alone_and_ends_with_it_however_it_ends(store):
+def test_claim_is_exclusive_and_ends_with_its_process(store):
     other = subprocess.Popen([sys.executable, "-c", CLAIM, store.path], stdout=subprocess.PIPE, text=True)
-    assert other.stdout and other.stdout.readline() == "has it\n"
+    assert other.stdout and other.stdout.readline() == "claimed\n"
     assert store.claim(3) is None and store.claimant(3).endswith(f"process {other.pid}")
     free = store.claim(4)
     assert free is not None and store.claim(4) is None
     with pytest.raises(ValueError, match="never mixed"):
-        store.check_settings({"k": [5], "dtype": "float32"})  # a walk is at work, though it has no results yet
-    free.release()  # its file stays, as that of a walk that was killed
+        store.check_settings({"k": [5], "dtype": "float32"})  # another walk is running, without results so far
+    free.release()  # its file remains, like that of a killed walk
     assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [".step00000003.claim"]
     other.kill()
     other.wait()
@@ -128,7 +128,7 @@ def test_a_claim_is_one_walks_alone_and_ends_with_it_however_it_ends(store):
     assert not store.remove_abandoned() and not list(store.units.glob(".*"))
 
 
-def test_locks_exclude_each_other_while_their_files_come_and_go(tmp_path):
+def test_locks_are_exclusive_while_their_files_are_removed(tmp_path):
     inside, overlaps = [], []
 
     def work():

@@ -1,4 +1,4 @@
-"""The sweep itself: what it calls right is right, and it sees each kind of fault in a measurement that has it."""
+"""Tests of the sweep: it accepts right measurements and detects each type of fault."""
 
 import re
 
@@ -24,14 +24,14 @@ def outcome(monkeypatch, built, measured=measure):
     return judge.judge(built.model.__class__.__name__, "causal", lambda: built)
 
 
-def test_right(monkeypatch, llama):
+def test_right_measurement_is_accepted(monkeypatch, llama):
     found = outcome(monkeypatch, llama)
     assert found.outcome == "right" and found.error < 1e-12
     assert found.blocks.startswith("4: model.layers.0")
 
 
 @pytest.mark.parametrize("variable", ["singular_value", "miscoupling", "offdiag_normalized", "lss", "norm_raw"])
-def test_wrong_numbers(monkeypatch, llama, variable):
+def test_wrong_numbers_are_detected(monkeypatch, llama, variable):
     def wrong(*args, **settings):
         ds = measure(*args, **settings)
         ds[variable] = ds[variable] + 1e-4
@@ -41,14 +41,14 @@ def test_wrong_numbers(monkeypatch, llama, variable):
     assert found.outcome == "wrong" and found.detail.startswith(variable.replace("singular_value", "singular values"))
 
 
-def test_fewer_blocks_than_the_tower_has(monkeypatch, llama):
+def test_missing_blocks_are_detected(monkeypatch, llama):
     def fewer(model, inputs, **settings):
         return measure(model, inputs, blocks=[f"model.layers.{l}" for l in range(3)], **settings)
 
     assert outcome(monkeypatch, llama, fewer).outcome == "wrong"
 
 
-def test_refused_raised_and_changed(monkeypatch, llama):
+def test_refusals_exceptions_and_changed_models_are_detected(monkeypatch, llama):
     def refuses(*args, **settings):
         raise UsageError("not this model\nas it is")
 
@@ -72,7 +72,7 @@ def test_refused_raised_and_changed(monkeypatch, llama):
 
 
 class Fused(nn.Module):
-    """Blocks that hand on a second stream, to which the next one adds the first."""
+    """Blocks that return a second stream, to which the next block adds the first."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -95,7 +95,7 @@ class Fused(nn.Module):
         return x + rest
 
 
-def test_a_second_stream():
+def test_ignored_second_stream_is_detected():
     built = catalogue.Built(Fused().double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
     graph = oracle.run(built.fresh(), built.inputs, [f"layers.{l}" for l in range(3)])
     with pytest.raises(judge.Wrong, match="second tensor"):
@@ -103,7 +103,7 @@ def test_a_second_stream():
 
 
 class Towers(nn.Module):
-    """Two towers side by side, or one behind the other."""
+    """Two parallel towers, or one after the other."""
 
     def __init__(self, behind: bool):
         super().__init__()
@@ -123,14 +123,14 @@ class Towers(nn.Module):
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_the_wrong_tower(behind):
+def test_wrong_tower_is_detected(behind):
     built = catalogue.Built(Towers(behind).double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
     graph = oracle.run(built.fresh(), built.inputs, ["first.0", "first.1"])
     with pytest.raises(judge.Wrong, match="between" if behind else "beside"):
         judge.tower(built, built.inputs, graph, judge.Outcome("Towers", "causal", "right"))
 
 
-def test_jacobians_are_those_of_a_block_alone():
+def test_oracle_returns_jacobians_of_single_blocks():
     built = catalogue.Built(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), {}, True)
     model = nn.ModuleDict({"layers": nn.ModuleList([built.model])}).double()
     model.forward = lambda x: model["layers"][0](x)  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def test_jacobians_are_those_of_a_block_alone():
     torch.testing.assert_close(graph.jacobians(0, 1, 2, None), J)
 
 
-def test_configurations_keep_each_kind_of_layer():
+def test_tiny_configurations_keep_each_type_of_layer():
     from transformers import Gemma3TextConfig
 
     config = tiny.tiny(Gemma3TextConfig)
@@ -154,7 +154,7 @@ def test_each_class_is_in_one_group():
     assert sum(map(len, groups)) == len(set.union(*groups))
 
 
-def test_the_table_in_the_docs_has_every_outcome():
+def test_table_in_the_docs_has_every_outcome():
     lines = (ROOT / "docs" / "sweep.md").read_text().splitlines()
     rows = [line for line in lines if re.match(r"\| (?!group )\w+ \| (" + "|".join(table.ORDER) + r") \|", line)]
     total = next(line for line in lines if line.startswith("| all |")).split("|")[-2]

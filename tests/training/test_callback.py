@@ -1,4 +1,4 @@
-"""The callback in real Lightning runs: the training is unchanged, and the measurements are those of `tracker.measure`."""
+"""Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
 import json
 import os
@@ -51,7 +51,7 @@ class Watch(CouplingCallback):
 def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
     assert set(a.data_vars) == set(b.data_vars)
     for name in a.data_vars:
-        if name in ("residual", "value_error", "derivative_error"):  # of the size of rounding
+        if name in ("residual", "value_error", "derivative_error"):  # no larger than rounding errors
             continue
         np.testing.assert_allclose(a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name)
 
@@ -128,7 +128,7 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
     assert losses[0] == losses[1] and list(watch[0].units) == [0, 2, 4]
 
 
-# The unit of step s is the measurement of the checkpoint of step s.
+# The unit of step s equals the measurement of the checkpoint of step s.
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
@@ -230,7 +230,7 @@ def test_validation_alone_measures_nothing():
 # Resumed runs.
 
 
-def test_resumed_where_it_stopped(tmp_path):
+def test_resumed_run_continues_its_units(tmp_path):
     whole, first, second = (Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b"))
     fit(trainer([whole], max_steps=-1, max_epochs=2))
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -294,22 +294,22 @@ def run_process(*arguments: object, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
-    """A run in one process that is not interrupted."""
-    out = tmp_path_factory.mktemp("alone")
+def uninterrupted(tmp_path_factory) -> Path:
+    """Directory of an uninterrupted run in one process."""
+    out = tmp_path_factory.mktemp("uninterrupted")
     ran = run_process("--out", out)
     assert ran.returncode == 0, ran.stderr
     return out
 
 
-def test_terminated_while_measuring_and_resumed(alone, tmp_path):
+def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
     run_process("--out", tmp_path, "--terminate_at", 4)
     assert Store(tmp_path / "store").steps() == [0, 2, 4]
     (last,) = tmp_path.glob("*step=4.ckpt")
     ran = run_process("--out", tmp_path, "--resume", last)
     assert ran.returncode == 0, ran.stderr
-    for step in Store(alone / "store").steps():
-        a, b = (Store(path / "store").read(step) for path in (alone, tmp_path))
+    for step in Store(uninterrupted / "store").steps():
+        a, b = (Store(path / "store").read(step) for path in (uninterrupted, tmp_path))
         for unit in (a, b):
             for name in VOLATILE:
                 unit.attrs.pop(name)
@@ -344,11 +344,11 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
     lightning.seed_everything(0, verbose=False)
     seen = []
 
-    class Seeing(Classifier):
+    class Recording(Classifier):
         def validation_step(self, batch, index):
             seen.append(batch)
 
-    fit(trainer([watch]), Seeing)
+    fit(trainer([watch]), Recording)
     assert torch.equal(watch.probe[0], seen[0][0][:3]) and torch.equal(watch.probe[1], seen[0][1][:3])
     assert watch.units[0].sizes["prompt"] == 3
 
@@ -356,16 +356,16 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
 def test_without_a_sanity_check_the_probe_is_the_first_training_batch():
     watch, seen = Watch(probe=None), []
 
-    class Seeing(Classifier):
+    class Recording(Classifier):
         def training_step(self, batch, index):
             seen.append(batch)
             return super().training_step(batch, index)
 
-    fit(trainer([watch], num_sanity_val_steps=0), Seeing)
+    fit(trainer([watch], num_sanity_val_steps=0), Recording)
     assert torch.equal(watch.probe[0], seen[0][0])
 
 
-class Sees(lightning.LightningModule):
+class EncoderModule(lightning.LightningModule):
     """A module around an encoder, for different types of batches and forwards."""
 
     def __init__(self):
@@ -379,7 +379,7 @@ class Sees(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 1e-3)
 
 
-class TakesAll(Sees):
+class BatchForward(EncoderModule):
     def forward(self, batch, temperature):
         return self.model(batch["x"]) / temperature
 
@@ -392,7 +392,7 @@ def mappings():
 def test_a_mapping_is_passed_to_the_child_that_has_a_forward():
     watch = Watch(4, probe=None)
     lightning.seed_everything(0, verbose=False)
-    module = Sees()
+    module = EncoderModule()
     trainer([watch], max_steps=2).fit(module, mappings())
     assert set(watch.probe) == {"x", "label"}
     expected = tracker.measure(module.model, {"x": watch.probe["x"]}, k=2).assign_coords(step=2)
@@ -401,14 +401,14 @@ def test_a_mapping_is_passed_to_the_child_that_has_a_forward():
 
 def test_a_given_forward():
     watch = Watch(4, probe=None, forward=lambda module, batch: module(batch, temperature=2.0))
-    module = TakesAll()
+    module = BatchForward()
     trainer([watch], max_steps=2).fit(module, mappings())
     expected = tracker.measure(module.model, {"x": watch.probe["x"]}, k=2).assign_coords(step=2)
     assert_same_units(watch.units[2], expected)
 
 
-def test_a_batch_that_the_forward_does_not_take_is_refused_before_the_first_step():
-    module = TakesAll()
+def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step():
+    module = BatchForward()
     with pytest.raises(
         UsageError, match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"
     ):
@@ -437,14 +437,14 @@ def test_the_default_k_of_narrow_models():
     assert list(watch.units[1].k) == [4]
 
 
-class NoBlocks(Sees):
+class NoBlocks(EncoderModule):
     def __init__(self):
         super().__init__()
         self.model = nn.Linear(8, 8)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
 
 
-class NoForward(Sees):
+class NoForward(EncoderModule):
     def __init__(self):
         super().__init__()
         self.stages = self.model.stages
@@ -501,7 +501,7 @@ def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
     )
     runner = trainer([watch, stop_below_zero(), keep], max_steps=-1, max_epochs=6, enable_checkpointing=True)
     fit(runner)
-    assert runner.current_epoch == 2  # nothing improves by 100: one epoch of patience
+    assert runner.current_epoch == 2  # nothing improves by 100, and the patience is one epoch
     assert float(runner.callback_metrics["coupling/mean_offdiag"]) == pytest.approx(
         scalars(watch.units[16])["coupling/miscoupling/k2/mean_offdiag"], rel=1e-6
     )
@@ -681,7 +681,7 @@ def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):
     class Costly(Watch):
         def keep(self, unit):
             super().keep(unit)
-            now[0] += 2.0  # and a measurement two
+            now[0] += 2.0  # and a measurement takes two
 
     watch = Costly(1, max_overhead=0.25, thin=True)
     fit(trainer([watch], max_steps=40), Slow)
