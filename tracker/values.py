@@ -43,6 +43,8 @@ class ValueType:
 
 def whole_numbers(value: Any) -> list[int]:
     """Return the whole numbers in one number or several, Python's or numpy's; an empty list for anything else."""
+    if isinstance(value, bool):
+        return []
     try:
         return [index(value)]
     except TypeError:

@@ -3,6 +3,7 @@
 import inspect
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,14 @@ def test_an_unknown_option_is_refused_with_the_allowed_ones(function):
     [
         ({"k": "ten"}, "k='ten'"),
         ({"k": [1.5]}, "k=.1.5."),
+        ({"k": True}, "k=True; each K must be a whole number"),
+        ({"tokens": np.array([0.5, 1.0])}, "tokens=array.*give 'last', 'cls', 'all' or a list of indices"),
+        ({"tokens": np.array([])}, "tokens=array.*give 'last', 'cls', 'all' or a list of indices"),
+        ({"window": True}, "window=True; give an odd number"),
+        ({"memory_budget": True}, "memory_budget=True; give a whole number of bytes"),
+        ({"measures": 5}, "measures '5'; choose from all, coupling"),
+        ({"measures": b"all"}, "choose from all, coupling"),
+        ({"measures": [["coupling"]]}, "choose from all, coupling"),
         ({"dtype": torch.bfloat16}, "choose from torch.float32, torch.float64"),
         ({"dtype": "float64", "precision": "tf32"}, "leave dtype out"),
         ({"memory_budget": "3GB"}, "give a whole number of bytes"),

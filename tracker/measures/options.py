@@ -4,7 +4,7 @@ Everything here is derived from `settings.Settings`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from textwrap import fill
 from typing import Any, TypeVar, get_args
@@ -96,7 +96,11 @@ def _canonical(name: str, value: Any) -> Any:
     if value is None and OPTIONS[name].default is None:
         return None
     if name == "measures":
-        return USUAL if value is None else (value,) if isinstance(value, str) else tuple(value)
+        if value is None:
+            return USUAL
+        several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        # Settings refuses what is not a measure's name, with the allowed ones.
+        return tuple(map(str, value)) if several else (str(value),)
     if name == "pair_layers":
         return _layer_pairs(value)
     numbers = tuple(whole_numbers(value))
@@ -105,14 +109,14 @@ def _canonical(name: str, value: Any) -> Any:
             raise UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's width")
         return numbers
     if name == "tokens":
-        if not numbers and value not in TOKEN_CHOICES:
+        if not numbers and not (isinstance(value, str) and value in TOKEN_CHOICES):
             raise UsageError(f"tokens={value!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
         return value if isinstance(value, str) else numbers
     if name == "pair_tokens":
         if not numbers or (isinstance(value, Integral) and value < 2):
             raise UsageError(f"pair_tokens={value!r}; give a number of tokens, at least 2, or a list of positions")
         return numbers[0] if isinstance(value, Integral) else numbers
-    if not isinstance(value, Integral):
+    if not numbers or not isinstance(value, Integral):
         allowed = "a whole number of bytes" if name == "memory_budget" else "an odd number of states, at least 3"
         raise UsageError(f"{name}={value!r}; give {allowed}")
     return int(value)
