@@ -22,8 +22,12 @@ class MostFrequent(lightning.LightningModule):
     def __init__(self, symbols: int = 8, width: int = 64, depth: int = 6):
         super().__init__()
         self.embed = nn.Embedding(symbols, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        layers = [
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(depth)
+        ]
+        self.encoder = nn.TransformerEncoder(layers[0], depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        # nn.TransformerEncoder copies its layer: blocks with identical weights would be coupled before any training.
+        self.encoder.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, symbols)
 
     def forward(self, ids):
