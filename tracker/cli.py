@@ -7,6 +7,11 @@ from jsonargparse import ArgumentParser
 
 from checkpoints.cli import USAGE
 
+CLUSTERS_HELP = (
+    "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "
+    "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
+)
+
 
 class Parser(ArgumentParser):
     """A jsonargparse parser that reports an error as the commands do: `error: --k 'ten'; give whole numbers ...`."""

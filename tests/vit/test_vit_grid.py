@@ -111,9 +111,14 @@ def test_killed_worker_is_retried_or_recorded(trained_grid, tmp_path):
         process = start(*arguments(tmp_path), *more, module="vit.grid")
         first = tmp_path / "grid" / CELLS[0]
         # A killed cell leaves units behind, so the new training has started only if a worker exists too.
-        wait_for(lambda: (first / "coupling" / "units" / "step00000001.nc").exists() and workers_of(first), process)
-        (worker,) = workers_of(first)
-        os.kill(worker, signal.SIGKILL)
+        worker: list[int] = []
+
+        def is_measured_by_a_worker() -> bool:
+            worker[:] = workers_of(first)
+            return bool(worker) and (first / "coupling" / "units" / "step00000001.nc").exists()
+
+        wait_for(is_measured_by_a_worker, process)
+        os.kill(worker[0], signal.SIGKILL)
         out, err = process.communicate(timeout=600)
         return process.returncode, out, err
 

@@ -13,10 +13,6 @@ import xarray as xr
 
 from tracker.errors import UsageError
 
-CLUSTERS_HELP = (
-    "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "
-    "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
-)
 VARIANT = re.compile(r"[-_](deduped|seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
 
 

@@ -11,7 +11,7 @@ import xarray as xr
 
 from checkpoints.cli import OK, reports_errors
 from tracker.analysis.across_models import Results
-from tracker.analysis.clusters import CLUSTERS_HELP, assign_clusters
+from tracker.analysis.clusters import assign_clusters
 from tracker.errors import UsageError
 from tracker.results import distinct_names, open_results
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.cli import CLUSTERS_HELP, Parser
 
     parser = Parser(
         prog="python -m tracker.figures",

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.cli import OK, reports_errors
 from checkpoints.files import write_atomic
-from tracker.analysis.clusters import CLUSTERS_HELP
 from tracker.report.reader import Reader, Signature, signature
-from tracker.results import distinct_names
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -56,6 +54,7 @@ def write_page(
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
     from tracker.analysis.clusters import assign_clusters
+    from tracker.results import distinct_names
 
     names = distinct_names(directories)
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
@@ -228,7 +227,7 @@ def _text(value: Any) -> str:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    from tracker.cli import Parser
+    from tracker.cli import CLUSTERS_HELP, Parser
 
     parser = Parser(prog="python -m tracker.report", description="Write the page of walks' and training runs' results.")
     parser.add_argument(
@@ -242,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
+    from tracker.results import distinct_names
+
     if parsed.out is None and len(parsed.results) > 1:
         raise ValueError(
             f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
