@@ -22,8 +22,8 @@ from tracker.figures.model_comparisons import score_against_coupling
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents
 from tracker.report.summary import summary
-from tracker.report.write import distinct_names, main, write_report
-from tracker.results import Store
+from tracker.report.write import main, write_report
+from tracker.results import Store, distinct_names
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser_test = [
