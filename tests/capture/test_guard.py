@@ -1,7 +1,7 @@
 """Measuring never changes the model: forward passes that write to weights, buffers, attributes and inputs.
 
-Every planted model below writes to something it holds. Its tensors must keep their bytes, their version counters and their
-memory, whether measuring succeeds or raises.
+Each model below writes to tensors or lists that it contains. They must keep their bytes, version counters and memory,
+whether measuring succeeds or raises.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from tracker.errors import UsageError
 
 
 class Writer(nn.Module):
-    """x + x W^T, after its forward pass has written to what it holds; most of the writes change nothing a second time."""
+    """Returns x + x W^T after writing to its own tensors or lists; most writes have no effect the second time."""
 
     def __init__(self, write, seed=0):
         super().__init__()
@@ -116,7 +116,7 @@ WRITES = [
 
 
 def held(model):
-    """Every tensor that the model holds: value, memory, version; and the lengths of its lists."""
+    """Return the value, memory and version of every tensor of the model, and its lists."""
     tensors = [*model.parameters(), *model.buffers()]
     lists = []
     for block in model.modules():
@@ -203,10 +203,10 @@ def test_rwkv_that_rescales_its_weights_in_place():
 
 
 def test_a_module_outside_the_tree_is_not_run():
-    """A module that is held in a list is no submodule; the replica has its own of it, too."""
+    """A module in a plain list is no submodule; the replica copies it, too."""
     ran = []
 
-    class Borrowed(nn.Module):
+    class Listed(nn.Module):
         def forward(self, x):
             ran.append(self)
             return x
@@ -214,11 +214,11 @@ def test_a_module_outside_the_tree_is_not_run():
     class Holder(Writer):
         def __init__(self):
             super().__init__(clamp)
-            self.borrowed = [Borrowed()]
+            self.listed = [Listed()]
 
         def forward(self, x):
-            return super().forward(self.borrowed[0](x))
+            return super().forward(self.listed[0](x))
 
     model = Stack([Holder(), Holder()])
     tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
-    assert ran and not {id(block.borrowed[0]) for block in model.blocks} & set(map(id, ran))
+    assert ran and not {id(block.listed[0]) for block in model.blocks} & set(map(id, ran))

@@ -45,14 +45,14 @@ def test_the_smaller_k_is_the_leading_part():
         torch.testing.assert_close(miscouplings(A[..., :3, :3], triplets.S[:, :3], 12)[name], expected)
 
 
-def test_shared_bases_couple_perfectly_and_rows_are_the_block_described():
+def test_shared_bases_couple_perfectly_and_rows_are_the_blocks_of_the_jacobians():
     """Same singular vectors, other singular values: all measures are 0 for every pair."""
     U, V = rotation(0, 12), rotation(1, 12)
     s = torch.linspace(3, 1, 12, dtype=torch.float64)
     J = torch.stack([U * s @ V.T, U * (2 * s + 1) @ V.T])
     for name, m in measured(J, 5).items():
         assert m.abs().max() < 1e-12, name
-    # Now block 2 has other right vectors: described in the basis of block 1, A[0, 0] = U1^T J1 V1 stays diagonal.
+    # Block 2 has other right singular vectors: A[0, 1] = U2^T J1 V2 is not diagonal.
     J = torch.stack([U * s @ V.T, U * s @ rotation(2, 12).T])
     A = coupling_matrices(J, *(getattr(top_singular_triplets(J, 5), part) for part in ("U", "V")))
     triplets = top_singular_triplets(J, 5)
@@ -105,7 +105,7 @@ def test_null_levels_agree_with_simulation():
 
 
 def test_zero_jacobian_is_undefined_not_perfect():
-    """Neither as the block described nor as the one that lends a basis: its singular vectors are arbitrary."""
+    """Pairs with a zero Jacobian are NaN, whether it is J or gives the basis: its singular vectors are arbitrary."""
     J = jacobians(0)
     J[1] = 0
     for name, m in measured(J, 4).items():
@@ -115,7 +115,7 @@ def test_zero_jacobian_is_undefined_not_perfect():
     assert all(level.isnan() for level in levels.values())
 
 
-def test_a_jacobian_of_rank_below_k_lends_no_basis():
+def test_a_jacobian_of_rank_below_k_has_no_basis():
     J = jacobians(0)
     J[1] = J[1][:, :3] @ J[1][:3]  # rank 3
     m = measured(J, 4)["miscoupling"]

@@ -1,4 +1,4 @@
-"""Jacobians that are never formed against dense ones, through the whole measurement."""
+"""Matrix-free measurements against dense ones, through the whole measurement."""
 
 import warnings
 
@@ -16,7 +16,7 @@ EXACT = (*MISCOUPLINGS, "singular_value", "lss")
 
 
 def both(name, dtype, prompts=None, **options):
-    """The same measured with dense Jacobians and without."""
+    """Return the measurements with dense Jacobians and without."""
     model, given = build(name, Size(width=192))
     inputs = {"inputs": given if prompts is None else prompts, "k": (3, 6), "dtype": dtype, **options}
     with warnings.catch_warnings():
@@ -41,14 +41,14 @@ def test_matrix_free_equals_dense(name, dtype, tolerance):
 @pytest.mark.parametrize("svd_by", ["full", "krylov", "matrix-free"])
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2, soft cap", "bloom"])
 def test_both_conventions_of_the_final_norm(name, svd_by):
-    """What is measured with the final norm holds, under `_raw`, what is measured without it."""
+    """The `_raw` variables of a measurement with the final norm equal those of a measurement without it."""
     model, given = build(name, Size(width=64))
     options = {"k": (3, 6), "dtype": torch.float64, "svd": svd_by, "tokens": [1, -1]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        beside = ["coupling", "vju", "matrices"]
-        included = tracker.measure(model, given, **options, measures=beside, final_norm="include")
-        excluded = tracker.measure(model, given, **options, measures=beside, final_norm="exclude")
+        extras = ["coupling", "vju", "matrices"]
+        included = tracker.measure(model, given, **options, measures=extras, final_norm="include")
+        excluded = tracker.measure(model, given, **options, measures=extras, final_norm="exclude")
     certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
     for variable in (*MISCOUPLINGS, "singular_value", *certificate):
         raw = included[f"{variable}_raw"]
@@ -77,7 +77,7 @@ def test_both_conventions_where_jacobians_do_not_fit_together():
 
 
 def test_one_jacobian_more_for_both_conventions(monkeypatch):
-    """And of pairs a row and a column more: (L + 1) / L of one convention's."""
+    """Both conventions take L + 1 Jacobians, one more than a single convention."""
     model, given = build("gpt_neox")
     asked = []
     jacobians = depthwise.Jacobians.__call__
@@ -137,4 +137,4 @@ def test_chosen_by_counted_columns(monkeypatch):
     monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
     assert tracker.measure(model, given, k=3).attrs["completeness"] == "probabilistic"
     assert tracker.measure(model, given, k=3, svd="krylov").attrs["completeness"] == "exact"
-    assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # no room
+    assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # k too large

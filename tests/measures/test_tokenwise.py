@@ -35,7 +35,7 @@ def quiet():
 
 
 def between(name, pairs, dtype=torch.float64):
-    """J_{t1 t2} of every block at (sample, t1, t2), and what brute force gives."""
+    """Return J_{t1 t2} of every block at (sample, t1, t2), measured and by brute force."""
     model, inputs, ds, expected = oracle(name, dtype)
     (batch,) = batches(model, inputs, None, None)
     sample, source, token = (torch.tensor(index) for index in zip(*pairs, strict=True))
@@ -71,7 +71,7 @@ PAIRS_OF_LAYERS = {  # as given, and (l, l') as measured, of three blocks
     "default": (None, {1: 2, 2: 3}),
     "within a block": (0, {1: 1, 2: 2, 3: 3}),
     "backwards": (-2, {3: 1}),
-    "lending to each other": ([(1, 3), (3, 1), (2, 2)], {1: 3, 2: 2, 3: 1}),
+    "cycle": ([(1, 3), (3, 1), (2, 2)], {1: 3, 2: 2, 3: 1}),
     "one pair": ([(np.int64(3), 2)], {3: 2}),
 }
 
@@ -97,19 +97,19 @@ def test_token_wise_couplings_against_brute_force(name, choice):
         model, inputs, k=[2, K], dtype=torch.float64, measures=measures, pair_tokens=tokens, **options
     )
     assert found.pair_position.values.tolist() == [tokens, tokens]
-    lenders = {int(l): int(m) for l, m in zip(found.layer, found.pair_layer_other, strict=True) if np.isfinite(m)}
-    assert lenders == of_layers
+    basis_layers = {int(l): int(m) for l, m in zip(found.layer, found.pair_layer_other, strict=True) if np.isfinite(m)}
+    assert basis_layers == of_layers
     for l in {1, 2, 3} - set(of_layers):
         assert found.self_miscoupling.sel(layer=l).isnull().all() and found.self_matrix.sel(layer=l).isnull().all()
         assert found.fixed_input_offdiag_null.sel(layer=l).isnull().all()
     for kind in ("self", "fixed_input", "fixed_output"):
         for b, (l, m) in itertools.product(range(2), of_layers.items()):
-            Js, lending = (
+            Js, bases = (
                 [expected.jacobian(block - 1, b, *link).detach() for link in links(kind, tokens)] for block in (l, m)
             )
             at = found.isel(prompt=b).sel(layer=l)
             for k in (2, K):
-                for measure, values in brute_force.couplings(Js, k, lending).items():
+                for measure, values in brute_force.couplings(Js, k, bases).items():
                     scale = 1 if measure != "offdiag" else max(1, float(values.max()))
                     seen = at[f"{kind}_{measure}"].sel(k=k)
                     np.testing.assert_allclose(seen, values, rtol=0, atol=1e-8 * scale)
@@ -120,13 +120,13 @@ def test_token_wise_couplings_against_brute_force(name, choice):
                 level = (k * (k - 1)) ** 0.5 * norm / len(Js[0])
                 np.testing.assert_allclose(at[f"{kind}_offdiag_null"].sel(k=k), level, rtol=1e-6)
             np.testing.assert_allclose(at[f"{kind}_singular_value"], s[:, :K], rtol=1e-6)
-            U, _, Vh = torch.linalg.svd(lending[1])
+            U, _, Vh = torch.linalg.svd(bases[1])
             A = (U[:, :2].T @ Js[0] @ Vh[:2].T).abs()
             np.testing.assert_allclose(abs(at[f"{kind}_matrix"][0, 1]), A, atol=1e-8 * max(1, float(A.max())))
 
 
 @pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
-def test_no_jacobian_is_found_twice(choice, monkeypatch):
+def test_no_jacobian_is_computed_twice(choice, monkeypatch):
     given, of_layers = PAIRS_OF_LAYERS[choice]
     model, inputs = build("gpt_neox")
     asked, at_once = [], []
@@ -153,7 +153,7 @@ def test_no_jacobian_is_found_twice(choice, monkeypatch):
 
 
 def test_the_null_level_is_that_of_an_unrelated_basis():
-    """Of the Jacobian described: its own singular values and norm, in bases that are drawn at random."""
+    """The null level uses the singular values and norm of block l's Jacobian; the bases are drawn at random."""
     model, inputs, _, expected = oracle("gpt_neox", torch.float64)
     K, draws = 4, 400
     found = tracker.measure(model, inputs, k=K, dtype=torch.float64, measures="tokenwise", pair_tokens=[0, 2, 3])
@@ -222,7 +222,7 @@ def test_shorter_prompts_lack_pairs():
     }
 
 
-def test_null_levels_stand_beside_token_wise_couplings():
+def test_null_levels_of_token_wise_couplings():
     model, inputs = build("gpt_neox")
     found = tracker.measure(model, inputs, k=4, measures="tokenwise", pair_tokens=3)
     assert found.self_offdiag_normalized_null.dims == ("prompt", "k", "layer", "pair_token")

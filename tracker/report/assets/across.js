@@ -1,4 +1,4 @@
-// Results beside each other, a point for each: coupling and score after the last step, and fits of one on another.
+// Comparison of results, one point each: coupling and score after the last step, and fits of one on another.
 const SIGNED = data.texts.colours.diverging.map((colour, i, { length }) => [i / (length - 1), colour]);
 const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];

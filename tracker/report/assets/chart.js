@@ -89,7 +89,7 @@ const traces = {
       meta: { part: "band" }
     };
   },
-  // Over training: with the steps that are doubted marked, and the numbers that go with each point kept for the CSV.
+  // A line over training: suspect steps are marked, and the numbers of each point are kept for the CSV.
   training(m, y, name, i, more = {}) {
     const text = m.steps.map((step, j) => `step ${stepName(step)}${m.suspect[j] ? " (suspect)" : ""}`);
     const size = m.steps.length > 60 ? 4 : 6;
@@ -156,7 +156,7 @@ function draw(id) {
     displayModeBar: false });
 }
 
-// What a chart says to those who don't see it: how many lines, and where each goes.
+// Describe a chart for screen readers: its lines, with their first and last values.
 function describe(lines) {
   const short = (value) => (typeof value === "number" ? Number(value.toPrecision(3)) : value);
   const told = lines.filter((line) => line.name && line.y && !(line.meta && line.meta.part)).slice(0, 6).map((

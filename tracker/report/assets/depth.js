@@ -1,4 +1,4 @@
-// By depth, at a step: the step in colour, others in grey behind it.
+// Values by depth: the chosen step in colour, other steps in grey behind it.
 const OTHERS = 24; // how many others at most
 
 function emphasised(x, middle, faint, low = null, high = null) {
@@ -137,7 +137,7 @@ figures.noise = {
   },
 };
 
-// Of each prompt, against one of its properties.
+// Coupling of each prompt against one of its properties.
 function ofPrompts(id, property, axis, values, hover) {
   figures[id] = {
     has: () => here() && Boolean(model().prompts && values(model().prompts) && (model().prompts.values[state

@@ -20,7 +20,7 @@ function offer() {
   if (data.across) fill("against", against());
   fill("kind", kinds, kinds.map((kind) => KINDS_OF_TOKENS[kind]));
   for (const id of ["l", "m"]) fill(id, layers.map(String));
-  fill("block", described(model()).map(String));
+  fill("block", tokenBlocks(model()).map(String));
   $("step").max = model().steps.length - 1;
   $("step").disabled = model().steps.length < 2;
   const hidden = {

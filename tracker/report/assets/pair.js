@@ -1,4 +1,4 @@
-// Layer pairs at a step: the matrix, and of the pair that is picked its history and its |A|.
+// Layer pairs at a step: the matrix, and the history and |A| of the selected pair.
 const matrixOf = (m, index) => atStep(m.matrices[state.measure][state.k], index);
 const levelOf = (m, index) => atStep(m.levels[state.measure][state.k], index).values;
 const here = () => coupled(model());
@@ -9,7 +9,7 @@ const ofStep = (index) => {
   return step === state.step ? `step ${stepName(step)}` :
     `step ${stepName(step)}, the last carried before ${stepName(state.step)}`;
 };
-const spans = {}; // of colours, over all steps
+const spans = {}; // colour ranges over all steps
 
 function span(packed, key) {
   if (!spans[key]) {
@@ -53,7 +53,7 @@ figures.matrix = {
   },
 };
 
-// With swapped bases a block's own are not trivial.
+// With swapped bases, a block in its own basis is not trivial.
 const trivial = () => state.l === state.m && MEASURES[state.measure].trivial;
 const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "undefined");
 const alike = (m) => coupled(m) && m.layers === model().layers;

@@ -1,4 +1,4 @@
-// What the reader has chosen. It is kept in the address, so that a reload or a copied link shows the same.
+// The reader's choices, kept in the address, so that a reload or a copied link shows the same.
 const $ = (id) => document.getElementById(id);
 const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
@@ -19,7 +19,7 @@ const model = () => data.models[Number(state.model)];
 const union = (lists) => [...new Set(lists.flat())];
 const all = (of) => union(data.models.map(of));
 const stepIndex = () => model().steps.indexOf(state.step);
-// Of another model or after a reload the step may not be there: then the nearest.
+// Another model, or the results after a reload, may lack the step: then use the nearest.
 const nearest = (steps, step) =>
   step === null ? steps[steps.length - 1] : steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b :
     a));
@@ -27,8 +27,8 @@ const nearest = (steps, step) =>
 const coupled = (m) => m.layers > 1 && Boolean((m.curves[state.measure] || {})[state.k]);
 const valid = (value, values, otherwise) => (values.includes(value) ? value : otherwise);
 
-// The blocks whose Jacobians are described across tokens.
-const described = (m) => (m.token_layers ? range(m.layers, 1).filter((l) => m.token_layers.others[l - 1] !== null) :
+// The blocks that have a basis block across tokens.
+const tokenBlocks = (m) => (m.token_layers ? range(m.layers, 1).filter((l) => m.token_layers.others[l - 1] !== null) :
 []);
 
 const MEASURED = (m) => union([Object.keys(m.curves), ...Object.values(m.tokens).map((kind) => Object.keys(kind
@@ -52,7 +52,7 @@ function settle() {
   state.step = nearest(m.steps, state.step);
   state.l = clamp(Number.isFinite(state.l) ? state.l : null, 1);
   state.m = clamp(Number.isFinite(state.m) ? state.m : null, 2);
-  state.block = valid(state.block, described(m), m.token_layers ? m.token_layers.middle : null);
+  state.block = valid(state.block, tokenBlocks(m), m.token_layers ? m.token_layers.middle : null);
 }
 
 // Light or dark: as the system has it, unless the reader has chosen. A file may be denied storage.

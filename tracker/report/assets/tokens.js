@@ -1,4 +1,4 @@
-// Coupling across tokens: J of one in block l, in the basis of another's in block l′ (paper, section 3.1).
+// Coupling across tokens: J of token t in block l, in the basis of token t′ in block l′ (paper, section 3.1).
 const tokensOf = (m) => m.tokens[state.kind];
 const baseMeasure = () => MEASURES[state.measure].base;
 const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
