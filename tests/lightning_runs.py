@@ -10,6 +10,8 @@ from pathlib import Path
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -130,6 +132,42 @@ class Sharded(Classifier):
         for block in self.stages:
             fully_shard(block, mesh=self.device_mesh["data_parallel"])
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class PretendAccelerator(Accelerator):
+    """Lightning's interface to the pretend device: `trainer(**ON_PRETEND_DEVICE)`, in tests with the `pretend` fixture."""
+
+    def setup_device(self, device):
+        assert device.type == "pretend", device
+
+    def teardown(self):
+        pass
+
+    @staticmethod
+    def parse_devices(devices):
+        return int(devices)
+
+    @staticmethod
+    def get_parallel_devices(devices):
+        return [torch.device("pretend", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count():
+        return 1
+
+    @staticmethod
+    def is_available():
+        return hasattr(torch, "pretend")
+
+    @staticmethod
+    def name():
+        return "pretend"
+
+
+AcceleratorRegistry.register("pretend", PretendAccelerator)
+# Lightning places an accelerator that it does not know on the CPU, so the strategy names the device.
+StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0")
+ON_PRETEND_DEVICE = {"accelerator": "pretend", "strategy": "pretend", "devices": 1}
 
 
 def trainer(callbacks=(), max_steps: int = 8, **options) -> lightning.Trainer:
