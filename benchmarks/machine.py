@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+import tracker
 from tracker.linalg.identity import rows_of_identity
 from tracker.linalg.linear import FrozenLinear, FrozenProduct
+from tracker.provenance import package_version
 
 
 class Clock:
@@ -120,5 +121,6 @@ def environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "transformers", "block-coupling-tracker")},
+        **{name: package_version(name) for name in ("torch", "transformers")},
+        "block-coupling-tracker": tracker.__version__,
     }

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tracker import __version__
 from tracker.blocks.find import unwrap
 from tracker.errors import UsageError
 
@@ -23,8 +25,8 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
     config = getattr(model, "config", None)
     return {
         "schema": SCHEMA,
-        "tracker_version": version("block-coupling-tracker"),
-        **{f"{name}_version": version(name) for name in ("torch", "transformers", "numpy", "xarray")},
+        "tracker_version": __version__,
+        **{f"{name}_version": package_version(name) for name in ("torch", "transformers", "numpy", "xarray")},
         "python_version": platform.python_version(),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model_name": str(getattr(config, "name_or_path", "") or ""),
@@ -35,6 +37,14 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def package_version(name: str) -> str:
+    """Return the version of a package from its metadata or, where it has none, from the imported module."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return str(getattr(sys.modules.get(name), "__version__", "unknown"))
 
 
 def usable_device(device: torch.device | str, given: str) -> torch.device:

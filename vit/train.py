@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
@@ -235,7 +234,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
 def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> Row:
     import torch
 
-    from tracker.provenance import describe
+    from tracker.provenance import describe, package_version
 
     last = module.history[-1] if module.history else {}
     return {
@@ -249,7 +248,7 @@ def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> 
         "recipe": recipe.identity,
         "environment": {
             **describe(module.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-            **{f"{name}_version": version(name) for name in ("timm", "torchvision", "lightning")},
+            **{f"{name}_version": package_version(name) for name in ("timm", "torchvision", "lightning")},
         },
     }
 
