@@ -53,7 +53,7 @@ def test_a_checkout_without_metadata_measures(tmp_path):
 
 def test_code_and_distribution_state_one_version():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tracker.__version__"}
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tracker.version.__version__"}
     attributes = describe(torch.nn.Linear(1, 1), torch.device("cpu"))
     assert attributes["tracker_version"] == tracker.__version__
     assert attributes["torch_version"] == version("torch")

@@ -8,9 +8,9 @@ True
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from tracker.version import __version__
 
-# Public names and their modules, imported on first use: `import tracker` itself imports nothing else.
+# Public names and their modules, imported on first use: `import tracker` itself imports nothing heavy.
 _MODULES = {
     "CouplingCallback": "training.callback",
     "measure": "measurement",
@@ -18,7 +18,7 @@ _MODULES = {
     "open_results": "results",
     "plot": "figures.notebook",
 }
-__all__ = ["CouplingCallback", "find_blocks", "measure", "open_results", "plot"]
+__all__ = ["CouplingCallback", "__version__", "find_blocks", "measure", "open_results", "plot"]
 
 if TYPE_CHECKING:
     from tracker.blocks.find import find_blocks

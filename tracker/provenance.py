@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker import __version__
 from tracker.blocks.find import unwrap
 from tracker.errors import UsageError
+from tracker.version import __version__
 
 SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one that is added, older units have NaN
 
