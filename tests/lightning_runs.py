@@ -164,9 +164,9 @@ class PretendAccelerator(Accelerator):
         return "pretend"
 
 
-AcceleratorRegistry.register("pretend", PretendAccelerator)
+AcceleratorRegistry.register("pretend", PretendAccelerator, override=True)  # pytest imports this module twice
 # Lightning places an accelerator that it does not know on the CPU, so the strategy names the device.
-StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0")
+StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0", override=True)
 ON_PRETEND_DEVICE = {"accelerator": "pretend", "strategy": "pretend", "devices": 1}
 
 
