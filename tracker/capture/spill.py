@@ -1,10 +1,11 @@
-"""Keep tensors in memory up to a budget, and beyond it in memory-mapped temporary files.
+"""Keep tensors in memory up to a budget, and beyond it in memory-mapped temporary files, or in the host's memory.
 
 A file is unlinked before it is used, so it disappears with its last tensor, also if the process is killed. The operating
 system writes its pages out and reads them back.
 """
 
 import errno
+import os
 import tempfile
 
 import torch
@@ -29,6 +30,20 @@ class Spill:
             return _in_file(tensor)
         self.memory -= tensor.nbytes
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def host_memory() -> int:
+    """Return how many bytes of the host's memory an accelerator's tensors may take: a quarter of it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the host's memory, for use on its device: CUDA's current stream may still be filling the copy."""
+    pinned = (
+        tensor.device.type == "cuda"
+    )  # copies to and from pinned memory run beside the host's work, at the full rate
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return kept.copy_(tensor, non_blocking=pinned)
 
 
 def _in_file(tensor: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
 There are two methods. *Dense* forms every Jacobian from d products with the block, decomposes it (`svd`) and multiplies it
 with the bases. *Matrix-free* computes the triplets from products with J and J^T (`krylov`) and each block's pairs from L K
 more products, without forming a Jacobian. It needs two passes over the blocks, because the pairs of a block need the bases
-of all blocks. The dense method needs two passes only where the Jacobians of all blocks do not fit into memory together.
+of all blocks. The dense method needs two passes only where the Jacobians of all blocks fit neither into the memory budget nor,
+beside an accelerator, into the host's memory.
 
 Columns that each block is multiplied with:
 
@@ -30,6 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall, Recording
+from tracker.capture.spill import host_memory, to_host
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Rows, Sketch
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
@@ -90,20 +92,27 @@ def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory
 
 
 def fits(recording: Recording, memory: int) -> bool:
-    """Return whether the Jacobians of all blocks at one row fit into `memory` scalars.
+    """Return whether `memory` scalars, or the host, can keep all blocks' Jacobians at one row; if not, J V takes another pass."""
+    return _scalars_of_row(recording) <= max(memory, _host_scalars(recording))
 
-    If they do not, a second pass over the blocks computes the products J V of the pairs.
-    """
-    return len(measured_calls(recording)) * recording.calls[0].x.shape[-1] ** 2 <= memory
+
+def _scalars_of_row(recording: Recording) -> int:
+    return len(measured_calls(recording)) * recording.calls[0].x.shape[-1] ** 2
+
+
+def _host_scalars(recording: Recording) -> int:
+    """Return how many scalars of an accelerator's Jacobians the host's memory may keep."""
+    call = recording.calls[0]
+    return 0 if call.replica.device.type == "cpu" else host_memory() // call.x.itemsize
 
 
 def _dense_rows_at_once(recording: Recording, memory: int) -> int:
-    """Return how many rows' Jacobians fit into `memory` scalars.
-
-    Counted are the Jacobians of all blocks or, if those of one row do not fit, of one block at a time.
-    """
-    kept = len(measured_calls(recording)) if fits(recording, memory) else 1
-    return max(1, memory // (kept * recording.calls[0].x.shape[-1] ** 2))
+    """Return how many rows' Jacobians fit: those of all blocks or, if only the host or no memory holds them, of one block."""
+    of_all = _scalars_of_row(recording)
+    if of_all <= memory:
+        return memory // of_all
+    of_one = max(1, memory // recording.calls[0].x.shape[-1] ** 2)
+    return min(of_one, _host_scalars(recording) // of_all) if fits(recording, memory) else of_one
 
 
 def depthwise_couplings(
@@ -125,10 +134,11 @@ def depthwise_couplings(
     for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, memory)):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
-        if fits(first, memory) and not matrix_free:
+        if not matrix_free and _scalars_of_row(first) <= memory:
             layers = _dense(jacobians, blocks, max(ks), method)
         else:
-            layer_of = _matrix_free_layer if matrix_free else _recomputed_layer
+            dense_layer = _layer_on_host if fits(first, memory) else _recomputed_layer
+            layer_of = _matrix_free_layer if matrix_free else dense_layer
             layers = [layer_of(jacobians, selections, max(ks), method) for selections in blocks]
         L = len(first.calls)
         for r, values in enumerate(pairs(layers, ks, extras, L=L)):
@@ -233,13 +243,17 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
         yield group
 
 
-def _dense(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], K: int, method: Method) -> list[Layer]:
-    """Return layers that keep their Jacobians."""
+def _dense(
+    jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], K: int, method: Method, on_host: bool = False
+) -> list[Layer]:
+    """Return layers that keep their Jacobians, on the device or in the host's memory."""
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
     triplets = triplets_of_each(Js, K, "auto" if method == "matrix-free" else method)
+    kept = map(to_host, Js) if on_host else Js
+    products = [lambda V, J=J: J.to(V.device, non_blocking=True) @ V for J in kept]
     return [
-        Layer(of_block, J.matmul, torch.linalg.matrix_norm(J), checks_of_block, True)
-        for of_block, J, checks_of_block in zip(triplets, Js, checks, strict=True)
+        Layer(of_block, product, torch.linalg.matrix_norm(J), checks_of_block, True)
+        for of_block, J, product, checks_of_block in zip(triplets, Js, products, checks, strict=True)
     ]
 
 
@@ -248,6 +262,10 @@ def _form_jacobians(
 ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
     Js, checks = zip(*jacobians(selections), strict=True)
     return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
+
+
+def _layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
+    return _dense(jacobians, [selections], K, method, on_host=True)[0]
 
 
 def _recomputed_layer(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
