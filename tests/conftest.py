@@ -25,6 +25,7 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
+from tests import pretend_device  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TINY = nano.Recipe(
@@ -80,3 +81,14 @@ class Walker:
 @pytest.fixture
 def walker(suite, tmp_path) -> Walker:
     return Walker(suite, tmp_path)
+
+
+@pytest.fixture
+def pretend():
+    """Register a second device without hardware; skip the test where there is no compiler."""
+    try:
+        device = pretend_device.load()
+    except pretend_device.NoCompilerError as error:
+        pytest.skip(str(error))
+    with device.available():
+        yield device
