@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall
+from tracker.device_errors import raise_device_errors
 from tracker.errors import UsageError
 from tracker.jacobians.batch_mixing import find_mixing
 from tracker.jacobians.checks import adjoint_error, check_key, derivative_error, reproduces_recorded_output
@@ -52,9 +53,8 @@ class CheckCache:
             if key not in self._adjoint_errors:
                 try:
                     self._adjoint_errors[key] = adjoint_error(operator, x)
-                except torch.OutOfMemoryError:
-                    raise
                 except RuntimeError as error:
+                    raise_device_errors(error)
                     raise refusal(error) from error
             if not self._adjoint_errors[key] <= allowed_error:
                 raise refusal(f"u . J v and J^T u . v differ by {self._adjoint_errors[key]:.1e}")

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import OutOfMemoryError, Tensor
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.recording import AttentionCall, BlockCall
+from tracker.device_errors import raise_device_errors
 from tracker.errors import UsageError
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
@@ -156,9 +157,10 @@ def slicing_errors() -> Iterator[None]:
     """Raise NotSliceable for what a block's code raises on sequences of length one."""
     try:
         yield
-    except (NotSliceable, UsageError, OutOfMemoryError):
+    except (NotSliceable, UsageError):
         raise
     except FAILURES as error:
+        raise_device_errors(error)
         raise NotSliceable(f"the block does not run on single rows ({_format(error)})") from error
 
 
@@ -171,9 +173,10 @@ def replay_errors(call: BlockCall, how: str = "again on what the model gave it, 
     """
     try:
         yield
-    except (NotSliceable, UsageError, OutOfMemoryError):
+    except (NotSliceable, UsageError):
         raise
     except FAILURES as error:
+        raise_device_errors(error)
         raise UsageError(
             f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run {how} "
             f"({_format(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"

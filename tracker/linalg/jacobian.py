@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tracker.device_errors import raise_device_errors
 from tracker.linalg.identity import identity_matrix
 from tracker.linalg.precision import float32_products
 
@@ -72,10 +73,10 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
         return gradient(cotangents[0])[0][None]
     try:
         return torch.vmap(lambda one: gradient(one)[0])(cotangents)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # an operation without a vmap rule, such as bloom's own GELU
-        return torch.stack([gradient(one)[0] for one in cotangents])
+    except RuntimeError as error:  # an operation without a vmap rule, such as bloom's own GELU
+        raise_device_errors(error)
+    # Outside the handler, which would keep the traceback and so the failed attempt's tensors.
+    return torch.stack([gradient(one)[0] for one in cotangents])
 
 
 def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int) -> Float[Tensor, "R d d"]:

@@ -1,0 +1,139 @@
+"""Errors of a device are told from errors of the code that runs on it, and nothing takes them for something else."""
+
+import pytest
+import torch
+
+import tracker
+from tests.models import Size, language, tokens
+from tracker.device_errors import is_allocation_failure, is_device_error, raise_device_errors
+
+FAILED_KERNEL = "CUDA error: unspecified launch failure"
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+LinAlgError = torch.linalg.LinAlgError
+
+ALLOCATIONS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
+    ),
+    torch.AcceleratorError("HIP error: out of memory"),
+    RuntimeError(NO_HANDLE),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnSsyevd(handle)`"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB, max allowed: 9.07 GB)."),
+    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+    ),
+    MemoryError("Unable to allocate 8.00 GiB for an array"),
+]
+DEVICE = [
+    torch.AcceleratorError(FAILED_KERNEL),
+    RuntimeError(FAILED_KERNEL),
+    RuntimeError("CUDA driver error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSsyevd(...)`"),
+    RuntimeError("HIP error: unspecified launch failure"),
+    RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
+    RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
+    RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error"),
+]
+OTHERS = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
+    RuntimeError(
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+    ),
+    LinAlgError(
+        "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED. This error may appear if the input matrix contains NaN."
+    ),
+    ValueError(FAILED_KERNEL),
+]
+
+
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:70]
+
+
+@pytest.mark.parametrize("error", ALLOCATIONS, ids=in_words)
+def test_allocation_failures(error):
+    assert is_allocation_failure(error) and not is_device_error(error)
+    with pytest.raises(torch.OutOfMemoryError):
+        raise_device_errors(error)
+
+
+@pytest.mark.parametrize("error", DEVICE, ids=in_words)
+def test_device_errors(error):
+    assert is_device_error(error) and not is_allocation_failure(error)
+    with pytest.raises(type(error)) as raised:
+        raise_device_errors(error)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=in_words)
+def test_other_errors(error):
+    assert not is_device_error(error) and not is_allocation_failure(error)
+    raise_device_errors(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("operator", ["mm", "bmm", "mul.Tensor", "native_layer_norm"])
+@pytest.mark.parametrize("svd", ["full", "krylov"])
+def test_a_planted_error_is_raised_wherever_it_happens(pretend, svd, operator):
+    """Neither another path of Jacobians, nor one gradient per cotangent, nor a message on the model follows it."""
+    model = language("GPTNeoXForCausalLM")(Size(width=16, depth=2, tokens=6)).to(pretend.device)
+
+    def measure():
+        tracker.measure(model, tokens(1, 6), k=2, svd=svd, measures="coupling")
+
+    with pretend.count() as counts:
+        measure()
+    calls = counts.operators[f"aten::{operator}"]
+    for after in {calls * i // 5 for i in range(5)} if calls else ():
+        with pytest.raises(torch.AcceleratorError, match=FAILED_KERNEL):
+            with pretend.failing(f"aten::{operator}", after):
+                measure()
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED") as raised:
+            with pretend.failing(f"aten::{operator}", after, NO_HANDLE, "runtime"):
+                measure()
+        assert is_allocation_failure(raised.value)
+
+
+def test_products_that_do_not_run_at_once_are_computed_one_by_one():
+    """An error that is not the device's is still answered with one gradient per cotangent: the paths and values stay."""
+    model = language("GPTNeoXForCausalLM")(Size(width=16, depth=2, tokens=6))
+    expected = tracker.measure(model, tokens(1, 6), k=2, measures="coupling")
+
+    class WithoutBatch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if torch._C._functorch.is_batchedtensor(gradient):
+                raise RuntimeError("no batching rule for this operation")
+            return gradient * 1.0
+
+    for layer in model.gpt_neox.layers:
+        layer.register_module("mlp", torch.nn.Sequential(layer.mlp, Applied(WithoutBatch)))
+    found = tracker.measure(model, tokens(1, 6), k=2, measures="coupling")
+    torch.testing.assert_close(found.miscoupling.values, expected.miscoupling.values, rtol=1e-4, atol=1e-5)
+    assert found.sliced.all()
+
+
+class Applied(torch.nn.Module):
+    """A module that applies an autograd function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x)
