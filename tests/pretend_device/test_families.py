@@ -1,0 +1,71 @@
+"""`tracker.measure` on the pretend device: every architecture, method and small budget gives the CPU's values."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests.models import FAMILIES, Size, build, language, tokens
+
+EXACT = ("miscoupling", "lss", "expodistance")
+CHECKED = ("sliced", "formed", "full_svd", "complete")
+
+
+def compare(model, inputs, device, tolerance, **options):
+    """Measure on the CPU and on the device; compare values and the decisions of all checks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = tracker.measure(model, inputs, **options)
+        found = tracker.measure(model, inputs, device=device, **options)
+    assert set(found) == set(expected)
+    for name in EXACT:
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
+    for name in CHECKED:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_architecture(pretend, name):
+    model, inputs = build(name)
+    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
+def test_every_measure(pretend, name):
+    model, inputs = build(name, Size(depth=2, tokens=5))
+    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], measures="all", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("svd", ["auto", "full", "krylov", "matrix-free"])
+@pytest.mark.parametrize("memory_budget", [None, 200_000])
+def test_methods_and_budgets(pretend, svd, memory_budget):
+    model = language("GPTNeoXForCausalLM")(Size(width=128, depth=3, tokens=12))
+    options = {} if memory_budget is None else {"memory_budget": memory_budget}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = tracker.measure(model, tokens(2, 12), k=4, svd="full", measures="coupling", tokens=[3, -1])
+        found = tracker.measure(
+            model, tokens(2, 12), k=4, svd=svd, measures="coupling", tokens=[3, -1], device=pretend.device, **options
+        )
+    assert found.complete.all()
+    np.testing.assert_allclose(found.singular_value, full.singular_value, rtol=1e-5)
+    np.testing.assert_allclose(found.miscoupling, full.miscoupling, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision(pretend, dtype):
+    model = language("LlamaForCausalLM", num_key_value_heads=2)(Size(width=32, depth=3, tokens=9)).to(dtype)
+    compare(model, tokens(1, 9), pretend.device, 1e-4, k=3, tokens=[1, -1], measures=("coupling", "trajectory"))
+
+
+def test_a_model_on_the_device_stays_there_unchanged(pretend):
+    model = language("GPTNeoXForCausalLM")(Size(width=32, depth=3, tokens=9)).to(pretend.device)
+    before = {name: value.cpu() for name, value in model.state_dict().items()}
+    random = torch.pretend.get_rng_state()
+    tracker.measure(model, tokens(1, 9), k=3, measures="all")
+    for name, value in model.state_dict().items():
+        assert value.device == pretend.device and torch.equal(value.cpu(), before[name]), name
+    assert torch.equal(torch.pretend.get_rng_state(), random)
