@@ -10,6 +10,7 @@ coupling over training; and an analysis of the grid: tables, figures and an HTML
 | `grid` | the command `python -m vit.grid`: all cells, on Ray (`tune`) or local processes (`processes`) |
 | `cells` | the files, state and lock of a cell's directory |
 | `data`, `augment`, `loaders` | data sets in memory, batched augmentation, data loaders |
+| `transfer` | copies to the device for which the host does not wait |
 | `model`, `module` | timm's DeiT; the LightningModule that trains it |
 | `analysis` | the command `python -m vit.analysis`: tables, figures (`figures`) and page of a grid |
 | `statistics` | regressions of accuracy on coupling |

@@ -3,7 +3,7 @@
 RandAugment is timm's `rand-m9-mstd0.5-inc1`: for each image and layer one of 15 operations, applied with probability 1/2, at
 a level drawn around 9 of 10. Images that draw the same operation are transformed together, and the five geometric operations
 share one resampling. A batch takes a few hundred small kernels; PIL would need one process per few hundred images a second.
-Random choices are drawn on the CPU, so they need no synchronisation and are the same on every device.
+Random choices are drawn on the CPU, so they are the same on every device, and sent there without waiting for it.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from vit.recipe import Recipe
+from vit.transfer import to_device
 
 Images = UInt8[Tensor, "b 3 h w"]
 PerImage = Float[Tensor, " b"]
@@ -28,11 +29,12 @@ ERASED_AREA, ERASED_ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 
 
 def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
-    """Apply the recipe's padded crop, flip and RandAugment; `mean` (in [0, 1]) fills uncovered pixels."""
+    """Apply the recipe's padded crop, flip and RandAugment; `mean` (in [0, 1], on their device) fills uncovered pixels."""
     if recipe.crop_padding:
         images = padded_crop(images, recipe.crop_padding)
     if recipe.flip:
-        images = torch.where(_per_image(images, torch.rand(len(images)) < recipe.flip), images.flip(-1), images)
+        (flipped,) = to_device(images.device, torch.rand(len(images)) < recipe.flip)
+        images = torch.where(_per_image(flipped), images.flip(-1), images)
     if recipe.rand_augment != "off":
         images = rand_augment(images, parse(recipe.rand_augment), mean)
     return images
@@ -58,7 +60,7 @@ def padded_crop(images: Images, padding: int) -> Images:
     """Pad each image with `padding` black pixels and take a random crop of the original size."""
     B, _, H, W = images.shape
     framed = F.pad(images, [padding])
-    top, left = torch.randint(2 * padding + 1, (2, B), device="cpu").to(images.device, non_blocking=True)
+    ((top, left),) = to_device(images.device, torch.randint(2 * padding + 1, (2, B)))
     row = (top[:, None] + torch.arange(H, device=images.device))[:, :, None]
     column = (left[:, None] + torch.arange(W, device=images.device))[:, None, :]
     image = torch.arange(B, device=images.device)[:, None, None]
@@ -80,10 +82,11 @@ def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor,
     erased = (torch.rand(B) < probability) & fits.any(1)
     top = (torch.rand(B) * (H - height + 1)).floor()
     left = (torch.rand(B) * (W - width + 1)).floor()
-    rows, columns = torch.arange(H), torch.arange(W)
+    erased, top, left, height, width = to_device(images.device, erased, top, left, height, width)
+    rows, columns = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
     inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None]) & erased[:, None]
     inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
-    inside = (inside_rows[:, None, :, None] & inside_columns[:, None, None, :]).to(images.device, non_blocking=True)
+    inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
     return torch.where(inside, torch.randn_like(images), images)
 
 
@@ -140,27 +143,33 @@ def apply(
     fill: Float[Tensor, "3"],
 ) -> Images:
     """Apply to each image its chosen operation (-1: none), at its level in [0, 1] or, if geometric, its signed level."""
-    images, device = images.clone(), images.device
-    moved = []
-    for i, name in enumerate(names):
-        members = (choice == i).nonzero().squeeze(1)
-        if not len(members):
-            continue
-        if name in _MOVES:
-            moved.append((members, _MOVES[name](signed[members])))
-            continue
-        on_device = members.to(device, non_blocking=True)
-        arguments = (v[members].to(device, non_blocking=True)[:, None, None, None] for v in (level, signed))
-        images[on_device] = _CHANGES[name](images[on_device], *arguments)
-    if moved:
-        members = torch.cat([m for m, _ in moved]).to(device, non_blocking=True)
-        images[members] = move(images[members], torch.cat([theta for _, theta in moved]).to(device), fill)
+    images = images.clone()
+    members = {name: (choice == i).nonzero().squeeze(1) for i, name in enumerate(names)}
+    members = {name: chosen for name, chosen in members.items() if len(chosen)}
+    moves = [name for name in members if name in _MOVES]
+    changes = [name for name in members if name in _CHANGES]
+    # Level and signed level of each changed image, operation after operation, and the map of each moved one.
+    changed, moved = (_joined([members[name] for name in group], choice) for group in (changes, moves))
+    theta = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]]) for name in moves)])
+    sent = to_device(images.device, changed, level[changed], signed[changed], moved, theta)
+    changed, level, signed, moved, theta = sent
+    start = 0
+    for name in changes:
+        part = slice(start, start := start + len(members[name]))
+        chosen = changed[part]
+        images[chosen] = _CHANGES[name](images[chosen], _per_image(level[part]), _per_image(signed[part]))
+    if moves:
+        images[moved] = move(images[moved], theta, fill)
     return images
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([like.new_empty(0), *parts])
 
 
 def move(images: Images, theta: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:
     """Resample images: the output at p in [-1, 1]^2 is the input at theta (p, 1), or `fill` outside of the image."""
-    colour = (255 * fill.to(images.device))[:, None, None]
+    colour = (255 * fill)[:, None, None]
     grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
     moved = torch.nn.functional.grid_sample(images - colour, grid, mode="bilinear", align_corners=False) + colour
     return moved.round().clamp(0, 255).to(torch.uint8)
@@ -185,15 +194,28 @@ _MOVES: dict[str, Callable[[PerImage], Float[Tensor, "b 2 3"]]] = {
 }
 
 
-def _blend(nothing: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return an enhancement that blends torchvision's result at factor 0 with the image, by a factor per image."""
+def _blend(nothing: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return an enhancement that blends the image without this property (`nothing`) with it, by a factor per image."""
 
     def change(images: Tensor, _: Tensor, signed: Tensor) -> Tensor:
-        degenerate = nothing(images, 0.0).float()
+        degenerate = nothing(images).float()
         factor = (1 + 0.9 * signed).clamp(min=0.1)
         return (degenerate + factor * (images - degenerate)).clamp(0, 255).to(torch.uint8)
 
     return change
+
+
+def _blurred(images: Tensor) -> Tensor:
+    """Return torchvision's `adjust_sharpness(images, 0)`: PIL's SMOOTH filter, with the border as it is.
+
+    The sums are exact, where TF32 would round a convolution, and there is no kernel to be copied from the host.
+    """
+    pixels = images.float()
+    rows = pixels[..., :-2, :] + pixels[..., 1:-1, :] + pixels[..., 2:, :]
+    box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    inner = pixels[..., 1:-1, 1:-1]
+    inner.copy_(((box + 4 * inner) / 13).round_())
+    return pixels
 
 
 def _posterize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
@@ -217,12 +239,12 @@ _CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "PosterizeIncreasing": _posterize,
     "SolarizeIncreasing": _solarize,
     "SolarizeAdd": _solarize_add,
-    "ColorIncreasing": _blend(F.adjust_saturation),
-    "ContrastIncreasing": _blend(F.adjust_contrast),
-    "BrightnessIncreasing": _blend(F.adjust_brightness),
-    "SharpnessIncreasing": _blend(F.adjust_sharpness),
+    "ColorIncreasing": _blend(lambda images: F.adjust_saturation(images, 0.0)),
+    "ContrastIncreasing": _blend(lambda images: F.adjust_contrast(images, 0.0)),
+    "BrightnessIncreasing": _blend(torch.zeros_like),
+    "SharpnessIncreasing": _blend(_blurred),
 }
 
 
-def _per_image(images: Tensor, chosen: Bool[Tensor, " b"]) -> Bool[Tensor, "b 1 1 1"]:
-    return chosen.to(images.device, non_blocking=True)[:, None, None, None]
+def _per_image(values: Tensor) -> Tensor:
+    return values[:, None, None, None]

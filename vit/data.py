@@ -3,7 +3,7 @@
 All images are decoded before training starts, so that a damaged file is found at once and not an hour later.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
 
@@ -45,10 +45,18 @@ class Data:
     classes: list[str]
     mean: Float[Tensor, "3"]
     std: Float[Tensor, "3"]
+    _statistics: dict[torch.device, Float[Tensor, "2 3"]] = field(default_factory=dict, repr=False)
+
+    def statistics(self, device: torch.device) -> Float[Tensor, "2 3"]:
+        """Return mean and standard deviation on a device, to which they are copied once."""
+        if device not in self._statistics:
+            self._statistics[device] = torch.stack([self.mean, self.std]).to(device)
+        return self._statistics[device]
 
     def normalise(self, images: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 h w"]:
         """Convert pixels to the model's input: float32 with mean 0 and standard deviation 1."""
-        return F.normalize(F.to_dtype(images, torch.float32, scale=True), self.mean.tolist(), self.std.tolist())
+        mean, std = self.statistics(images.device)[..., None, None]
+        return F.to_dtype(images, torch.float32, scale=True).sub_(mean).div_(std)
 
     def probe(self, size: int) -> Float[Tensor, "b 3 h w"]:
         """Return the test images to measure on: balanced over classes, and the same for every seed."""

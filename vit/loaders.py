@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from vit.augment import augment, erase, pil_transform
 from vit.data import Data, Split
 from vit.recipe import Recipe
+from vit.transfer import UNPINNED
 
 TEST_BATCH = 1024
 
@@ -45,7 +46,7 @@ class Batches(lightning.LightningDataModule):
             generator=torch.Generator().manual_seed(recipe.seed),
             persistent_workers=in_workers,
             collate_fn=None if in_workers else _as_is,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self._pins(),
             drop_last=True,
         )
 
@@ -53,7 +54,7 @@ class Batches(lightning.LightningDataModule):
         """Return the test split, each image once."""
         rank, world = self._rank_and_world()
         share = _Gathered(self.data.test[slice(rank, None, world)])
-        return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=torch.cuda.is_available())
+        return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=self._pins())
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
@@ -61,10 +62,15 @@ class Batches(lightning.LightningDataModule):
         if not self.trainer or not self.trainer.training:
             return self.data.normalise(images), labels
         if self.recipe.augment == "batched":
-            images = self.data.normalise(augment(images, self.recipe, self.data.mean))
+            mean, _ = self.data.statistics(images.device)
+            images = self.data.normalise(augment(images, self.recipe, mean))
             if self.recipe.erasing:
                 images = erase(images, self.recipe.erasing)
         return self.mixup(images, labels) if self.mixup else (images, labels)
+
+    def _pins(self) -> bool:
+        """Whether batches go to a device that copies asynchronously from pinned memory alone."""
+        return self.trainer is not None and self.trainer.strategy.root_device.type not in UNPINNED
 
     def _rank_and_world(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
