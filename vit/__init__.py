@@ -11,7 +11,7 @@ coupling over training; and an analysis of the grid: tables, figures and an HTML
 | `cells` | the files, state and lock of a cell's directory |
 | `data`, `augment`, `loaders` | data sets in memory, batched augmentation, data loaders |
 | `transfer` | copies to the device for which the host does not wait |
-| `model`, `module` | timm's DeiT; the LightningModule that trains it |
+| `model`, `module`, `averaging` | timm's DeiT; the LightningModule that trains it; the moving average of its weights |
 | `analysis` | the command `python -m vit.analysis`: tables, figures (`figures`) and page of a grid |
 | `statistics` | regressions of accuracy on coupling |
 """

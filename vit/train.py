@@ -18,6 +18,7 @@ from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recip
 
 if TYPE_CHECKING:
     import lightning
+    import torch
     from lightning.pytorch.loggers import Logger
 
     from vit.data import Data
@@ -147,17 +148,20 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
             raise KeyboardInterrupt from stopped
         except FloatingPointError as error:
             reason = str(error)
-    return {**_result(recipe, module, data, reason), "seconds": time.perf_counter() - started}
+    device = trainer.strategy.root_device
+    return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
 def _trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
     import torch
     from lightning import Trainer
-    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, RichProgressBar
+    from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+
+    from vit.averaging import MovingAverage
 
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     callbacks = [
-        *([] if recipe.ema is None else [EMAWeightAveraging(decay=recipe.ema)]),
+        *([] if recipe.ema is None else [MovingAverage(recipe.ema)]),
         *_coupling(recipe, data),
         *([RichProgressBar()] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
@@ -231,9 +235,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
     return with_offline_fallback(start, mode)
 
 
-def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> Row:
-    import torch
-
+def _result(recipe: Recipe, module: "Classifier", data: "Data", device: "torch.device", reason: str) -> Row:
     from tracker.provenance import describe, package_version
 
     last = module.history[-1] if module.history else {}
@@ -247,7 +249,7 @@ def _result(recipe: Recipe, module: "Classifier", data: "Data", reason: str) -> 
         "history": module.history,
         "recipe": recipe.identity,
         "environment": {
-            **describe(module.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            **describe(module.model, device),
             **{f"{name}_version": package_version(name) for name in ("timm", "torchvision", "lightning")},
         },
     }

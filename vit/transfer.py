@@ -24,6 +24,5 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
         part[: tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
     parts = packed.to(device, non_blocking=True).split(sizes)
     return tuple(
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
     )

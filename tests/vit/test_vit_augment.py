@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from timm.data import auto_augment as timm
 from timm.data.random_erasing import RandomErasing
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.v2.functional import adjust_sharpness, pil_to_tensor, to_pil_image
 
-from vit.augment import HIGHEST_LEVEL, apply, augment, erase, padded_crop, parse, pil_transform, rand_augment
+from vit.augment import HIGHEST_LEVEL, _blurred, apply, augment, erase, padded_crop, parse, pil_transform, rand_augment
 from vit.recipe import Recipe
 
 POLICY = parse("rand-m9-mstd0.5-inc1")
@@ -50,6 +50,11 @@ def test_each_operation_equals_timms(name, level, sign, monkeypatch):
     assert (ours != images).any() or (name == "AutoContrast") or torch.equal(theirs, images)
     opposite = apply(images, POLICY.names, choice, levels, -sign * levels, MEAN)
     assert torch.equal(opposite, ours) == (name not in SIGNED)
+
+
+def test_sharpness_blends_with_torchvisions_blur():
+    for images in (photographs(8), torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)):
+        assert torch.equal(_blurred(images).to(torch.uint8), adjust_sharpness(images, 0.0))
 
 
 def test_every_image_has_its_own_operation_level_and_sign():

@@ -1,0 +1,194 @@
+"""The augmentation and the trainer on an accelerator: same results as on the CPU, and no waits of the host."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.lightning_runs import ON_PRETEND_DEVICE
+from tests.vit.test_vit_augment import MEAN, POLICY, photographs
+from tests.vit.test_vit_train import HARD, TINY, assert_same_training
+from vit import cells
+from vit import train as training
+from vit.augment import apply, augment, erase
+from vit.data import load
+from vit.loaders import Batches
+from vit.module import Classifier
+from vit.recipe import Recipe
+from vit.train import train
+from vit.transfer import to_device
+
+DEVICE = {**ON_PRETEND_DEVICE, "precision": "32-true"}
+NUMBERS = [
+    torch.arange(5),
+    torch.rand(3, 2),
+    torch.tensor(7.0, dtype=torch.float64),
+    torch.tensor([True, False, True]),
+    torch.empty(0, 2, 3),
+    torch.arange(12, dtype=torch.uint8).view(3, 4).T,
+]
+
+
+class FromHost(TorchFunctionMode):
+    """Records of every copy to the pretend device whether it came from pinned memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned: list[bool] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.to and args[0].device.type == "cpu" and result.device.type == "pretend":
+            self.pinned.append(args[0].is_pinned())
+        return result
+
+
+def test_tensors_are_sent_in_one_transfer(pretend):
+    with FromHost() as copies, pretend.count() as counts:
+        sent = to_device(pretend.device, *NUMBERS)
+    assert copies.pinned == [True] and (counts.to_device, counts.syncs, counts.launches) == (1, 0, 0)
+    for here, there in zip(NUMBERS, sent, strict=True):
+        assert there.device == pretend.device and there.dtype == here.dtype
+        assert torch.equal(there.cpu(), here)
+    assert to_device(torch.device("cpu"), *NUMBERS) == tuple(NUMBERS)
+
+
+@pytest.mark.parametrize("name", POLICY.names)
+def test_each_operation_equals_that_on_the_cpu_without_a_wait(pretend, name):
+    images, level = photographs(6), torch.rand(6)
+    signed = torch.where(torch.rand(6) < 0.5, -level, level)
+    choice = torch.tensor([1, -1, 1, 1, -1, 1]) * POLICY.names.index(name)
+    choice[choice < 0] = -1
+    expected = apply(images, POLICY.names, choice, level, signed, MEAN)
+    there, fill = images.to(pretend.device), MEAN.to(pretend.device)
+    with pretend.count() as counts:
+        found = apply(there, POLICY.names, choice, level, signed, fill)
+    assert (counts.syncs, counts.to_device) == (0, 1)
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_augmentation_equals_that_on_the_cpu_without_a_wait(pretend):
+    images, recipe = photographs(32), Recipe()
+    there, fill = images.to(pretend.device), MEAN.to(pretend.device)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        expected = augment(images, recipe, MEAN)
+        torch.manual_seed(seed)
+        with pretend.count() as counts:
+            found = augment(there, recipe, fill)
+        assert torch.equal(found.cpu(), expected)
+        assert counts.syncs == 0 and counts.to_device == 4  # crop, flip, two operations
+
+
+def test_the_same_pixels_are_erased_as_on_the_cpu(pretend):
+    plain = torch.full((64, 3, 32, 32), 9.0)
+    torch.manual_seed(3)
+    expected = erase(plain, 0.5) != 9
+    torch.manual_seed(3)
+    there = plain.to(pretend.device)
+    with pretend.count() as counts:
+        found = erase(there, 0.5)
+    assert counts.syncs == 0 and counts.to_device == 1
+    assert torch.equal(found.cpu() != 9, expected) and 0.05 < expected.float().mean() < 0.2
+
+
+def test_normalisation_copies_the_statistics_once(pretend):
+    data = load(TINY)
+    images = data.test.images[:8]
+    data.normalise(images.to(pretend.device))
+    there = images.to(pretend.device)
+    with pretend.count() as counts:
+        found = data.normalise(there)
+    assert counts.to_device == 0 == counts.syncs
+    assert torch.equal(found.cpu(), data.normalise(images))
+
+
+class Budget(lightning.Callback):
+    """Counts from the end of a training batch to the end of the next, from the second one on."""
+
+    def __init__(self, pretend):
+        self.pretend, self.counting, self.batches = pretend, None, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.stop()
+        if index + 1 < trainer.num_training_batches:
+            self.counting = self.pretend.count()
+            self.batches.append(self.counting.__enter__())
+
+    def stop(self):
+        if self.counting:
+            self.counting.__exit__(None, None, None)
+        self.counting = None
+
+
+@pytest.mark.parametrize("ema, waits", [(None, 0), (0.9, 1)])
+def test_a_training_batch_does_not_wait_for_the_device(pretend, tmp_path, monkeypatch, ema, waits):
+    """With a moving average, the number of its steps is sent to the device."""
+    budget, make = Budget(pretend), training._trainer
+    recipe = replace(HARD, **DEVICE, out=tmp_path, epochs=2, train_size=192, measure_at="off", ema=ema)
+
+    def with_budget(*arguments, **options):
+        trainer = make(*arguments, **options)
+        trainer.callbacks.append(budget)
+        return trainer
+
+    monkeypatch.setattr(training, "_trainer", with_budget)
+    with FromHost() as copies:
+        train(recipe)
+    assert len(budget.batches) == 2 * (192 // 32 - 1)
+    for counts in budget.batches:
+        assert counts.syncs <= waits and counts.to_host == 0
+        assert counts.to_device <= 7 + waits  # images, labels, crop, flip, two operations, erasing
+        assert counts.launches < 1000
+    assert copies.pinned.count(True) >= 7 * 12
+
+
+def test_batches_are_pinned_for_an_accelerator_alone(pretend):
+    data = load(TINY)
+    for options, pinned in ((ON_PRETEND_DEVICE, True), ({"accelerator": "cpu"}, False)):
+        batches = Batches(data, TINY)
+        batches.trainer = lightning.Trainer(**options, logger=False, enable_checkpointing=False)
+        for loader in (batches.train_dataloader(), batches.val_dataloader()):
+            assert all(part.is_pinned() == pinned for part in next(iter(loader)))
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_run_resumed_on_a_device_equals_an_uninterrupted_run(pretend, tmp_path, monkeypatch, ema):
+    recipe = replace(HARD, **DEVICE, ema=ema)
+    result = train(replace(recipe, out=tmp_path / "whole"))
+    assert result["environment"]["device"] == "pretend"
+    start = Classifier.on_train_epoch_start
+
+    def stop_in_the_second_epoch(self):
+        if self.current_epoch == 1:
+            raise KeyboardInterrupt
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Classifier, "on_train_epoch_start", stop_in_the_second_epoch)
+        with pytest.raises(KeyboardInterrupt):
+            train(replace(recipe, out=tmp_path / "stopped"))
+    assert not cells.is_done(tmp_path / "stopped")
+    torch.rand(3, device=pretend.device)  # a resumed process has another random state
+    train(replace(recipe, out=tmp_path / "stopped"))
+    assert_same_training(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_training_on_a_device_equals_training_on_the_cpu(pretend, tmp_path):
+    """Without random numbers on the device, which has its own."""
+    recipe = replace(TINY, drop_path=0.0, epochs=2)
+    here = train(replace(recipe, out=tmp_path / "cpu"))
+    there = train(replace(recipe, **DEVICE, out=tmp_path / "device"))
+    assert (here["environment"]["device"], there["environment"]["device"]) == ("cpu", "pretend")
+    for one, other in zip(here["history"], there["history"], strict=True):
+        for name in ("train/loss", "test/loss", "test/accuracy"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4)
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_recorded_as_such(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
+    assert result["environment"]["device"] == "cpu"
