@@ -46,11 +46,13 @@ class Grid:
         seeds: random seeds, separated by commas.
         out: parent directory of the cells. Default: results/vit/DATA.
         engine: ray, or processes on this machine; auto is ray if it is installed, else processes.
-        jobs: number of cells trained at the same time, with processes.
+        jobs: number of cells trained at the same time, with processes; they are spread over the GPUs that
+            CUDA_VISIBLE_DEVICES names. Default: one for each GPU, or 1.
         address: address of a Ray cluster, or auto for the cluster that this machine belongs to; all its machines must be
             able to write to OUT. Default: Ray on this machine alone.
         cpus_per_cell: CPUs per cell, with Ray.
-        gpus_per_cell: GPUs per cell, with Ray; cells share a GPU at a fraction. Default: 1 if there is a GPU, else 0.
+        gpus_per_cell: GPUs per cell, with Ray; cells share a GPU at a fraction. Default: 1 if Ray's machines have GPUs,
+            else 0.
         retries: number of times that a crashed cell is started again.
     """
 
@@ -59,7 +61,7 @@ class Grid:
     seeds: int | str = "0"
     out: Path | None = None
     engine: Literal["auto", "ray", "processes"] = "auto"
-    jobs: int = 1
+    jobs: int | None = None
     address: str | None = None
     cpus_per_cell: float = 1.0
     gpus_per_cell: float | None = None
@@ -97,14 +99,16 @@ def run(grid: Grid, recipe: Recipe) -> int:
     load(recipe)  # missing or damaged data is reported once here, not by every cell
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
+    on_gpus = recipe.accelerator in ("auto", "gpu", "cuda")
     with _table(recipes, len(missing)) as ended:
         if missing and engine == "ray":
             from vit import tune
 
-            gpus = _gpus() if grid.gpus_per_cell is None else grid.gpus_per_cell
+            gpus = 0.0 if grid.gpus_per_cell is None and not on_gpus else grid.gpus_per_cell
             tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
         elif missing:
-            processes.run_cells(missing, grid.jobs, grid.retries, ended)
+            visible = processes.visible_gpus() if on_gpus else []
+            processes.run_cells(missing, grid.jobs or max(1, len(visible)), grid.retries, ended, visible)
     bad = {
         cell.cell: state_of(cell)
         for cell in recipes
@@ -122,7 +126,7 @@ def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
     Raises:
         ValueError: for a value that is given twice or is not allowed.
     """
-    if grid.jobs < 1 or grid.retries < 0:
+    if (grid.jobs is not None and grid.jobs < 1) or grid.retries < 0:
         raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; give at least 1 job and 0 retries")
     if recipe.devices * recipe.num_nodes > 1:
         raise ValueError("--devices or --num_nodes above 1; each cell of a grid trains on one device: leave them out")
@@ -163,12 +167,6 @@ def _engine(grid: Grid) -> str:
     if grid.address and (grid.engine == "processes" or not installed):
         raise ValueError(f"--address {grid.address}; a cluster needs Ray: pip install 'block-coupling-tracker[ray]'")
     return "ray" if installed and grid.engine != "processes" else "processes"
-
-
-def _gpus() -> float:
-    import torch
-
-    return float(torch.cuda.is_available())
 
 
 def state_of(recipe: Recipe) -> str:

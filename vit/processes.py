@@ -27,11 +27,27 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, on_end: Callable[[Recipe], None]) -> None:
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(i) for i in range(count)]
+
+
+def run_cells(
+    recipes: Sequence[Recipe],
+    jobs: int,
+    retries: int,
+    on_end: Callable[[Recipe], None],
+    gpus: Sequence[str] = (),
+) -> None:
     """Train the cells, `jobs` at a time; a crash is retried `retries` times, then recorded in failed.json.
 
     Args:
         on_end: called with each cell that is done or has failed.
+        gpus: the GPUs over which the cells are spread, each with one of them in its CUDA_VISIBLE_DEVICES. Default: the
+            environment of the cells is that of this process.
 
     Raises:
         KeyboardInterrupt: if interrupted, after the workers have been killed.
@@ -39,16 +55,18 @@ def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, on_end: Callab
     context = multiprocessing.get_context("forkserver")
     start_server()
     waiting = [(recipe, retries) for recipe in recipes]
-    running: dict[int, tuple[BaseProcess, Recipe, int]] = {}
+    running: dict[int, tuple[BaseProcess, Recipe, int, str | None]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 recipe, tries = waiting.pop(0)
-                process = context.Process(target=_train_cell, args=(recipe,))
+                used = [gpu for _, _, _, gpu in running.values()]
+                gpu = min(gpus, key=used.count, default=None)
+                process = context.Process(target=_on_gpu, args=(gpu, _train_cell, recipe))
                 process.start()
-                running[process.sentinel] = process, recipe, tries
+                running[process.sentinel] = process, recipe, tries, gpu
             for sentinel in connection.wait(list(running)):
-                process, recipe, tries = running.pop(sentinel)  # type: ignore[arg-type]
+                process, recipe, tries, _ = running.pop(sentinel)  # type: ignore[arg-type]
                 process.join()
                 if is_done(recipe.directory):
                     on_end(recipe)
@@ -58,7 +76,7 @@ def run_cells(recipes: Sequence[Recipe], jobs: int, retries: int, on_end: Callab
                     write(recipe.directory, "failed", {"reason": _reason(process, recipe.directory)})
                     on_end(recipe)
     finally:
-        for process, _, _ in running.values():  # safe: every file is written atomically
+        for process, *_ in running.values():  # safe: every file is written atomically
             process.kill()
             process.join()
 
@@ -69,6 +87,13 @@ def _reason(process: BaseProcess, directory: Path) -> str:
         return f"the process was killed by {name}" + (", often for lack of memory" if name == "SIGKILL" else "")
     lines = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"exit status {process.exitcode}"
+
+
+def _on_gpu(gpu: str | None, train: Callable[[Recipe], None], recipe: Recipe) -> None:
+    """Train a cell on one of the GPUs; the driver reads the variable when CUDA is first used, which is later than here."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    train(recipe)
 
 
 def _train_cell(recipe: Recipe) -> None:

@@ -37,15 +37,21 @@ def run_cells(
     storage: Path,
     address: str | None,
     cpus: float,
-    gpus: float,
+    gpus: float | None,
     retries: int,
     on_end: Callable[[Recipe], None],
 ) -> None:
-    """Train the cells on Ray, each with the given CPUs and GPUs; record final failures in failed.json."""
+    """Train the cells on Ray, each with the given CPUs and GPUs; record final failures in failed.json.
+
+    Args:
+        gpus: GPUs per cell. Default: 1 if any of Ray's machines has a GPU, which this one need not have.
+    """
     # Absolute paths, because Ray chooses the current directory of a worker.
     by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
     ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
+        if gpus is None:
+            gpus = min(1.0, ray.cluster_resources().get("GPU", 0.0))
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_trial, recipes=by_name), {"cpu": cpus, "gpu": gpus}),
             param_space={"cell": tune.grid_search(list(by_name))},

@@ -1,0 +1,85 @@
+"""Tests of the GPUs that a grid's cells get: without any, by the environment of the workers and the requests to Ray."""
+
+import os
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from vit import cells, grid, processes
+from vit.recipe import Recipe
+
+RECIPE = Recipe(data="digits", batch_size=32, wandb="off")
+
+
+def report(recipe: Recipe) -> None:
+    """Write the GPU of this process as the result of a cell, after all four cells have started."""
+    cells.write(recipe.directory, "started", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    deadline = time.monotonic() + 60
+    while len(list(recipe.directory.parent.glob("*/started.json"))) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    cells.write(recipe.directory, "result", cells.read(recipe.directory, "started"))
+
+
+@pytest.mark.parametrize("gpus, expected", [(["4", "GPU-7"], ["4", "4", "GPU-7", "GPU-7"]), ([], ["unchanged"] * 4)])
+def test_cells_that_train_together_are_spread_over_the_gpus(gpus, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "unchanged")  # before the fork server starts, with PyTorch's modules
+    monkeypatch.setattr(processes.multiprocessing, "set_forkserver_preload", lambda modules: None)
+    processes.forkserver._forkserver._stop()
+    monkeypatch.setattr(processes, "_train_cell", report)
+    recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(4)]
+    for recipe in recipes:
+        recipe.directory.mkdir()
+    processes.run_cells(recipes, 4, 0, lambda recipe: None, gpus)
+    processes.forkserver._forkserver._stop()
+    assert sorted(cells.read(recipe.directory, "result") for recipe in recipes) == expected
+
+
+def test_gpus_are_named_as_in_the_environment(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    for named, expected in (("", ["0", "1"]), ("3,1", ["3", "1"]), ("GPU-a,GPU-b,none", ["GPU-a", "GPU-b"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+        assert processes.visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    "options, recipe, expected",
+    [
+        ({}, RECIPE, (3, ["0", "1", "2"])),
+        ({"jobs": 5}, RECIPE, (5, ["0", "1", "2"])),
+        ({}, replace(RECIPE, accelerator="cpu"), (1, [])),
+    ],
+)
+def test_one_job_for_each_gpu_by_default(options, recipe, expected, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(processes, "start_server", lambda: None)
+    monkeypatch.setattr(processes, "visible_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(processes, "run_cells", lambda cells, jobs, tries, end, gpus: given.append((jobs, gpus)))
+    grid.run(grid.Grid(engine="processes", out=tmp_path, **options), recipe)
+    assert given == [expected]
+
+
+@pytest.mark.parametrize(
+    "options, recipe, resources, expected",
+    [
+        ({}, RECIPE, {"GPU": 2.0}, 1.0),
+        ({}, RECIPE, {"CPU": 8.0}, 0.0),
+        ({}, replace(RECIPE, accelerator="cpu"), {"GPU": 2.0}, 0.0),
+        ({"gpus_per_cell": 0.25}, RECIPE, {"GPU": 2.0}, 0.25),
+    ],
+)
+def test_rays_machines_decide_on_gpus_not_the_driver(options, recipe, resources, expected, tmp_path, monkeypatch):
+    tune = pytest.importorskip("vit.tune")
+    requests = []
+    fake = SimpleNamespace(
+        Tuner=lambda *_, **__: SimpleNamespace(fit=lambda: []),
+        with_parameters=lambda *_, **__: None,
+        with_resources=lambda _, request: requests.append(request),
+        **{name: lambda *_, **__: None for name in ("grid_search", "RunConfig", "FailureConfig")},
+    )
+    monkeypatch.setattr(tune, "tune", fake)
+    for name, result in (("init", None), ("shutdown", None), ("cluster_resources", resources)):
+        monkeypatch.setattr(tune.ray, name, lambda *_, result=result, **__: result)
+    grid.run(grid.Grid(engine="ray", out=tmp_path, **options), recipe)
+    assert requests == [{"cpu": 1.0, "gpu": expected}]
