@@ -20,18 +20,24 @@ from tracker.linalg.linear import FrozenLinear, FrozenProduct
 from tracker.provenance import package_version
 
 
-class Clock:
-    """Seconds spent in each stage, without those of stages nested in it; a GPU is synchronised first."""
+def synchronize(device: str | torch.device) -> None:
+    """Wait until a device has finished what it was given."""
+    device = torch.device(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
-    def __init__(self, device: str) -> None:
+
+class Clock:
+    """Seconds spent in each stage, without those of stages nested in it; the device is synchronised first."""
+
+    def __init__(self, device: str | torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = {}
         self.within = 0.0  # seconds of the stages nested in the current one
 
     def now(self) -> float:
         """Return the time, after waiting for all queued work."""
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
@@ -112,9 +118,9 @@ def keep(result: dict[str, Any], file: Path) -> None:
 
 def environment(device: str) -> dict[str, Any]:
     """Describe hardware, threads, load and library versions."""
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    cpus = Path("/proc/cpuinfo")  # of Linux
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     return {
         "cpu": names[0] if names else platform.processor(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,

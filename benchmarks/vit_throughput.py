@@ -4,23 +4,31 @@
 a GPU. Each pipeline is also timed without the model, to show which of the two is the bottleneck. Images are random.
 """
 
-import json
 import os
+import shutil
 import subprocess
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import Clock, keep, synchronize
+from checkpoints.cli import OK, reports_errors
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
+WARM_UP = 10  # batches
+SAMPLED_EVERY = 100  # milliseconds
+
+
+@reports_errors()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
     from jsonargparse import ArgumentParser
 
-    from tracker.provenance import describe
+    from tracker.provenance import describe, usable_device
     from vit.model import build
     from vit.recipe import Recipe
 
@@ -28,9 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--batch_size", type=int, default=512)
     parser.add_argument("--batches", type=int, default=60, help="timed batches, after ten to warm up")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of the PIL pipeline")
     parsed = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable_device(parsed.device, f"--device {parsed.device}")
     recipe = Recipe(batch_size=parsed.batch_size, workers=parsed.workers)
     model = build(recipe, 10).to(device)
     rows = []
@@ -41,22 +50,24 @@ def main(arguments: list[str] | None = None) -> None:
             print(rows[-1], flush=True)
     environment = {**describe(model, device), "cores": os.cpu_count()}
     settings = {"batch_size": recipe.batch_size, "batches": parsed.batches, "workers": parsed.workers}
-    parsed.out.write_text(json.dumps({"settings": settings, "environment": environment, "rows": rows}, indent=1) + "\n")
+    keep({"settings": settings, "environment": environment, "rows": rows}, parsed.out)
+    return OK
 
 
 def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict[str, float]:
-    """Measure images per second over `batches` and, on a GPU, its utilisation."""
+    """Measure images per second over `batches` and, on a GPU, its utilisation in as many batches after those."""
     import lightning
 
     from vit.data import Data, Split
     from vit.loaders import Batches
 
-    count = recipe.batch_size * (batches + 10)
+    count = recipe.batch_size * (WARM_UP + 2 * batches)
     pixels = torch.randint(256, (count, 3, 32, 32), dtype=torch.uint8)
     split = Split(pixels, torch.randint(10, (count,)))
     data = Data(split, split[:10], [str(i) for i in range(10)], torch.full((3,), 0.5), torch.full((3,), 0.25))
     module = Batches(data, recipe)
-    module.trainer = lightning.Trainer(accelerator="auto", devices=1, logger=False, enable_checkpointing=False)
+    accelerator = "cpu" if device.type == "cpu" else "auto"
+    module.trainer = lightning.Trainer(accelerator=accelerator, devices=1, logger=False, enable_checkpointing=False)
     module.trainer.training = True
     optimizer = torch.optim.AdamW(model.parameters()) if model else None
 
@@ -73,25 +84,42 @@ def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict
             yield
 
     running = steps()
-    for _ in range(10):
-        next(running)
-    _wait(device)
-    started, busy, timed = time.perf_counter(), [], 0
-    for timed, _ in enumerate(running, 1):
-        if device.type == "cuda" and timed % 10 == 0:
-            query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-            busy.append(
-                float(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 100
-            )
-    _wait(device)
-    rate = timed * recipe.batch_size / (time.perf_counter() - started)
-    return {"images_per_second": rate, **({"gpu_busy": sum(busy) / len(busy)} if busy else {})}
+    advance(running, WARM_UP)
+    rate = batches * recipe.batch_size / seconds_of(running, batches, device)
+    busy = gpu_utilisation(running, batches, device) if device.type == "cuda" else None
+    return {"images_per_second": rate, **({} if busy is None else {"gpu_busy": busy})}
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def advance(steps: Iterator[None], count: int) -> None:
+    """Run the next `count` steps."""
+    if len(list(islice(steps, count))) < count:
+        raise RuntimeError("too few batches to measure")
+
+
+def seconds_of(steps: Iterator[None], count: int, device: torch.device) -> float:
+    """Time the next `count` steps, from an idle device to an idle device."""
+    clock = Clock(device)
+    started = clock.now()
+    advance(steps, count)
+    return clock.now() - started
+
+
+def gpu_utilisation(steps: Iterator[None], count: int, device: torch.device) -> float | None:
+    """Return the mean utilisation of a GPU, sampled by nvidia-smi during the next `count` steps; None without samples."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    of = [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", f"--loop-ms={SAMPLED_EVERY}"]
+    query = ["nvidia-smi", *of, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    sampler = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+    try:
+        advance(steps, count)
+        synchronize(device)
+    finally:
+        sampler.terminate()
+        output, _ = sampler.communicate()
+    samples = [float(line) for line in output.split() if line.isdecimal()]
+    return sum(samples) / len(samples) / 100 if samples else None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

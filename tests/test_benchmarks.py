@@ -2,10 +2,15 @@
 
 import json
 import re
+import stat
+from itertools import count, repeat
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import coupling, figures, streaming, tables
+from benchmarks import callback, coupling, figures, machine, streaming, tables, vit_throughput
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -136,3 +141,77 @@ def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
     assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
     assert "anonymous, GB" in capsys.readouterr().out
+
+
+def test_the_clock_waits_for_the_device(pretend):
+    clock = machine.Clock(pretend.device)
+    torch.ones(1, device=pretend.device)  # a device that was never used has no work to wait for
+    with pretend.count() as counts:
+        clock.now()
+    assert counts.syncs == 1
+    with pretend.count() as counts, clock("stage"):
+        pass
+    assert counts.syncs == 2
+    machine.synchronize("cpu")
+
+
+def test_environment_without_the_files_of_linux(monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert "cpu" in machine.environment("cpu")
+
+
+class TestThroughput:
+    def test_every_pipeline_is_timed(self, tmp_path):
+        quick = ["--batch_size", "2", "--batches", "1", "--workers", "1", "--device", "cpu"]
+        assert vit_throughput.main([*quick, "--out", str(tmp_path / "new" / "vit.json")]) == 0
+        result = json.loads((tmp_path / "new" / "vit.json").read_text())
+        assert [(row["augment"], row["trained"]) for row in result["rows"]] == [
+            *(("batched", False), ("batched", True), ("workers", False), ("workers", True))
+        ]
+        assert all(row["images_per_second"] > 0 and "gpu_busy" not in row for row in result["rows"])
+        assert result["environment"]["device"] == "cpu"
+
+    def test_time_is_taken_from_an_idle_device_to_an_idle_device(self, pretend, monkeypatch):
+        monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
+        steps = count()
+        torch.ones(1, device=pretend.device)
+        with pretend.count() as counts:
+            assert vit_throughput.seconds_of(steps, 3, pretend.device) > 0  # type: ignore[arg-type]
+        assert counts.syncs == 2 and next(steps) == 3
+        with pytest.raises(RuntimeError, match="too few batches"):
+            vit_throughput.advance(iter([]), 1)
+
+    def test_utilisation_is_sampled_beside_the_steps(self, tmp_path, monkeypatch):
+        program = tmp_path / "nvidia-smi"
+        program.write_text('#!/bin/sh\necho "$@" > "$0.given"\necho 40\necho 60\ntouch "$0.sampled"\nexec sleep 60\n')
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+        monkeypatch.setattr(vit_throughput, "synchronize", lambda device: None)
+
+        def until_sampled():
+            while not (tmp_path / "nvidia-smi.sampled").exists():
+                pass
+            yield from repeat(None)
+
+        assert vit_throughput.gpu_utilisation(until_sampled(), 2, torch.device("cuda")) == 0.5
+        assert "--id=GPU-12ab" in (tmp_path / "nvidia-smi.given").read_text()
+        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+        assert vit_throughput.gpu_utilisation(repeat(None), 2, torch.device("cuda")) is None
+
+
+def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monkeypatch, capsys):
+    waits = []
+    for module in (machine, callback):
+        monkeypatch.setattr(module, "synchronize", waits.append)
+    small = ["--width", "16", "--depth", "2", "--patch_size", "16", "--batch", "4", "--every", "4", "--probe", "2"]
+    out = tmp_path / "new" / "callback.json"
+    assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    # Of the pair that warms up and the timed one: the start of each run, the measurement, the end of each timed run.
+    assert waits == ["cpu"] * (2 * (2 + 1) + 2)
+    (seconds,) = result["seconds_of_a_stretch"]["with"]
+    assert 0 < result["seconds_of_a_measurement"] < seconds and 0 < result["share"] < 1
+    assert "one measurement" in capsys.readouterr().out
+    assert callback.main(["--device", "cuda:99"]) == 2
+    assert "--device cuda:99 can't be used" in capsys.readouterr().err
