@@ -36,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if value is not None and value < 1:
             print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
             return 2
+    if settings.weights != "float32" and settings.published:
+        print(
+            f"error: --weights {settings.weights}: the published algorithm needs float32; add --published false",
+            file=sys.stderr,
+        )
+        return 2
 
     from benchmarks import tables
     from benchmarks.machine import keep
@@ -59,15 +65,26 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     from benchmarks import agreement, machine, shapes, timing
 
     environment = machine.environment(settings.device)  # first: the load average is to exclude this benchmark
-    model = shapes.model(settings.shape, settings.blocks, settings.device)
+    model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
     linear = machine.linear_shapes(shapes.blocks(model)[0])
     L, d = len(shapes.blocks(model)), linear[0][1]
+    flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)  # of d cotangents in a block
     jacobians: list[Tensor] = []
     with machine.saved_products() as saved:  # an untimed run of each, to warm up
-        dataset = timing.ours(model, settings, machine.Clock(settings.device), jacobians)
+        kept = jacobians if settings.published else None  # a large model's would fill the memory
+        dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
     other = replace(settings, svd=settings.beside) if settings.beside else None
     other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
+    result: dict[str, Any] = {
+        **_header(settings, environment, L, d),
+        "tokens": shapes.length(settings.shape, settings.tokens),
+        "certificate": agreement.certificate(dataset),
+    }
+    if reference is not None:
+        result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
+    jacobians.clear()
+    saved_share = sum(saved) / (flops * L * settings.prompts)
     our_runs, other_runs, published_runs, products = [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
@@ -76,39 +93,39 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
             other_runs.append(timing.timed(timing.ours, model, other))
         if reference is not None:
             published_runs.append(timing.timed(timing.published, model, settings))
-        products.append(machine.gemm_seconds(linear, d, settings.device))
-    flops = sum(
-        2 * d * outputs * inputs for outputs, inputs in linear
-    )  # of d cotangents through every layer of a block
-    gemm = {"layers": linear, "seconds_per_block": median(products), "flops_per_second": flops / median(products)}
-    ours = timing.medians(our_runs)
-    ours |= _rates(ours, settings, L, d, gemm, sum(saved) / (flops * L * settings.prompts))
-    result: dict[str, Any] = {
-        **_header(settings, environment, L, d),
-        "tokens": shapes.length(settings.shape, settings.tokens),
-        "gemm": gemm,
-        "ours": ours,
-        "certificate": agreement.certificate(dataset),
-    }
-    if other_dataset is not None:
-        result["beside"] = timing.medians(other_runs)
-        result["beside"]["differences"] = agreement.differences(dataset, other_dataset)
-        result["beside"]["ratio"] = ours["seconds"] / result["beside"]["seconds"]
-    if settings.memory:
-        ours["peak_bytes"] = timing.peak(timing.ours, model, settings)
-    if reference is not None:
-        theirs = result["published"] = timing.medians(published_runs)
-        result["ratio"] = {"whole": theirs["seconds"] / ours["seconds_per_prompt"]}
-        result["ratio"] |= {
-            name: theirs["stages"][name] * settings.prompts / seconds
-            for name, seconds in ours["stages"].items()
-            if name in theirs["stages"]
+        products.append(machine.gemm_seconds(linear, d, settings.device, settings.precision))
+        result["gemm"] = {
+            "layers": linear,
+            "seconds_per_block": median(products),
+            "flops_per_second": flops / median(products),
         }
-        result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
-        if settings.memory:
-            theirs["peak_bytes"] = timing.peak(timing.published, model, settings)
-            result["ratio"]["memory"] = theirs["peak_bytes"] / ours["peak_bytes"]
+        ours = result["ours"] = timing.medians(our_runs)
+        ours |= _rates(ours, settings, L, d, result["gemm"], saved_share)
+        if other_dataset is not None:
+            beside = result["beside"] = timing.medians(other_runs)
+            beside["differences"] = agreement.differences(dataset, other_dataset)
+            beside["ratio"] = ours["seconds"] / beside["seconds"]
+        if reference is not None:
+            theirs = result["published"] = timing.medians(published_runs)
+            result["ratio"] = _ratios(ours, theirs, settings.prompts)
+        if settings.out:  # what is measured so far outlives a run that is stopped
+            machine.save(result, settings.out)
+    if settings.memory:
+        result["ours"]["peak_bytes"] = timing.peak(timing.ours, model, settings)
+        if reference is not None:
+            result["published"]["peak_bytes"] = timing.peak(timing.published, model, settings)
+            result["ratio"]["memory"] = result["published"]["peak_bytes"] / result["ours"]["peak_bytes"]
     return result
+
+
+def _ratios(ours: dict[str, Any], theirs: dict[str, Any], prompts: int) -> dict[str, float]:
+    """Return the published algorithm's time in multiples of that of `tracker.measure`, per prompt: in all and by stage."""
+    stages = {
+        name: theirs["stages"][name] * prompts / seconds
+        for name, seconds in ours["stages"].items()
+        if name in theirs["stages"]
+    }
+    return {"whole": theirs["seconds"] / ours["seconds_per_prompt"], **stages}
 
 
 def _rates(
@@ -140,8 +157,8 @@ def scaling(settings: Benchmark) -> dict[str, Any]:
     from benchmarks import machine, shapes, timing
 
     environment = machine.environment(settings.device)
-    model = shapes.model(settings.shape, settings.blocks, settings.device)
-    lengths = () if settings.shape == "deit-ti" else LENGTHS
+    model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
+    lengths = () if settings.shape in shapes.IMAGES else LENGTHS
     sizes = dict.fromkeys([*((n, 1) for n in lengths), *((settings.tokens, p) for p in PROMPTS)])
     results = []
     for n, p in sizes:

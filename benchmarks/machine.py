@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import tracker
+from checkpoints.files import write_atomic
 from tracker.linalg.identity import rows_of_identity
 from tracker.linalg.linear import FrozenLinear, FrozenProduct
+from tracker.linalg.precision import float32_products
 from tracker.provenance import package_version
+from tracker.values import Precision
 
 
 def synchronize(device: str | torch.device) -> None:
@@ -58,18 +61,22 @@ def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
     return [(m.out_features, m.in_features) for m in block.modules() if isinstance(m, nn.Linear)]
 
 
-def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str) -> float:
+def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: Precision = "float32") -> float:
     """Time the matrix products of d cotangents in one block, in seconds: (d, outputs) @ (outputs, inputs) for each layer.
 
-    Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts.
+    Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts. Both multiply in the
+    precision given.
     """
     seconds = 0.0
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     for outputs, inputs in layers:
-        cotangents, weight = torch.randn(d, outputs, device=device), torch.randn(outputs, inputs, device=device)
+        cotangents = torch.randn(d, outputs, device=device, dtype=dtype)
+        weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
         clock = Clock(device)
-        for way in (nullcontext(), FrozenLinear()):
-            with way, clock(type(way).__name__):
-                linear(cotangents, weight.mT)
+        with float32_products("tf32" if precision == "tf32" else "ieee"):
+            for way in (nullcontext(), FrozenLinear()):
+                with way, clock(type(way).__name__):
+                    linear(cotangents, weight.mT)
         seconds += min(clock.seconds.values())
     return seconds
 
@@ -111,9 +118,14 @@ def status(name: str) -> int:
 
 def keep(result: dict[str, Any], file: Path) -> None:
     """Write a result and print its path."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, file)
     print(file)
+
+
+def save(result: dict[str, Any], file: Path) -> None:
+    """Write a result completely or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
 
 
 def environment(device: str) -> dict[str, Any]:

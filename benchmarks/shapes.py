@@ -1,5 +1,9 @@
 """Models of the published shapes with random weights, which need no download."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -17,19 +21,22 @@ PYTHIA = {  # width, blocks, heads
 }
 CONTEXT = 2048
 VOCABULARY = 512  # embeddings are not timed
-PIXELS, PATCH = 32, 4
+IMAGES = {"deit-ti": (32, 4), "deit-ti-224": (224, 16)}  # side of the images and of the patches, in pixels
 SEED = 0
 
 
-def model(shape: str, blocks: int | None, device: str, vocabulary: int = VOCABULARY) -> nn.Module:
-    """Return the model, with its first `blocks` blocks if given."""
+def model(
+    shape: str, blocks: int | None, device: str, vocabulary: int = VOCABULARY, weights: str = "float32"
+) -> nn.Module:
+    """Return the model, with its first `blocks` blocks if given; `weights` is the dtype of its parameters."""
     torch.manual_seed(SEED)
-    with torch.device(device):  # large models initialise slowly on a CPU
-        if shape == "deit-ti":
+    with torch.device(device), _default_dtype(weights):  # large models initialise slowly on a CPU
+        if shape in IMAGES:
             import timm
 
-            name, depth = "deit_tiny_patch16_224", blocks or 12
-            return timm.create_model(name, img_size=PIXELS, patch_size=PATCH, num_classes=10, depth=depth).eval()
+            (pixels, patch), depth = IMAGES[shape], blocks or 12
+            options: dict[str, Any] = {"img_size": pixels, "patch_size": patch, "num_classes": 10, "depth": depth}
+            return timm.create_model("deit_tiny_patch16_224", **options).eval()
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
         width, depth, heads = PYTHIA[shape]
@@ -46,17 +53,32 @@ def model(shape: str, blocks: int | None, device: str, vocabulary: int = VOCABUL
         return GPTNeoXForCausalLM(config).eval()
 
 
+@contextmanager
+def _default_dtype(name: str) -> Iterator[None]:
+    """Create floating tensors in this dtype: a model converted afterwards would need the memory of both."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def inputs(shape: str, tokens: int, prompts: int) -> Tensor:
     """Return random images, or prompts of `tokens` tokens."""
     generator = torch.Generator().manual_seed(SEED)
-    if shape == "deit-ti":
-        return torch.randn(prompts, 3, PIXELS, PIXELS, generator=generator)
+    if shape in IMAGES:
+        pixels, _ = IMAGES[shape]
+        return torch.randn(prompts, 3, pixels, pixels, generator=generator)
     return torch.randint(0, VOCABULARY, (prompts, tokens), generator=generator)
 
 
 def length(shape: str, tokens: int) -> int:
     """Return the length n of the sequence; for an image, its patches and the class token."""
-    return (PIXELS // PATCH) ** 2 + 1 if shape == "deit-ti" else tokens
+    if shape not in IMAGES:
+        return tokens
+    pixels, patch = IMAGES[shape]
+    return (pixels // patch) ** 2 + 1
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -67,4 +89,4 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def position(shape: str) -> int:
     """Return the position of the token whose Jacobians are measured: the class token, or the last token."""
-    return 0 if shape == "deit-ti" else -1
+    return 0 if shape in IMAGES else -1

@@ -107,7 +107,8 @@ def _peak_in_process(run: "Run", settings: "Benchmark") -> int:
 
     small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
     run(shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device))  # loads libraries
-    return _peak_above_model(run, shapes.model(settings.shape, settings.blocks, settings.device), settings)
+    model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
+    return _peak_above_model(run, model, settings)
 
 
 def _peak_above_model(run: "Run", model: "nn.Module", settings: "Benchmark") -> int:
