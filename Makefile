@@ -2,10 +2,11 @@
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
 # make test: install, run every test
 # make lint: run ruff, pyright and import-linter
+# make gpu: measure on a GPU, with the Python packages that are there (docs/gpu.md); WHEELS=directory of missing packages
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-vit test lint .venv
+.PHONY: demo demo-vit test lint gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -35,3 +36,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# Nothing is installed: a machine with a GPU may have no network.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)

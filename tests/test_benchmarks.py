@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import callback, coupling, figures, machine, streaming, tables, vit_throughput
+from benchmarks import callback, coupling, figures, machine, shapes, streaming, tables, timing, vit_throughput
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -78,6 +78,55 @@ def test_images_agree_and_cost_is_per_image(directory):
     assert result["ours"]["products_saved"] == pytest.approx(1 / 3)
     assert result["ours"]["seconds_per_prompt"] == result["ours"]["seconds"] / 2
     assert result["ratio"]["whole"] == result["published"]["seconds"] / result["ours"]["seconds_per_prompt"]
+
+
+def test_larger_images_have_more_tokens(directory):
+    result = run(directory, "--shape", "deit-ti-224", "--blocks", "1", "--published", "false")
+    assert (result["width"], result["tokens"]) == (192, 197)
+
+
+@pytest.mark.parametrize(
+    "precision, dtype, switch",
+    [("float32", torch.float32, "ieee"), ("tf32", torch.float32, "tf32"), ("bfloat16", torch.bfloat16, "ieee")],
+)
+def test_plain_products_have_the_precision_they_are_compared_in(monkeypatch, precision, dtype, switch):
+    seen, linear = set(), machine.linear
+
+    def noted(x, weight):
+        allowed = torch.backends.cuda.matmul.fp32_precision
+        seen.add((x.dtype, weight.dtype, "tf32" if allowed == "tf32" else "ieee"))
+        return linear(x, weight)
+
+    monkeypatch.setattr(machine, "linear", noted)
+    assert machine.gemm_seconds([(8, 4)], 4, "cpu", precision) > 0
+    assert seen == {(dtype, dtype, switch)}
+
+
+def test_weights_in_float16_are_measured(directory, capsys):
+    result = run(directory, "--weights", "float16", "--published", "false")
+    assert result["settings"]["weights"] == "float16" and result["certificate"]["complete"]
+    model = shapes.model("14m", 1, "cpu", weights="float16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert torch.get_default_dtype() == torch.float32
+    assert coupling.main([*QUICK, "--weights", "float16"]) == 2
+    assert "add --published false" in capsys.readouterr().err
+
+
+def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatch):
+    calls, timed = [], timing.timed
+
+    def twice(*arguments):
+        calls.append(arguments)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(timing, "timed", twice)
+    file = tmp_path / "result.json"
+    with pytest.raises(KeyboardInterrupt):
+        coupling.main([*QUICK, "--published", "false", "--repeats", "3", "--out", str(file)])
+    result = json.loads(file.read_text())
+    assert len(result["ours"]["runs"]) == 2 and result["ours"]["seconds"] > 0
 
 
 def test_without_the_baseline(directory):

@@ -96,7 +96,7 @@ def _run(given: argparse.Namespace, record: Record, chosen: list[Step] | None) -
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"error: --wheels {given.wheels} can't be installed ({error})", file=sys.stderr)
             return USAGE
-        options = {"cwd": ROOT, "env": process.environment(wheels, ROOT)}
+        options = {"cwd": ROOT, "env": process.environment(wheels, ROOT, given.small)}
         check = ["-m", "benchmarks.gpu.requirements", "--device", given.device]
         checked = process.run(check, IMPORTS, directory, None, **options)
         if checked["status"] != "ok":

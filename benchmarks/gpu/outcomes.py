@@ -7,6 +7,7 @@ session stops: every later test of this process would fail too.
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ def _append(**event: Any) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that are done."""
+    """Leave out the tests that are done, and put the rest into order."""
     done = set(Path(os.environ["TRACKER_OUTCOMES_DONE"]).read_text().splitlines())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-    items[:] = [item for item in items if item.nodeid not in done]
+    left = [item for item in items if item.nodeid not in done]
+    in_file = Counter(item.path for item in left)
+    # Slow tests last, and before them the files with many tests: if time runs out, something of each file has run.
+    items[:] = sorted(left, key=lambda item: (item.get_closest_marker("slow") is not None, in_file[item.path]))
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,7 +17,7 @@ GRACE = 3.0  # seconds between the request for a traceback and the end
 TAIL = 4000  # characters of the output that are kept
 
 
-def environment(wheels: Path | None, root: Path) -> dict[str, str]:
+def environment(wheels: Path | None, root: Path, small: bool) -> dict[str, str]:
     """Return the environment variables of all steps: packages from `wheels`, no network, tracebacks of fatal errors."""
     paths = [str(root), *([str(wheels)] if wheels else []), os.environ.get("PYTHONPATH", "")]
     return {
@@ -27,6 +27,7 @@ def environment(wheels: Path | None, root: Path) -> dict[str, str]:
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
+        **({"OMP_NUM_THREADS": "1"} if small else {}),  # small products do not share cores well
     }
 
 
