@@ -97,20 +97,6 @@ def test_training_is_bit_identical(case):
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, watched_states, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed", "bf16-true"])
-def test_training_on_a_gpu_is_bit_identical(precision):
-    runs = []
-    for watch in ([], [Watch(2, probe=None)]):
-        runner = trainer(watch, accelerator="gpu", devices=1, deterministic=True, precision=precision)
-        trained = fit(runner)
-        runs.append((trained.losses, [tensor.cpu() for tensor in trained.state_dict().values()]))
-    (losses, states), (watched_losses, watched_states) = runs
-    assert losses == watched_losses and list(watch[0].units) == [0, 2, 4, 6, 8]
-    assert all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["module", "part"])
 def test_training_of_a_compiled_module_is_bit_identical(compiled):
