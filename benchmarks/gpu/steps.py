@@ -29,11 +29,7 @@ class Step:
 
     def arguments(self, device: str, small: bool, out: str) -> list[str]:
         """Return the command line after `python`."""
-        where = [] if self.module in WITHOUT_DEVICE else ["--device", device]
-        return ["-m", self.module, *(self.small if small else self.full), *where, "--out", out]
-
-
-WITHOUT_DEVICE = ("benchmarks.vit_throughput",)  # it takes CUDA where present
+        return ["-m", self.module, *(self.small if small else self.full), "--device", device, "--out", out]
 
 
 def _coupling(
