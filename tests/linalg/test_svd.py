@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.measures.test_coupling import rotation
-from tracker.linalg import krylov, svd
-from tracker.linalg.svd import is_complete, krylov_is_cheaper, residual, top_singular_triplets, triplets_by_products
+from tracker.linalg import costs, krylov, svd
+from tracker.linalg.certificate import PANEL, is_complete, residual
+from tracker.linalg.costs import krylov_is_cheaper
+from tracker.linalg.svd import top_singular_triplets, triplets_by_products
 
 FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
 
@@ -141,7 +143,7 @@ def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, si
 @pytest.mark.parametrize("missed", [0, 9, None])
 def test_completeness_above_one_panel(missed):
     """Wider than the panels in which the lower half of the product is computed."""
-    J = torch.randn(1, svd.PANEL + 60, svd.PANEL + 60)
+    J = torch.randn(1, PANEL + 60, PANEL + 60)
     U, S, Vh = torch.linalg.svd(J)
     kept = [i for i in range(11) if i != missed]
     assert bool(is_complete(J, U[..., kept], S[..., kept], Vh[..., kept, :].mT)) == (missed is None)
@@ -242,7 +244,7 @@ def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
 
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_squares_of_several_wider_than_a_panel(dtype, atol):
-    J = torch.randn(2, 2 * svd.PANEL + 60, 2 * svd.PANEL + 60, dtype=dtype)
+    J = torch.randn(2, 2 * PANEL + 60, 2 * PANEL + 60, dtype=dtype)
     before = J.clone()
     t = svd._by_squares(J, 10)
     assert torch.equal(J, before), "the Jacobians are still needed"
@@ -305,7 +307,7 @@ def test_groups_and_cores_change_nothing(monkeypatch):
     try:
         expected = [top_singular_triplets(one[None], 5) for one in J]
         together = top_singular_triplets(J, 5)
-        monkeypatch.setattr(svd, "GROUP", 4 * 24 * 24)
+        monkeypatch.setattr(costs, "GROUP", 4 * 24 * 24)
         grouped = top_singular_triplets(J, 5)
         assert torch.get_num_threads() == 2
     finally:
@@ -317,7 +319,8 @@ def test_groups_and_cores_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)])
 def test_the_cheaper_way_is_taken(d, K, krylov):
-    assert krylov_is_cheaper(d, K, torch.float32) == krylov_is_cheaper(d, K, torch.float64) == krylov
+    for dtype in (torch.float32, torch.float64):
+        assert krylov_is_cheaper(d, K, dtype, torch.device("cpu")) == krylov
 
 
 def test_auto_takes_it(monkeypatch):

@@ -1,0 +1,196 @@
+"""Singular triplets on a second device: the CPU's values, and few launches and waits."""
+
+import pytest
+import torch
+
+from tests.linalg.test_svd import FLAT, SPECTRA, assert_same_span, planted, products
+from tracker.linalg import svd
+from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.krylov import basis_size
+from tracker.linalg.orthonormal import Orthonormaliser
+from tracker.linalg.svd import top_singular_triplets, triplets_by_products, triplets_of_each
+
+ALL_SPECTRA = {name: torch.tensor(s, dtype=torch.float64) for name, s in SPECTRA.items()}
+ALL_SPECTRA |= {"flat": FLAT, "falling": FLAT * torch.logspace(0, -3, 160, dtype=torch.float64)}
+DTYPES = [torch.float32, torch.float64]
+
+
+def random_matrices(B: int, d: int, falling: bool = False) -> torch.Tensor:
+    """Random matrices, as at initialisation, or with singular values that fall by three decades."""
+    J = torch.randn(B, d, d, generator=torch.Generator().manual_seed(1)) / d**0.5
+    return J * torch.logspace(0, -3, d) if falling else J
+
+
+@pytest.fixture
+def cycles(monkeypatch) -> list[int]:
+    """Numbers of matrices in the small problems that were copied to the host, one for each full basis."""
+    found = []
+    pivots = Orthonormaliser.pivots
+    monkeypatch.setattr(Orthonormaliser, "pivots", lambda self: found.append(len(self.scale)) or pivots(self))
+    return found
+
+
+@pytest.mark.parametrize("method", ["full", "krylov"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ALL_SPECTRA)
+def test_values_and_certificates_of_every_spectrum(pretend, name, dtype, method):
+    s = ALL_SPECTRA[name]
+    J = planted(s).to(dtype)
+    t = top_singular_triplets(J.to(pretend.device), 10, method)
+    assert {getattr(t, part).device for part in ("U", "S", "V", "gap", "residual", "complete", "full")} == {
+        pretend.device
+    }
+    accuracy = 100 * torch.finfo(dtype).eps
+    torch.testing.assert_close(t.S[0].cpu().double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
+    for basis in (t.U.cpu(), t.V.cpu()):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=accuracy, rtol=0)
+    assert bool(t.complete) and bool(t.full) == (method == "full")
+    assert bool(t.residual.isnan()) == bool(t.gap.isnan().all()) == (float(s[0]) == 0)
+    assert not float(t.residual) > svd.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
+    """Zero and deficient matrices in a batch, which need tested steps, do not disturb the others."""
+    J = torch.cat([planted(s, seed) for seed, s in enumerate(ALL_SPECTRA.values()) if len(s) == 96]).to(dtype)
+    (t,) = triplets_of_each([J.to(pretend.device)], 10, "krylov", 1 << 24)
+    for b, name in enumerate(name for name, s in ALL_SPECTRA.items() if len(s) == 96):
+        one = top_singular_triplets(J[b : b + 1], 10, "krylov")
+        scale = float(one.S[0, 0]) or 1.0
+        torch.testing.assert_close(t.S[b].cpu() / scale, one.S[0] / scale, atol=1e2 * torch.finfo(dtype).eps, rtol=0)
+        assert bool(t.complete[b]), name
+        if name == "six decades":
+            assert_same_span(t.V[b].cpu(), one.V[0], 100 * svd.TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["flat", "falling", "rank 40", "zero"])
+def test_products_alone(pretend, name, dtype):
+    J = planted(ALL_SPECTRA[name]).to(dtype)
+    there = J.to(pretend.device)
+    t, expected = (triplets_by_products(*products(M), M[..., 0], 10) for M in (there, J))
+    scale = float(expected.S[0, 0]) or 1.0
+    torch.testing.assert_close(t.S.cpu() / scale, expected.S / scale, atol=1e2 * torch.finfo(dtype).eps, rtol=0)
+    assert torch.equal(t.complete.cpu(), expected.complete) and bool(t.complete)
+
+
+@pytest.mark.parametrize("K", [10, 50])
+@pytest.mark.parametrize("falling", [False, True])
+def test_waits_for_the_device_once_per_full_basis(pretend, cycles, falling, K):
+    """Both ways at each: the small problem goes to the host, its solution to the device."""
+    J = random_matrices(1, 512, falling).to(pretend.device)
+    with pretend.count() as counts:
+        t = top_singular_triplets(J, K, "krylov")
+    assert bool(t.complete) and not bool(t.full)
+    assert counts.to_host <= len(cycles) + 3, (
+        "beside the small problems: the choice, the vectors' product, completeness"
+    )
+    assert counts.syncs - counts.to_device - counts.to_host == 1, "whether all entries are finite"
+    assert counts.launches < 800
+    with pretend.count() as counts:
+        cycles.clear()
+        triplets_by_products(*products(J), J[..., 0], K)
+    assert counts.to_host == len(cycles) == counts.syncs - counts.to_device
+    assert counts.launches < 1200
+
+
+def test_a_batch_takes_the_launches_of_one_matrix(pretend):
+    """Flat spectra, by J J^T, and falling ones, by J and J^T: about the launches of one matrix of each."""
+    Js = [random_matrices(1, 256, falling=i % 2 == 1).to(pretend.device) for i in range(8)]
+    with pretend.count() as one_by_one:
+        alone = [top_singular_triplets(J, 10, "krylov") for J in Js]
+    with pretend.count() as at_once:
+        together = triplets_of_each(Js, 10, "krylov", 1 << 24)
+    assert at_once.launches < one_by_one.launches / 5
+    assert at_once.syncs < one_by_one.syncs / 5
+    for t, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(t.S.cpu(), expected.S.cpu(), atol=1e-6, rtol=0)
+        assert bool(t.complete) and not bool(t.full)
+
+
+def test_squares_take_those_alone_that_they_suit(pretend, monkeypatch):
+    """In a batch of many layers; a matrix that they do not suit would keep all others iterating."""
+    sizes = []
+    for name in ("_by_squares", "_by_golub_kahan", "_full"):
+        method = getattr(svd, name)
+        monkeypatch.setattr(
+            svd, name, lambda J, K, name=name, method=method: sizes.append((name, len(J))) or method(J, K)
+        )
+    J = torch.cat([planted(FLAT), planted(ALL_SPECTRA["falling"]), planted(FLAT, 4)])
+    t = top_singular_triplets(J.to(pretend.device), 10, "krylov", 1 << 24)
+    assert sizes == [("_by_squares", 2), ("_by_golub_kahan", 1)] and bool(t.complete.all())
+    expected = torch.linalg.svdvals(J)[:, :10]
+    torch.testing.assert_close(t.S.cpu(), expected, atol=1e-11, rtol=0)
+
+
+def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypatch):
+    repeated = []
+    test_from_now = Orthonormaliser.test_from_now
+    monkeypatch.setattr(
+        Orthonormaliser, "test_from_now", lambda self, scale: repeated.append(scale.cpu()) or test_from_now(self, scale)
+    )
+    J = random_matrices(1, 256).to(pretend.device)
+    top_singular_triplets(J, 10, "krylov")
+    assert not repeated
+    J[..., 4:] = 0
+    t = top_singular_triplets(J, 10, "krylov")
+    assert repeated and bool(t.complete)
+    torch.testing.assert_close(t.S.cpu(), torch.linalg.svdvals(J.cpu())[:, :10], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_not_finite_is_refused(pretend, value):
+    J = torch.randn(1, 96, 96)
+    J[0, 1, 2] = value
+    J = J.to(pretend.device)
+    with pytest.raises(ValueError, match="not finite"):
+        top_singular_triplets(J, 2)
+    with pytest.raises(ValueError, match="not finite"):
+        triplets_by_products(*products(J), J[..., 0], 2)
+
+
+@pytest.mark.parametrize(("d", "K"), [(192, 50), (384, 10), (384, 50), (768, 10)])
+@pytest.mark.parametrize("spectrum", ["flat", "falling", "deficient"])
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectrum, at_once):
+    batches = []
+    krylov = svd._krylov
+    monkeypatch.setattr(svd, "_krylov", lambda J, K: batches.append(len(J)) or krylov(J, K))
+    J = random_matrices(3, d, falling=spectrum == "falling")
+    if spectrum == "deficient":
+        J[1, :, K // 2 :] = 0
+    Js = [one[None].to(pretend.device) for one in J]
+    memory = at_once * (MATRICES * d**2 + BASES * d * basis_size(d, K))
+    pretend.reset_peak()
+    before = pretend.live_bytes()
+    together = triplets_of_each(Js, K, "krylov", memory)
+    assert pretend.peak_bytes() - before <= 4 * memory
+    assert max(batches) == at_once and sum(batches) == 3 == len(together)
+
+
+def test_small_matrices_in_full_cost_two_copies(pretend):
+    J = random_matrices(6, 64).to(pretend.device)
+    with pretend.count() as counts:
+        t = top_singular_triplets(J, 5, "full", 1 << 24)
+    assert counts.to_host == counts.to_device == 1
+    torch.testing.assert_close(t.S.cpu(), torch.linalg.svdvals(J.cpu())[:, :5], atol=1e-5, rtol=0)
+    assert t.U.untyped_storage().nbytes() == t.U.nbytes, "the other columns are not kept"
+
+
+@pytest.mark.parametrize(
+    ("d", "K", "on_cpu", "on_accelerator"),
+    [(192, 10, False, False), (256, 10, False, True), (320, 50, False, False), (512, 200, False, False)]
+    + [(1024, 50, True, True), (5120, 10, True, True)],
+)
+def test_the_cheaper_method_by_device(pretend, d, K, on_cpu, on_accelerator):
+    assert krylov_is_cheaper(d, K, torch.float32, torch.device("cpu")) == on_cpu
+    for device in (pretend.device, torch.device("cuda", 0)):
+        assert krylov_is_cheaper(d, K, torch.float32, device) == on_accelerator
+
+
+def test_matrices_at_once_by_device(pretend):
+    cpu = torch.device("cpu")
+    assert matrices_at_once(1024, 10, cpu, 1) == matrices_at_once(1024, 10, cpu, 1 << 40) == GROUP // 1024**2
+    assert matrices_at_once(5120, 10, pretend.device, 1) == 1
+    memory = 80 * 2**30 // 4 // 4  # a quarter of 80 GB, in float32
+    assert matrices_at_once(5120, 10, pretend.device, memory) >= 36, "all layers of Pythia 12b"

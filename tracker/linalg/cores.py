@@ -1,0 +1,31 @@
+"""Functions of batches on the CPU's cores: LAPACK does not share small matrices among cores well."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+def map_on_cores(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
+    """Map a function over parts in parallel, the CPU's cores divided among them."""
+    cores = torch.get_num_threads()
+    if len(parts) == 1 or cores == 1:
+        return [function(part) for part in parts]
+    at_once = min(len(parts), cores)
+    try:
+        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)) as pool:
+            return list(pool.map(function, parts))
+    finally:
+        torch.set_num_threads(cores)
+
+
+def batch_on_cores(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Apply a function of CPU tensors that share a batch axis, the first, to one part of the batch per core."""
+    parts = list(zip(*(t.chunk(torch.get_num_threads()) for t in tensors), strict=True))
+    results = map_on_cores(lambda part: function(*part), parts)
+    return tuple(torch.cat(result) for result in zip(*results, strict=True))

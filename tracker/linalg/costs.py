@@ -1,0 +1,61 @@
+"""Costs of finding singular triplets, by device: which method is expected to be faster, and how many matrices at once.
+
+The unit of cost is an operation of LAPACK on one CPU core. The CPU's figures are measured: single steps by their time
+relative to a product. For flat singular values, iteration and full decomposition take equally long at about d = 320 for
+K = 10 and d = 480 for K = 50.
+
+The accelerators' are derived, not measured on one. Products there cost next to nothing beside what stays with the host:
+launching them, some 27 launches of 5 us for a step of 16 columns, and the small problems of each full basis, which the host's
+cores solve in float64 (eigh of J J^T takes half of the CPU's figure, which is that of an SVD). A full decomposition of a
+matrix up to d = 512 is LAPACK's, on the same cores; for larger ones cuSOLVER takes the matrices one by one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tracker.linalg.krylov import basis_size, expected_columns
+
+GROUP = 1 << 24  # scalars of the matrices that a CPU decomposes together: 64 MB in float32
+# Arrays alive while a matrix is decomposed on an accelerator, counted: of its own size (copies, J J^T, the certificate's), and
+# of its basis' size.
+MATRICES, BASES = 5, 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of the methods on one kind of device."""
+
+    product: float  # of a column, times d^2
+    basis: float  # of keeping a column orthogonal, times d m
+    small: float  # of a column's share of the small problems, times m^2
+    column: float  # of a column, beside the above
+    square: float  # of J J^T, times d^3
+    full: float  # of the full decomposition, times d^3
+    check_every_block: bool  # matrix-free: whether a small problem costs less than the products of a step
+
+
+CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, check_every_block=True)
+ACCELERATOR = Costs(product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, check_every_block=False)
+
+
+def costs_of(device: torch.device) -> Costs:
+    """Return the costs on a device."""
+    return CPU if device.type == "cpu" else ACCELERATOR
+
+
+def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products are expected to find K triplets of a (d, d) matrix faster than full decomposition."""
+    cost, n, m = costs_of(device), expected_columns(d, K, dtype), basis_size(d, K)
+    columns = n * (cost.product * d**2 + cost.basis * d * m + cost.small * m**2 + cost.column)
+    return columns + cost.square * d**3 < cost.full * d**3
+
+
+def matrices_at_once(d: int, K: int, device: torch.device, memory: int) -> int:
+    """Return how many (d, d) matrices to decompose together.
+
+    Args:
+        memory: scalars that an accelerator may take for them. A CPU gains nothing from larger groups than `GROUP`.
+    """
+    each = MATRICES * d**2 + BASES * d * max(0, basis_size(d, K))
+    return max(1, GROUP // d**2 if device.type == "cpu" else memory // each)
