@@ -5,7 +5,7 @@ import pytest
 
 import tracker
 from tests.models import Size, build
-from tracker.measures import depthwise
+from tracker.measures import depthwise, layers
 
 WIDTH, DEPTH = 64, 3
 ONE = WIDTH**2 * 4  # bytes of one block's Jacobian at one row
@@ -33,8 +33,8 @@ def test_jacobians_wait_on_the_host_and_blocks_are_gone_through_once(pretend, sk
     model, given = model_on(pretend.device)
     held = tracker.measure(model, given, **OPTIONS)
     kept = []
-    to_host = depthwise.to_host
-    monkeypatch.setattr(depthwise, "to_host", lambda J: kept.append(to_host(J)) or kept[-1])
+    to_host = layers.to_host
+    monkeypatch.setattr(layers, "to_host", lambda J: kept.append(to_host(J)) or kept[-1])
     again = tracker.measure(model, given, **OPTIONS, memory_budget=2 * at_once * ONE)
     assert not sketches
     assert sum(J.nbytes for J in kept) == (DEPTH + 1) * 2 * ONE  # of two samples

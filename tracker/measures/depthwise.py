@@ -20,10 +20,7 @@ If the last block includes the final norm, that block without the norm is measur
 `_raw` use it as the last layer. The cost is (L + 1) / L times the cost of one convention.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from math import sqrt
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -31,32 +28,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.spill import host_memory, to_host
-from tracker.jacobians.restriction import Selection
-from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Rows, Sketch
+from tracker.capture.spill import host_memory
+from tracker.jacobians.rows import PROBES, Jacobians, Rows
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
-from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
+from tracker.linalg.svd import Triplets
 from tracker.measures import coupling
+from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.values import Method
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Singular triplets, norms and products of one block's Jacobians at R rows.
-
-    Attributes:
-        product: V (R, d, m) -> J V (R, d, m).
-        frobenius: |J|_F.
-        checks: the checks of the Jacobian at each row.
-        formed: whether the Jacobian was formed entry by entry.
-    """
-
-    triplets: Triplets
-    product: Callable[[Tensor], Tensor]
-    frobenius: Float[Tensor, " R"]
-    checks: list[CheckResults]
-    formed: bool
 
 
 def measured_calls(recording: Recording) -> list[BlockCall]:
@@ -67,16 +46,21 @@ def measured_calls(recording: Recording) -> list[BlockCall]:
     return recording.calls if recording.raw_last is None else [*recording.calls, recording.raw_last]
 
 
-def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method) -> bool:
+def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method, memory: int) -> bool:
     """Return whether to measure R rows without forming Jacobians: as requested, or because it is expected to be faster."""
     x, K = recording.calls[0].x, max(ks)
     d = x.shape[-1]
+    if method != "auto" or not basis_fits(d, K):
+        return method == "matrix-free" and basis_fits(d, K)
+    # On an accelerator a product of few columns takes as long to launch as a wide one, and the small problems are the host's.
+    if recording.calls[0].replica.device.type != "cpu" and fits(recording, memory):
+        return False
     columns = matrix_free_columns(d, len(measured_calls(recording)), K, x.dtype)
     # A product with few columns reads all weights of a block, so a column costs more than in a wide product: on two cores
     # at d = 2048 to 4096, 1.6 times as much for one row in products of 16 columns, and 1.3 times for four rows. The factor
     # 1 + 1 / R approximates this. The dense method costs 0.7 d columns of a wide product, decomposition included, because
     # it skips the last layers (`identity`).
-    return basis_fits(d, K) and (method == "matrix-free" or (method == "auto" and (1 + 1 / R) * columns < 0.7 * d))
+    return (1 + 1 / R) * columns < 0.7 * d
 
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
@@ -88,7 +72,7 @@ def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory
     """Return how many rows to measure together so that their arrays fit into `memory` scalars."""
     d, L, K = recording.calls[0].x.shape[-1], len(measured_calls(recording)), max(ks)
     rows = max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
-    return rows if is_matrix_free(recording, rows, ks, method) else _dense_rows_at_once(recording, memory)
+    return rows if is_matrix_free(recording, rows, ks, method, memory) else _dense_rows_at_once(recording, memory)
 
 
 def fits(recording: Recording, memory: int) -> bool:
@@ -130,16 +114,16 @@ def depthwise_couplings(
     """
     first = selected[0][0]
     rows = sum(len(rows.sample) for _, rows in selected)
-    matrix_free = is_matrix_free(first, rows, ks, method)
+    matrix_free = is_matrix_free(first, rows, ks, method, memory)
     for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, memory)):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
         if not matrix_free and _scalars_of_row(first) <= memory:
-            layers = _dense(jacobians, blocks, max(ks), method)
+            layers = dense_layers(jacobians, blocks, max(ks), method, memory)
         else:
-            dense_layer = _layer_on_host if fits(first, memory) else _recomputed_layer
-            layer_of = _matrix_free_layer if matrix_free else dense_layer
-            layers = [layer_of(jacobians, selections, max(ks), method) for selections in blocks]
+            dense_layer = layer_on_host if fits(first, memory) else recomputed_layer
+            layer_of = matrix_free_layer if matrix_free else dense_layer
+            layers = [layer_of(jacobians, selections, max(ks), method, memory) for selections in blocks]
         L = len(first.calls)
         for r, values in enumerate(pairs(layers, ks, extras, L=L)):
             values |= _spectra_and_checks(layers[:L], r)
@@ -241,58 +225,3 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
                 group, free = [], size
     if group:
         yield group
-
-
-def _dense(
-    jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], K: int, method: Method, on_host: bool = False
-) -> list[Layer]:
-    """Return layers that keep their Jacobians, on the device or in the host's memory."""
-    Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
-    triplets = triplets_of_each(Js, K, "auto" if method == "matrix-free" else method)
-    kept = map(to_host, Js) if on_host else Js
-    products = [lambda V, J=J: J.to(V.device, non_blocking=True) @ V for J in kept]
-    return [
-        Layer(of_block, product, torch.linalg.matrix_norm(J), checks_of_block, True)
-        for of_block, J, product, checks_of_block in zip(triplets, Js, products, checks, strict=True)
-    ]
-
-
-def _form_jacobians(
-    jacobians: Jacobians, selections: Sequence[Selection]
-) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
-    Js, checks = zip(*jacobians(selections), strict=True)
-    return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
-
-
-def _layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
-    return _dense(jacobians, [selections], K, method, on_host=True)[0]
-
-
-def _recomputed_layer(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
-    """Return a layer that drops its Jacobians and computes its products from the block again."""
-    (layer,) = _dense(jacobians, [selections], K, method)
-    return replace(layer, product=lambda V: jacobians.sketch(selections).operator.apply(V))
-
-
-def _matrix_free_layer(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method) -> Layer:
-    """Return a layer whose triplets come from products, or from the dense Jacobians where the iteration fails."""
-    sketch = jacobians.sketch(selections)
-    operator, like = sketch.operator, sketch.signs[..., 0]
-    triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
-    if not triplets.complete.all():
-        return _recomputed_layer(jacobians, selections, K, "full")
-    product = partial(jacobians.product, selections, sketch.compute_dtype)
-    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections), False)
-
-
-def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
-    """Estimate |J|_F."""
-    U, S, V = triplets.U, triplets.S, triplets.V
-    rest = sketch.products - V @ (S[..., None] * (U.mT @ sketch.signs))
-    scale = S[:, :1].clamp_min(torch.finfo(S.dtype).tiny)  # squares of tiny entries underflow
-    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(PROBES))
-    return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
-
-
-def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[Selection]) -> list[CheckResults]:
-    return [check for check, (_, rows) in zip(checks, selections, strict=True) for _ in rows.sample]

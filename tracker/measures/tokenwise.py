@@ -29,8 +29,9 @@ from torch import Tensor
 from tracker.capture.recording import BlockCall, Recording
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
-from tracker.linalg.svd import Triplets, triplets_of_each
-from tracker.measures.depthwise import Layer, pairs
+from tracker.linalg.svd import Triplets
+from tracker.measures.depthwise import pairs
+from tracker.measures.layers import Layer, triplets_of_jacobians
 from tracker.measures.registry import DIMS, KINDS
 from tracker.values import Method
 
@@ -77,7 +78,7 @@ def tokenwise_couplings(
     for place, l in enumerate(order):
         call, block_triplets = recording.calls[l - 1], {}
         for start in range(0, len(links), at_once):
-            layers = _layers(jacobians, call, sample, links[start : start + at_once], max(ks), method)
+            layers = _layers(jacobians, call, sample, links[start : start + at_once], max(ks), method, memory)
             block_triplets |= {link: _contiguous(layer.triplets) for link, layer in layers.items()}
             if basis_layers.get(l) in bases:
                 couple(l, layers)
@@ -118,7 +119,7 @@ def _measuring_order(basis_layers: Mapping[int, int]) -> list[int]:
 
 
 def _layers(
-    jacobians: Jacobians, call: BlockCall, sample: int, links: Sequence[Link], K: int, method: Method
+    jacobians: Jacobians, call: BlockCall, sample: int, links: Sequence[Link], K: int, method: Method, memory: int
 ) -> dict[Link, Layer]:
     """Return a layer with the block's Jacobian for each link."""
     Js: dict[Link, Float[Tensor, "1 d d"]] = {}
@@ -127,7 +128,7 @@ def _layers(
         if chosen:
             ((J, _),) = jacobians([(call, _rows(jacobians, sample, chosen))])
             Js |= dict(zip(chosen, J.split(1), strict=True))
-    triplets = triplets_of_each(list(Js.values()), K, "auto" if method == "matrix-free" else method)
+    triplets = triplets_of_jacobians(list(Js.values()), K, method, memory)
     return {
         link: Layer(of_link, J.matmul, torch.linalg.matrix_norm(J), [], True)
         for (link, J), of_link in zip(Js.items(), triplets, strict=True)

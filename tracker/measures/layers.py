@@ -1,0 +1,115 @@
+"""The Jacobians of blocks at their rows, as the measures use them: singular triplets, norms and products.
+
+The Jacobians are kept on the device or in the host's memory, formed and dropped, or never formed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import sqrt
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.capture.spill import to_host
+from tracker.jacobians.restriction import Selection
+from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
+from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
+from tracker.values import Method
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Singular triplets, norms and products of one block's Jacobians at R rows.
+
+    Attributes:
+        product: V (R, d, m) -> J V (R, d, m).
+        frobenius: |J|_F.
+        checks: the checks of the Jacobian at each row.
+        formed: whether the Jacobian was formed entry by entry.
+    """
+
+    triplets: Triplets
+    product: Callable[[Tensor], Tensor]
+    frobenius: Float[Tensor, " R"]
+    checks: list[CheckResults]
+    formed: bool
+
+
+def dense_layers(
+    jacobians: Jacobians,
+    blocks: Sequence[Sequence[Selection]],
+    K: int,
+    method: Method,
+    memory: int,
+    on_host: bool = False,
+) -> list[Layer]:
+    """Return layers that keep their Jacobians, on the device or in the host's memory.
+
+    Args:
+        memory: the scalars that Jacobians kept on the device may take.
+    """
+    Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
+    triplets = triplets_of_jacobians(Js, K, method, memory)
+    kept = map(to_host, Js) if on_host else Js
+    products = [lambda V, J=J: J.to(V.device, non_blocking=True) @ V for J in kept]
+    return [
+        Layer(of_block, product, torch.linalg.matrix_norm(J), checks_of_block, True)
+        for of_block, J, product, checks_of_block in zip(triplets, Js, products, checks, strict=True)
+    ]
+
+
+def triplets_of_jacobians(Js: Sequence[Float[Tensor, "R d d"]], K: int, method: Method, memory: int) -> list[Triplets]:
+    """Return the triplets of each block's Jacobians, which may take `memory` scalars, half of the memory budget.
+
+    What they leave of it, and the quarter of the budget that their cotangents have freed, is for the decomposition.
+    """
+    free = memory // 2 + max(0, memory - sum(J.numel() for J in Js))
+    return triplets_of_each(Js, K, "auto" if method == "matrix-free" else method, free)
+
+
+def _form_jacobians(
+    jacobians: Jacobians, selections: Sequence[Selection]
+) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
+    Js, checks = zip(*jacobians(selections), strict=True)
+    return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
+
+
+def layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int) -> Layer:
+    """Return a layer that keeps its Jacobians in the host's memory."""
+    return dense_layers(jacobians, [selections], K, method, memory, on_host=True)[0]
+
+
+def recomputed_layer(
+    jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
+) -> Layer:
+    """Return a layer that drops its Jacobians and computes its products from the block again."""
+    (layer,) = dense_layers(jacobians, [selections], K, method, memory)
+    return replace(layer, product=lambda V: jacobians.sketch(selections).operator.apply(V))
+
+
+def matrix_free_layer(
+    jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
+) -> Layer:
+    """Return a layer whose triplets come from products, or from the dense Jacobians where the iteration fails."""
+    sketch = jacobians.sketch(selections)
+    operator, like = sketch.operator, sketch.signs[..., 0]
+    triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
+    if not triplets.complete.all():
+        return recomputed_layer(jacobians, selections, K, "full", memory)
+    product = partial(jacobians.product, selections, sketch.compute_dtype)
+    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections), False)
+
+
+def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
+    """Estimate |J|_F."""
+    U, S, V = triplets.U, triplets.S, triplets.V
+    rest = sketch.products - V @ (S[..., None] * (U.mT @ sketch.signs))
+    scale = S[:, :1].clamp_min(torch.finfo(S.dtype).tiny)  # squares of tiny entries underflow
+    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(PROBES))
+    return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
+
+
+def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[Selection]) -> list[CheckResults]:
+    return [check for check, (_, rows) in zip(checks, selections, strict=True) for _ in rows.sample]
