@@ -33,7 +33,7 @@ from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
 from tracker.measures.states import NOISE, measure_states
 from tracker.measures.tokenwise import tokenwise_couplings
-from tracker.provenance import describe, digest, usable_device
+from tracker.provenance import describe, digest, has_float64, usable_device
 
 
 @accepts_options
@@ -56,7 +56,8 @@ def measure(
         model: a Hugging Face, timm, torchvision or plain PyTorch transformer.
         inputs: prompts (with `tokenizer`), or a tensor or mapping for the model's forward, batch first.
         tokenizer: the tokenizer of the prompts.
-        device: device of the computation. Default: that of the model's weights (the CPU if all weights are offloaded).
+        device: device of the computation. Default: that of the model's weights; the CPU if all weights are offloaded, or if
+            their device has no float64, as MPS.
         blocks: an argument or a result of `find_blocks`, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
         **options: measurement options.
@@ -119,7 +120,8 @@ def to_dataset(
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is None:
         devices = (parameter.device for parameter in model.parameters())
-        device = next((device for device in devices if device.type != "meta"), "cpu")  # meta: offloaded
+        device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))  # meta: offloaded
+        device = device if has_float64(device) else torch.device("cpu")
     return usable_device(device, f"device={str(device)!r}")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import unwrap
+from tracker.device_errors import raise_device_errors
 from tracker.errors import UsageError
 from tracker.version import __version__
 
@@ -51,14 +52,29 @@ def usable_device(device: torch.device | str, given: str) -> torch.device:
     """Return the device, after a test computation on it.
 
     Raises:
-        UsageError: if it can't be used; `given` is the caller's argument as text.
+        UsageError: if it can't be used or has no float64; `given` is the caller's argument as text.
     """
     try:
         device = torch.device(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"{given} can't be used ({str(error).splitlines()[0]})") from error
+    if not has_float64(device):
+        raise UsageError(
+            f"{given} can't be used: {device.type} has no float64, in which Jacobians are checked and small ones computed; "
+            "measure on the CPU, wherever the model is"
+        )
     return device
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64: MPS and some XPUs do not."""
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).sum().item()
+    except (TypeError, RuntimeError) as error:
+        raise_device_errors(error)
+        return False
+    return True
 
 
 def settings_digest(identity: Any) -> str:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
     Most of this state belongs to the process, not to a thread: two threads that set and restore the same switches could
     leave them set, so a lock lets one measurement run at a time.
     """
-    devices = [device] if device.type == "cuda" else []
     with _ONE_AT_A_TIME, ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         stack.enter_context(float32_products("ieee"))
@@ -28,8 +28,29 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(preserve_random_state(device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
+
+
+@contextmanager
+def preserve_random_state(device: torch.device) -> Iterator[None]:
+    """Restore on exit what torch.manual_seed changes: the random state of the CPU and of the accelerators of one type.
+
+    The type is that of `device`; if that is the CPU, the machine's, whose random state a training may be using.
+    """
+    accelerator = device if device.type != "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    places: list[tuple[int, ...]] = []
+    if accelerator is not None and getattr(module, "is_initialized", lambda: True)():  # else nothing has used it
+        # MPS has one device, which its functions do not name.
+        places = [()] if accelerator.type == "mps" else [(i,) for i in range(module.device_count())]
+    before = [module.get_rng_state(*place) for place in places]
+    with torch.random.fork_rng([]):
+        try:
+            yield
+        finally:
+            for state, place in zip(before, places, strict=True):
+                module.set_rng_state(state, *place)

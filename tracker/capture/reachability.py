@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.find import Blocks
 from tracker.blocks.towers import class_token_parameter, find_runs, related
+from tracker.capture.global_state import preserve_random_state
 from tracker.capture.outputs import hidden_state, with_hidden_state
 from tracker.capture.replicas.replica import Replica, StopForward
 from tracker.errors import UsageError
@@ -127,8 +128,7 @@ def _run(
         noise[at] = _noise(y)[at]
         return with_hidden_state(output, y + noise)
 
-    devices = [replica.device] if replica.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), ExitStack() as stack:
+    with preserve_random_state(replica.device), ExitStack() as stack:
         torch.manual_seed(0)  # a model that draws random numbers draws the same ones in every pass
         stack.enter_context(replica.stream_blocks(enter, leave))
         inside = {id(part) for block in replica.blocks for part in block.modules()}

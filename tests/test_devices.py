@@ -1,0 +1,56 @@
+"""Measurements on accelerators: their random state is unchanged, and devices without float64 are refused or avoided."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.lightning_runs import Classifier
+from tracker.errors import UsageError
+
+PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class WithClassToken(Classifier):
+    """A classifier whose class token is checked by forward passes from a fixed seed; one of them draws on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 16))
+
+    def forward(self, x):
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.embed(x)], 1)
+        x = x + 0 * torch.rand(1, device=x.device)
+        for block in self.stages:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+@pytest.mark.parametrize("where", ["pretend", "cpu"])
+def test_the_random_state_of_an_accelerator_is_unchanged(pretend, where):
+    """Also if the CPU measures: a training may use the accelerator's random state."""
+    model = WithClassToken()
+    torch.manual_seed(5)
+    torch.rand(7, device=pretend.device)
+    before = [torch.get_rng_state(), torch.get_device_module(pretend.device).get_rng_state()]
+    found = tracker.measure(model, PROBE, k=2, device=pretend.device if where == "pretend" else "cpu")
+    after = [torch.get_rng_state(), torch.get_device_module(pretend.device).get_rng_state()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert found.sizes["prompt"] == 3
+
+
+def test_a_device_without_float64_is_refused(pretend):
+    with pretend.without_float64(), pytest.raises(UsageError, match="'pretend:0' can't be used: pretend has no float64"):
+        tracker.measure(Classifier(), PROBE, k=2, device=pretend.device)
+
+
+def test_a_model_on_a_device_without_float64_is_measured_on_the_cpu(pretend):
+    model = Classifier()
+    expected = tracker.measure(model, PROBE, k=2)
+    model.to(pretend.device)
+    with pretend.without_float64():
+        found = tracker.measure(model, PROBE, k=2)
+    assert found.attrs["device"] == "cpu" and next(model.parameters()).device == pretend.device
+    for name in ("miscoupling", "singular_value"):
+        np.testing.assert_array_equal(found[name].values, expected[name].values)
