@@ -23,6 +23,7 @@ from tracker.capture.reachability import check_reachability
 from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
+from tracker.capture.replicas.sharded import gathering_together
 from tracker.capture.spans.recording import record_spans
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
@@ -84,9 +85,12 @@ def measure(
 def measure_samples(
     model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: "Settings", device: torch.device
 ) -> list[Sample]:
-    """Measure each sample of some forward calls; other processes may measure other calls of the same inputs."""
-    with preserve_global_state(device):
-        new_replica = partial(Replica, model, blocks, settings.torch_dtype, device)
+    """Measure each sample of some forward calls; other processes may measure other calls of the same inputs.
+
+    Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
+    """
+    with preserve_global_state(device), gathering_together(model) as gather:
+        new_replica = partial(Replica, model, blocks, settings.torch_dtype, device, gather)
         replica = new_replica()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4))
         return _measure_batches(jacobians, calls, settings, new_replica)

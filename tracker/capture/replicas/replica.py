@@ -23,6 +23,7 @@ from tracker.blocks.find import Blocks, unwrap
 from tracker.capture.attention import hook_attn_method
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
+from tracker.capture.replicas.sharded import Gather, gather_alone
 from tracker.capture.replicas.weights import is_plain, plain_class, plain_tensor
 from tracker.errors import UsageError
 
@@ -38,7 +39,14 @@ class StopForward(BaseException):
 class Replica:
     """A copy of a model's module tree whose modules hold weights, in `dtype` on `device`, only inside `materialize`."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Gather = gather_alone,
+    ):
         self._shared = SharedTensors()
         self.module = _ModuleCopier(self._shared).copy(model)
         for part in self.module.modules():
@@ -50,6 +58,7 @@ class Replica:
         self.description = blocks
         self.dtype = dtype
         self.device = device
+        self.gather = gather  # reads a weight that is sharded over ranks
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
@@ -162,7 +171,7 @@ class Replica:
         if tensor is None:
             return None
         if id(tensor) not in converted:
-            plain = self.convert(plain_tensor(part, name, tensor), dtype)
+            plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
             converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
         return converted[id(tensor)]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracker.capture.replicas.sharded import Gather, gather_alone
 from tracker.errors import UsageError
 
 
@@ -23,8 +24,11 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def plain_tensor(module: nn.Module, name: str, tensor: Tensor, gather: Gather = gather_alone) -> Tensor:
     """Return the full, dequantised, detached value of a module's parameter or buffer.
+
+    Args:
+        gather: reads a sharded tensor.
 
     Raises:
         UsageError: if the weights are on the meta device and accelerate has no offloaded copy.
@@ -39,9 +43,8 @@ def plain_tensor(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         return int8_vectorwise_dequant(tensor.data, tensor.SCB)  # type: ignore[attr-defined]
-    full = getattr(tensor, "full_tensor", None)  # DTensor: a collective, which every rank must call
-    if full is not None:
-        return full().detach()
+    if hasattr(tensor, "full_tensor"):
+        return gather(tensor).detach()
     return tensor.detach() if tensor.requires_grad else tensor
 
 

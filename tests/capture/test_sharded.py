@@ -1,0 +1,87 @@
+"""Two ranks measure a sharded model: errors on one rank end the measurement on both, and neither waits for the other."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.capture.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
+from tests.conftest import ROOT
+
+BUDGET = SETTINGS.memory_budget
+SECONDS = 120  # some fifteen are used; a rank that waits for another one would wait until then
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Results of the cases on each rank; of those before one hung, if one did."""
+    directory = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.capture.sharded_ranks"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(directory)], cwd=ROOT, env=environment) for rank in range(RANKS)
+    ]
+    try:
+        for process in running:
+            process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Results of the model before it is sharded."""
+    return measure(make())
+
+
+@pytest.mark.parametrize("case", ["nothing", "nothing, again"])
+def test_ranks_measure_what_one_process_does(ranks, whole, case):
+    for results in ranks:
+        assert results[case] == {"found": pytest.approx(whole, rel=1e-10), "budgets": [BUDGET]}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("error", "RuntimeError: planted"),
+        ("not finite", "FloatingPointError: planted"),
+        ("after the last gather", "RuntimeError: ValueError: planted"),
+        (
+            "another path",
+            "RuntimeError: the ranks do not read the same weights in the same order, so none can read any",
+        ),
+    ],
+)
+def test_an_error_on_one_rank_is_raised_on_both(ranks, case, message):
+    for results in ranks:
+        assert results[case] == {"found": message, "budgets": [BUDGET]}
+
+
+@pytest.mark.parametrize("case", ["memory", "memory of a gather"])
+def test_both_ranks_try_again_with_less_memory(ranks, whole, case):
+    for results in ranks:
+        assert results[case] == {"found": pytest.approx(whole, rel=1e-10), "budgets": [BUDGET, BUDGET // 2]}
+
+
+def test_both_ranks_give_up_together(ranks):
+    for results in ranks:
+        assert results["memory, always"]["found"].startswith(
+            "OutOfMemoryError: DefaultCPUAllocator: can't allocate memory"
+        )
+        assert results["memory, always"]["budgets"] == [BUDGET, BUDGET // 2, BUDGET // 4]
+
+
+def test_a_mistake_in_the_code_keeps_its_type(ranks):
+    assert ranks[1]["mistake"]["found"] == "TypeError: planted"
+    assert ranks[0]["mistake"]["found"] == "RuntimeError: TypeError: planted"
+
+
+def test_all_cases_end(ranks):
+    assert all(list(results) == list(CASES) for results in ranks)
