@@ -209,12 +209,15 @@ def main():
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--terminate_at", type=int, help="send SIGTERM to this process while it measures this step")
+    parser.add_argument("--fail_at", type=int, help="raise on rank 1 while it measures this step")
     parser.add_argument("--resume", type=Path)
     given = parser.parse_args()
 
     def forward(module, batch):
         if module.__dict__.get("_trainer") and module.trainer.global_step == given.terminate_at:
             signal.raise_signal(signal.SIGTERM)
+        if watch.last_checked == given.fail_at and torch.distributed.get_rank() == 1:
+            raise RuntimeError("planted on rank 1")
         return module(batch)
 
     probe = torch.randn(given.samples, 6, 8, generator=torch.Generator().manual_seed(1))

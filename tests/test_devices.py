@@ -41,7 +41,10 @@ def test_the_random_state_of_an_accelerator_is_unchanged(pretend, where):
 
 
 def test_a_device_without_float64_is_refused(pretend):
-    with pretend.without_float64(), pytest.raises(UsageError, match="'pretend:0' can't be used: pretend has no float64"):
+    with (
+        pretend.without_float64(),
+        pytest.raises(UsageError, match="'pretend:0' can't be used: pretend has no float64"),
+    ):
         tracker.measure(Classifier(), PROBE, k=2, device=pretend.device)
 
 

@@ -3,6 +3,7 @@
     DIR/settings.json             settings that all units of this store share
     DIR/units/step00000128.nc     one labelled Dataset
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
+    DIR/skipped.json              steps of a training run that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
 W&B, the figures and the page are derived from the store.
@@ -146,6 +147,21 @@ class Store:
             superseded = self.path / "superseded"
             superseded.mkdir(exist_ok=True)
             os.replace(self.file(step), superseded / self.file(step).name)
+
+    def skipped(self) -> dict[int, str]:
+        """Return the steps that could not be measured and why, ascending; none that was measured later."""
+        try:
+            stored = json.loads((self.path / "skipped.json").read_text())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ValueError(f"{self.path / 'skipped.json'} is damaged ({error}); remove it") from error
+        reasons = {int(step): str(reason) for step, reason in stored.items()}
+        return {step: reasons[step] for step in sorted(reasons) if not self.has(step)}
+
+    def write_skipped(self, reasons: Mapping[int, str]) -> None:
+        """Replace the record of steps that could not be measured."""
+        write_atomic(self.path / "skipped.json", json.dumps(reasons, indent=2).encode())
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""

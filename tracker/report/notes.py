@@ -18,10 +18,13 @@ from tracker.results import Store
 NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
 
 
-def doubts(ds: xr.Dataset) -> list[str]:
-    """List the warnings about one store: suspect and repeated weights, fallbacks, missing certificates, undefined values."""
+def doubts(ds: xr.Dataset, store: Store) -> list[str]:
+    """List the warnings about one store: skipped steps, suspect and repeated weights, fallbacks, missing certificates,
+    undefined values.
+    """
     steps = [int(step) for step in ds["step"].values]
-    lines = [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
+    lines = [f"Step {step:,} could not be measured: {why}" for step, why in store.skipped().items()]
+    lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
     revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."

@@ -142,8 +142,11 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         for name, ds in summaries.items()
     ]
     doubts, lacking = (
-        [f"{f'{name}: ' if several else ''}{line}" for name, ds in summaries.items() for line in remark(ds)]
-        for remark in (notes.doubts, notes.lacking)
+        [f"{f'{name}: ' if several else ''}{line}" for name, lines in remarks.items() for line in lines]
+        for remarks in (
+            {name: notes.doubts(ds, stores[name]) for name, ds in summaries.items()},
+            {name: notes.lacking(ds) for name, ds in summaries.items()},
+        )
     )
     lacking += [f"Fits between results: {reason}"] if reason else []
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from tracker.blocks.find import Named
+from tracker.device_errors import is_device_error
 from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import Row
@@ -31,8 +32,9 @@ from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
 from tracker.training.averaging import check_readable, measured_module, replaces_raw_weights
-from tracker.training.measurement import ERRORS, measure_probe
+from tracker.training.measurement import FAILURES, measure_probe, measuring_device
 from tracker.training.overhead import Overhead
+from tracker.training.skipped import Skipped
 from tracker.training.target import Forward, Target, find_target
 
 
@@ -45,8 +47,8 @@ class CouplingCallback(Callback):
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each rank measures all.
 
     If memory runs out, the callback tries again with half the memory budget and with a quarter. It skips a measurement
-    that still runs out or finds values that are not finite, and a unit that can't be written, with a warning; the
-    training continues.
+    that still runs out or fails numerically, with a warning; `skipped.reasons`, the store and its page name these steps.
+    An error of the device itself ends the training. On devices without float64 (MPS), the CPU measures.
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
@@ -131,6 +133,7 @@ class CouplingCallback(Callback):
         # Of the present fit:
         self.first_batch_seen = False
         self.overhead = Overhead(max_overhead)
+        self.skipped = Skipped(None)
         self.loggers: list[LightningAdapter] = []
 
     # The hooks, in the order in which Lightning calls them.
@@ -174,6 +177,7 @@ class CouplingCallback(Callback):
         """Claim the store for this run."""
         self.first_batch_seen = False
         self.overhead = Overhead(self.max_overhead)
+        self.skipped = Skipped(self.store if trainer.is_global_zero else None)
         self.loggers = [LightningAdapter(logger, self.prefix) for logger in trainer.loggers]
         if self.store is not None:
             refusal = None
@@ -216,6 +220,7 @@ class CouplingCallback(Callback):
                 self._measure_if_due(trainer, pl_module, force=True, thin=False)
         if not self.regular:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_above_limit(self.overhead.share, "this run")
+        self.skipped.summarize()
 
     # Measuring.
 
@@ -233,8 +238,11 @@ class CouplingCallback(Callback):
             self.last_measured = step
             if unit is not None:
                 self._publish(trainer, unit)
+        values = {"coupling/seconds": self.overhead.last, "coupling/share": self.overhead.last_share}
+        if self.skipped.reasons:
+            values["coupling/skipped"] = len(self.skipped.reasons)
         for logger in self.loggers:
-            logger.log(Row(step, {"coupling/seconds": self.overhead.last, "coupling/share": self.overhead.last_share}))
+            logger.log(Row(step, values))
         if self.regular and not self.thin:
             self.overhead.warn_above_limit(self.overhead.last_share, "the time since the last measurement")
 
@@ -243,18 +251,20 @@ class CouplingCallback(Callback):
         assert self.target is not None
         started = time.perf_counter()
         model = self.target.model(measured_module(self, trainer, module, self.weights))
-        device = trainer.strategy.root_device
+        blocks, device = self.target.blocks, measuring_device(trainer)
         try:
-            samples = measure_probe(trainer, model, self.target.blocks, self.probe, self.tokenizer, self.settings)
-        except ERRORS as error:
+            samples = measure_probe(trainer, model, blocks, self.probe, self.tokenizer, self.settings, device)
+        except FAILURES as error:
+            if is_device_error(error):
+                error.add_note(
+                    f"while CouplingCallback measured step {trainer.global_step}; the training can't continue"
+                )
+                raise
             if isinstance(error, UsageError) and self.last_measured < 0:
                 raise  # no training time is lost yet, and later steps would fail too
-            warnings.warn(
-                f"step {trainer.global_step} is not measured ({type(error).__name__}: {error}); training continues",
-                stacklevel=2,
-            )
+            self.skipped.add(trainer.global_step, error)
             return None
-        unit = to_dataset(samples, model, self.target.blocks, self.settings, device, self.probe, started)
+        unit = to_dataset(samples, model, blocks, self.settings, device, self.probe, started)
         unit = unit.assign_coords(step=trainer.global_step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

@@ -1,5 +1,6 @@
 """Measure the probe on the ranks of a training run."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,42 +13,57 @@ from torch.distributed.tensor import DTensor
 
 from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
-from tracker.errors import UsageError
+from tracker.capture.replicas.sharded import FAILURES, portable
+from tracker.device_errors import is_allocation_failure, is_device_error
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
+from tracker.provenance import has_float64
 from tracker.training import probe as probes
 
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
-ERRORS = (UsageError, FloatingPointError, torch.OutOfMemoryError)
+
+
+def measuring_device(trainer: Trainer) -> torch.device:
+    """Return the training device, or the CPU if that has no float64."""
+    device = trainer.strategy.root_device
+    return device if has_float64(device) else torch.device("cpu")
 
 
 def measure_probe(
-    trainer: Trainer, model: nn.Module, blocks: Blocks, probe: Any, tokenizer: Any, settings: Settings
+    trainer: Trainer,
+    model: nn.Module,
+    blocks: Blocks,
+    probe: Any,
+    tokenizer: Any,
+    settings: Settings,
+    device: torch.device,
 ) -> list[Sample]:
     """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
 
     Raises:
-        UsageError, FloatingPointError, torch.OutOfMemoryError: the same error on every rank, if any rank fails.
+        Exception: one of `FAILURES`, the same on every rank, if any rank fails; a device error, only where it happened.
     """
-    rank, ranks, device = trainer.global_rank, trainer.world_size, trainer.strategy.root_device
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        rank, ranks = 0, 1  # all ranks gather sharded weights together, block by block: each measures all samples
+    rank, ranks = trainer.global_rank, trainer.world_size
+    # All ranks gather sharded weights together, block by block: each measures all samples.
+    shared = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     samples, error = [], None
     try:
-        if rank < probes.sample_count(probe):
-            part = probes.select_samples(probe, slice(rank, None, ranks))
+        if not shared or rank < probes.sample_count(probe):
+            part = probes.select_samples(probe, slice(rank, None, ranks)) if shared else probe
             calls = probes.forward_calls(model, part, tokenizer)
             samples = _measure_with_less_memory(model, blocks, calls, settings, device)
-    except ERRORS as caught:
-        error = caught
+    except FAILURES as caught:
+        if ranks == 1 or is_device_error(caught):
+            raise
+        error = portable(caught)
     if ranks > 1:
         parts: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(parts, (samples, error))
-        samples = probes.interleave([samples for samples, _ in parts])
+        torch.distributed.all_gather_object(parts, (samples if shared else [], error))
         error = next((error for _, error in parts if error is not None), None)
-    if error is not None:
-        raise error
+        if error is not None:
+            raise error
+        samples = probes.interleave([samples for samples, _ in parts]) if shared else samples
     return samples
 
 
@@ -55,12 +71,18 @@ def _measure_with_less_memory(
     model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
 ) -> list[Sample]:
     """Measure; if memory runs out, again with half the memory budget, and a quarter."""
-    error = torch.OutOfMemoryError()
+    message = ""
     for attempt in range(ATTEMPTS):
         smaller = replace(settings, memory_budget=settings.memory_budget >> attempt)
         try:
             return measure_samples(model, blocks, calls, smaller, device)
-        except torch.OutOfMemoryError as caught:
-            error = caught.with_traceback(None)  # a traceback keeps the tensors of the failed attempt alive
-        torch.cuda.empty_cache()
-    raise error
+        except (RuntimeError, MemoryError) as error:
+            if not is_allocation_failure(error):
+                raise
+            message = str(error)
+        # The error is gone, and with it the frames that held the tensors of the failed attempt, except frames in reference
+        # cycles; what they held is in the allocator's cache, in pieces.
+        gc.collect()
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+    raise torch.OutOfMemoryError(message)

@@ -15,7 +15,7 @@ def identity(settings: Settings, weights: str) -> dict[str, Any]:
 
 
 def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:
-    """Prepare a store for a run that starts at `step`: check its settings and set later units aside.
+    """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
 
     Returns:
         The reason why the store can't be used, or None.
@@ -29,6 +29,10 @@ def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -
     try:
         store.check_settings(settings)
         store.set_aside([later for later in steps if later > step])
+        skipped = store.skipped()
+        kept = {before: reason for before, reason in skipped.items() if resumed and before <= step}
+        if kept != skipped:
+            store.write_skipped(kept)
     except (ValueError, OSError) as error:
         return f"save_dir can't be used: {error}"
     return None

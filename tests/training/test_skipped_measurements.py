@@ -1,0 +1,166 @@
+"""Measurements that fail do not end the training, nor change it; errors of the device do end it."""
+
+import json
+import warnings
+
+import pytest
+import torch
+
+from tests.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
+from tests.training.test_callback import Watch, run_process
+from tracker.jacobians.rows import Jacobians
+from tracker.report import write_report
+from tracker.results import Store
+from tracker.training import measurement
+from tracker.training.run_store import claim
+from tracker.training.skipped import Skipped
+
+NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+ERRORS = {
+    "numerical": torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
+    "not finite": ValueError("J has entries that are not finite"),
+    "runtime": RuntimeError("no kernel for this shape"),
+    "memory of a library": RuntimeError(NO_HANDLE),
+    "memory of the host": MemoryError("Unable to allocate 8.00 GiB"),
+}
+
+
+def trained(**options):
+    """Train on the pretend device; return the losses and everything that the training left."""
+    runner = trainer(**ON_PRETEND_DEVICE, **options)
+    module = fit(runner, lambda: Classifier(drop=0.2))
+    state = [tensor.cpu() for tensor in module.state_dict().values()]
+    return module.losses, [*state, torch.get_rng_state(), torch.get_device_module("pretend").get_rng_state()]
+
+
+def failing_at(monkeypatch, step, error, watch):
+    """Let a measurement raise at one step, after it has recorded the model and drawn random numbers."""
+    real = Jacobians.__call__
+
+    def planted(*arguments):
+        if watch.last_checked == step:
+            torch.rand(3, device=arguments[0].replica.device)
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(Jacobians, "__call__", planted)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_skipped_measurement_does_not_change_the_training(pretend, monkeypatch, kind):
+    error, watch = ERRORS[kind], Watch(2)
+    losses, states = trained()
+    failing_at(monkeypatch, 2, error, watch)
+    with pytest.warns(UserWarning, match="step 2 is not measured") as caught:
+        watched_losses, watched_states = trained(callbacks=[watch])
+    assert losses == watched_losses and len(losses) == 8
+    assert all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+    assert len([w for w in caught if "not measured" in str(w.message)]) == 1
+    assert list(watch.units) == [0, 4, 6, 8] and list(watch.skipped.reasons) == [2]
+    (reason,) = watch.skipped.reasons.values()
+    assert str(error) in reason and reason.startswith("OutOfMemoryError" if "memory" in kind else type(error).__name__)
+
+
+def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
+    """It is raised as it is, from wherever in the measurement it happens, with the step that was measured."""
+    real, watch = measurement.measure_samples, Watch(2)
+
+    def planted(*arguments):
+        if watch.last_checked != 4:
+            return real(*arguments)
+        with pretend.failing("aten::mm", after=20, error="CUDA error: an illegal memory access was encountered"):
+            return real(*arguments)
+
+    monkeypatch.setattr(measurement, "measure_samples", planted)
+    with pytest.raises(torch.AcceleratorError, match="^CUDA error: an illegal memory access") as raised:
+        trained(callbacks=[watch])
+    assert raised.value.__notes__ == ["while CouplingCallback measured step 4; the training can't continue"]
+    assert list(watch.units) == [0, 2] and not watch.skipped.reasons
+
+
+def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
+    """What a failed attempt allocated is free before the next, although its frames form cycles."""
+    real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1], ends=False), [], []
+
+    def scarce(*arguments):
+        starts.append(pretend.live_bytes())
+        pretend.reset_peak()
+        limit = starts[1] + peaks[0] // 2 if peaks else 1 << 40
+        try:
+            with pretend.memory_limit(limit):
+                return real(*arguments)
+        except torch.OutOfMemoryError as error:
+            failure = error
+            failure.held = torch.empty(5000, device=pretend.device)
+        finally:
+            peaks.append(pretend.peak_bytes() - starts[-1])
+        raise failure  # whose frames include this one, which holds it: a cycle
+
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
+    with pytest.warns(UserWarning, match="step 1 is not measured .OutOfMemoryError"):
+        trained(callbacks=[watch], max_steps=1)
+    assert list(watch.units) == [0]
+    assert len(starts) == 4 and len(set(starts[1:])) == 1
+    assert min(peaks[1:]) > peaks[0] // 4  # each attempt has allocated something
+
+
+def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
+    def failing(*arguments):
+        raise RuntimeError("no kernel for this shape")
+
+    monkeypatch.setattr(measurement, "measure_samples", failing)
+    watch = Watch(2, save_dir=tmp_path)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        fit(trainer([watch]))
+    said = [str(w.message) for w in caught if "not measured" in str(w.message)]
+    assert said == [
+        "step 0 is not measured (RuntimeError: no kernel for this shape); training continues",
+        "5 steps were not measured: 0, 2, 4, 6, 8 (the last: RuntimeError: no kernel for this shape)",
+    ]
+    assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
+
+
+def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
+    import lightning
+
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    watch = Watch(2, save_dir=tmp_path / "store")
+    failing_at(monkeypatch, 4, RuntimeError("no kernel for this shape"), watch)
+    with pytest.warns(UserWarning, match="step 4 is not measured"):
+        fit(trainer([watch], logger=logger))
+    assert "coupling/skipped" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()
+    assert "Step 4 could not be measured: RuntimeError: no kernel for this shape" in page
+
+
+def test_a_resumed_run_forgets_later_skips(tmp_path):
+    store = Store(tmp_path)
+    assert claim(store, {}, 0, resumed=False) is None
+    skipped = Skipped(store)
+    with pytest.warns(UserWarning, match="step 3 is not measured"):
+        skipped.add(3, RuntimeError("first"))
+        skipped.add(7, RuntimeError("second"))
+    store.file(5).touch()  # a unit
+    assert claim(store, {}, 5, resumed=True) is None
+    assert store.skipped() == {3: "RuntimeError: first"}
+    store.file(3).touch()  # measured after all
+    assert store.skipped() == {}
+    assert json.loads((tmp_path / "skipped.json").read_text()) == {"3": "RuntimeError: first"}
+
+
+def test_a_training_without_float64_is_measured_on_the_cpu(pretend):
+    watch = Watch(4)
+    losses, states = trained()
+    with pretend.without_float64():
+        watched_losses, watched_states = trained(callbacks=[watch])
+    assert losses == watched_losses and all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+    assert [unit.attrs["device"] for unit in watch.units.values()] == ["cpu"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_failure_on_one_of_two_ranks_is_skipped_on_both(tmp_path, strategy):
+    ran = run_process("--out", tmp_path, "--strategy", strategy, "--devices", 2, "--fail_at", 4)
+    assert ran.returncode == 0, ran.stderr
+    assert Store(tmp_path / "store").steps() == [0, 2, 6, 8]
+    assert Store(tmp_path / "store").skipped() == {4: "RuntimeError: planted on rank 1"}
