@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from tracker.loggers.protocol import Row
-    from tracker.results import Store
     from tracker.walk.summaries import Summaries
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -80,7 +79,7 @@ def run(walk: Walk) -> int:
         dtype, device = measurement.settings.dtype, str(measurement.device)
         config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
         logged = LoggedRun(store, walk.project, selection.suite.name, config)
-        with opened(openers, logged) as log, progress(len(missing)) as shown, _workers(walk, store, len(missing)):
+        with opened(openers, logged) as log, progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
             for step in list(summaries.by_step):
                 _rescore(plan.output, summaries, step)
                 log(summaries.row(step))
@@ -260,7 +259,7 @@ def _headline(summary: "xr.Dataset") -> str:
 
 
 @contextmanager
-def _workers(walk: Walk, store: "Store", missing: int) -> Iterator[None]:
+def _workers(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
     """Run the walk's workers, if it has any and there is work for them."""
     if not walk.workers or missing < 2:
         yield
@@ -270,7 +269,8 @@ def _workers(walk: Walk, store: "Store", missing: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(walkers(pythia.run, replace(walk, out=store.path)))
+            alike = replace(walk, out=plan.output.store.path)
+            stack.enter_context(walkers(pythia.run, alike, str(plan.measurement.device)))
         except ValueError as error:
             raise UsageError(str(error)) from error
         yield
