@@ -401,6 +401,9 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   return target;
 }
 
+// All streams are one, in order with the host, so that no memory is reused too early.
+void record_stream(Tensor&, Stream) {}
+
 Tensor& set_tensor(Tensor& self, const Tensor& source) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(source.storage());
   self.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
@@ -447,6 +450,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", reshape_alias);
   m.impl("unfold", unfold);
   m.impl("_copy_from", copy_from);
+  m.impl("record_stream", record_stream);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);
