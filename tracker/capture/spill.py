@@ -11,6 +11,7 @@ import tempfile
 import torch
 from torch import Tensor
 
+from tracker.capture.replicas.transfer import copies_beside_work
 from tracker.errors import UsageError
 
 
@@ -38,10 +39,8 @@ def host_memory() -> int:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host's memory, for use on its device: CUDA's current stream may still be filling the copy."""
-    pinned = (
-        tensor.device.type == "cuda"
-    )  # copies to and from pinned memory run beside the host's work, at the full rate
+    """Copy a tensor to the host's memory, for later use on its device alone: the device may still be filling the copy."""
+    pinned = copies_beside_work(tensor.device)
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
     return kept.copy_(tensor, non_blocking=pinned)
 

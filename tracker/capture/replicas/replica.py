@@ -5,8 +5,9 @@ on the caller's modules never fire, and nothing has to be restored when measurin
 objects that the modules hold are copied (`copies`); tensors share the caller's memory until a forward pass writes to them
 (`guard`).
 
-Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time. Weights that have the
-measuring dtype and device already are shared, not copied.
+Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an accelerator, the next
+block's in the dtype they are stored in (`transfer`). Weights that have the measuring dtype and device already are shared, not
+copied.
 """
 
 from collections import OrderedDict
@@ -24,6 +25,7 @@ from tracker.capture.attention import hook_attn_method
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
 from tracker.capture.replicas.sharded import Gather, gather_alone
+from tracker.capture.replicas.transfer import Tensors, Transfer
 from tracker.capture.replicas.weights import is_plain, plain_class, plain_tensor
 from tracker.errors import UsageError
 
@@ -59,6 +61,8 @@ class Replica:
         self.dtype = dtype
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
+        self._transfer = Transfer(device, dtype.itemsize)
+        self._next = dict(zip(map(id, self.blocks), [*self.blocks[1:], None], strict=True))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
@@ -139,7 +143,8 @@ class Replica:
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
-        converted: dict[int, Tensor] = {}  # by id, so that tied weights stay tied
+        moved = self._transfer.take(module) if module is not None and id(module) in self._next else {}
+        converted: Tensors = {}  # tied weights stay tied
         replaced = []
         try:
             for part in module.modules() if module is not None else ():
@@ -149,10 +154,13 @@ class Replica:
                     tensors = part.__dict__[store]
                     replaced.append((part, store, tensors))
                     part.__dict__[store] = {
-                        name: self._materialize(part, name, t, dtype, copied, converted) for name, t in tensors.items()
+                        name: self._materialize(part, name, t, dtype, copied, moved, converted)
+                        for name, t in tensors.items()
                     }
                 for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
                     hook(part, ())
+            if following := self._next.get(id(module)):
+                self._transfer.start(following)
             with self._shared.watch(converted.values()):
                 yield
         finally:
@@ -166,12 +174,16 @@ class Replica:
         tensor: Tensor | None,
         dtype: torch.dtype,
         copied: bool,
-        converted: dict[int, Tensor],
+        moved: Tensors,
+        converted: Tensors,
     ) -> Tensor | None:
         if tensor is None:
             return None
         if id(tensor) not in converted:
-            plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
+            if id(tensor) in moved:
+                plain = self.convert(moved.pop(id(tensor)), dtype)
+            else:
+                plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
             converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
         return converted[id(tensor)]
 
@@ -186,7 +198,10 @@ class Replica:
 
     def convert(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Move a tensor to the device; cast it to the measuring dtype, or to `dtype`, if it is floating."""
-        tensor = tensor.to(self.device, (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype)
+        dtype = (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype
+        if dtype.itemsize > tensor.itemsize:
+            tensor = tensor.to(self.device)  # cast there: on the host it would grow before it is copied
+        tensor = tensor.to(self.device, dtype)
         return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph
 
 
