@@ -162,8 +162,8 @@ def _measure_missing(
             summary = summaries.write(checkpoint.step, unit)
             del unit  # frees memory before the next is measured
             if checkpoint is missing[0]:
-                budget = plan.measurement.settings.memory_budget / 1e9
-                shown.notify(f"weights are kept {summary.attrs['weights_kept']}; memory budget {budget:.3g} GB")
+                kept, budget = (summary.attrs[name] for name in ("weights_kept", "memory_budget"))
+                shown.notify(f"weights are kept {kept}; memory budget {budget}")
             log(summaries.row(checkpoint.step))
             shown.advance(f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)")
     return failed

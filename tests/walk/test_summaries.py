@@ -73,7 +73,9 @@ def walk(walker, units, suite, tmp_path, monkeypatch):
     """A function that walks four checkpoints, each measured as a large unit of generated numbers."""
 
     def measured(plan, checkpoint, directory):
-        return units.count_alive(large_unit(checkpoint.step).assign_attrs(weights_kept="in memory"))
+        return units.count_alive(
+            large_unit(checkpoint.step).assign_attrs(weights_kept="in memory", memory_budget="1 GB")
+        )
 
     monkeypatch.setattr(pythia, "measure_checkpoint", measured)
     for step in range(1, 5):

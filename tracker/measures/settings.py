@@ -81,7 +81,7 @@ class Settings:
         values.BYTE_SIZE,
         "bytes to use in addition to the weights, half of them for Jacobians; on a command line, a size such as 3GB. A smaller "
         "budget means smaller chunks, and results that are equal to rounding. Default: 4 GiB; in a walk over checkpoints a "
-        "quarter of the machine's memory, or half of the GPU's.",
+        "quarter of the machine's memory, or half of the GPU's, or less where that lets the weights stay on the GPU.",
     )
     measures: tuple[str, ...] = _option(
         USUAL,

@@ -1,6 +1,5 @@
 """Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +55,8 @@ class Selection:
 class Measurement:
     """How each checkpoint is loaded and measured."""
 
-    settings: "Settings"
+    settings: "Settings"  # but for the memory budget, which depends on the model if none is given
+    memory_budget: int | None
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
     inputs: Any
     inputs_digest: str
@@ -122,10 +122,11 @@ def _measurement(walk: Walk) -> Measurement:
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
-    settings = settings_from({"memory_budget": _memory(device)} | walk.options, "walk")
+    settings = settings_from(walk.options, "walk")
     if settings.k and min(settings.k) < 1:
         raise ValueError(f"--k {','.join(map(str, settings.k))}; each K must be at least 1")
-    return Measurement(settings, load, inputs, digest, labels, walk.max_tokens, device)
+    budget = walk.options.get("memory_budget")
+    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
 
 
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> Selection:
@@ -212,12 +213,3 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     load_file = load.lightning_loader(walk.module)
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
     return lambda file: (load_file(file), tokenizer)
-
-
-def _memory(device: "torch.device") -> int:
-    """Return the default memory budget; it depends on the machine, not on the memory that happens to be free."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory // 2
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

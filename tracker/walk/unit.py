@@ -1,6 +1,9 @@
 """Load and measure one checkpoint of a walk and label the unit with its provenance."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +25,15 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
-    fingerprint = integrity.fingerprint(model.state_dict().items())
-    unit, resident = _measure(measurement, model, tokenizer)
+    with _fingerprint(model.state_dict().items(), measurement.device) as fingerprint:
+        unit, resident = _measure(measurement, model, tokenizer)
     listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else untrained(checkpoint.seed),
         commit=directory.name if checkpoint.revision and trained else "",
         files_sha256=integrity.files_digest(directory, listing) if trained else "",
-        fingerprint=fingerprint,
+        fingerprint=fingerprint.result(),
         suspect=selection.suspect.get(checkpoint.step, ""),
     )
     if checkpoint.stage:
@@ -46,12 +49,36 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     return unit
 
 
+@contextmanager
+def _fingerprint(weights: "Iterable[tuple[str, torch.Tensor]]", device: "torch.device") -> Iterator[Future[str]]:
+    """Hash a model's weights; on an accelerator, while the model is measured in this context.
+
+    Raises:
+        CheckpointError: if the weights are not finite, in place of what the measurement makes of them.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        hashed = thread.submit(integrity.fingerprint, weights)
+        if device.type == "cpu":  # it would take the measurement's cores
+            hashed.result()
+        try:
+            yield hashed
+        except (FloatingPointError, RuntimeError, ValueError):
+            hashed.result()
+            raise
+        hashed.result()
+
+
 def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any) -> "tuple[xr.Dataset, bool]":
     """Measure a loaded model; return its Dataset, and whether all weights were on the device."""
+    from tracker.blocks.find import find_blocks
     from tracker.measurement import measure
+    from tracker.walk.memory import default_budget, stays_on_device, weights_memory
 
     settings, device = measurement.settings, measurement.device
-    resident = device.type != "cpu" and _weights(model) <= settings.memory_budget // 2
+    blocks = find_blocks(model)
+    weights = weights_memory(model, blocks, settings.torch_dtype)
+    budget = measurement.memory_budget or default_budget(device, weights)
+    resident = stays_on_device(device, weights, budget)
     if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
         model.to(device)
     unit = measure(
@@ -59,10 +86,11 @@ def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any)
         measurement.inputs,
         tokenizer=tokenizer,
         device=device,
+        blocks=blocks,
         max_tokens=measurement.max_tokens,
-        **settings.as_options(),
+        **replace(settings, memory_budget=budget).as_options(),
     )
-    return unit, resident
+    return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 
 def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset":
@@ -88,10 +116,6 @@ def changed(selection: Selection, units: Mapping[int, "xr.Dataset"]) -> list[int
         if "files_sha256" in _coords(units, c.step)
     }
     return [c.step for c, digest in measured.items() if selection.digest(c) not in ("", digest)]
-
-
-def _weights(model: "torch.nn.Module") -> int:
-    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def _coords(units: Mapping[int, "xr.Dataset"], step: int) -> Any:
