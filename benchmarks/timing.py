@@ -24,8 +24,8 @@ STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
     ("checks", "tracker.jacobians.check_cache", "derivative_error"),  # called within the stage before, like the next
     ("checks", "tracker.jacobians.check_cache", "find_mixing"),
-    ("svd", "tracker.measures.depthwise", "triplets_of_each"),
-    ("svd", "tracker.measures.depthwise", "triplets_by_products"),
+    ("svd", "tracker.measures.layers", "triplets_of_each"),
+    ("svd", "tracker.measures.layers", "triplets_by_products"),
     ("pairs", "tracker.measures.depthwise", "pairs"),
 )
 
