@@ -1,0 +1,76 @@
+"""The choice of the method on an accelerator, and how many Jacobians are decomposed together."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from tests.models import Size, build
+from tracker.linalg import svd
+from tracker.measures import depthwise
+
+WIDTH, DEPTH = 192, 3
+
+
+def measured(device, **options):
+    """Measure both samples' last rows of an untrained model on a device."""
+    model, given = build("gpt_neox", Size(width=WIDTH, depth=DEPTH))
+    options = {"k": (3, 6), "tokens": "last", "measures": "coupling", "final_norm": "exclude"} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tracker.measure(model.to(device), given, **options)
+
+
+@pytest.fixture
+def together(monkeypatch) -> list[int]:
+    """Numbers of Jacobians decomposed together."""
+    sizes = []
+    full = svd._full
+    monkeypatch.setattr(svd, "_full", lambda J, K: sizes.append(len(J)) or full(J, K))
+    return sizes
+
+
+def test_auto_forms_the_jacobians_on_an_accelerator_that_holds_them(pretend, monkeypatch):
+    """By a CPU's costs the matrix-free method is chosen where its products have few columns."""
+    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
+    assert measured("cpu").attrs["completeness"] == "probabilistic"
+    assert measured(pretend.device).attrs["completeness"] == "exact"
+    assert measured(pretend.device, svd="matrix-free").attrs["completeness"] == "probabilistic"
+    monkeypatch.setattr(depthwise, "host_memory", lambda: 0)
+    budget = 2 * DEPTH * WIDTH**2 * 4
+    assert measured(pretend.device, memory_budget=budget).attrs["completeness"] == "exact"
+    assert measured(pretend.device, memory_budget=budget - 8).attrs["completeness"] == "probabilistic"
+
+
+@pytest.mark.parametrize("method", ["full", "krylov", "matrix-free"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_measures_equal_those_of_the_cpu(pretend, method, dtype):
+    there, here = (measured(device, svd=method, dtype=dtype) for device in (pretend.device, "cpu"))
+    atol = 1e-8 if dtype == torch.float64 else 2e-3 if method == "matrix-free" else 1e-4
+    for name in ("miscoupling", "offdiag_normalized", "singular_value"):
+        np.testing.assert_allclose(there[name], here[name], atol=atol, err_msg=name)
+    assert there.complete.all() and there.attrs["completeness"] == here.attrs["completeness"]
+
+
+def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):
+    samples = 2
+    roomy = measured(pretend.device, svd="full")
+    assert together == [samples * DEPTH]
+    together.clear()
+    budget = 2 * samples * DEPTH * WIDTH**2 * 4  # its half just holds the Jacobians; a quarter remains for the arrays
+    tight = measured(pretend.device, svd="full", memory_budget=budget)
+    assert max(together) < samples * DEPTH and sum(together) == samples * DEPTH
+    np.testing.assert_allclose(tight.miscoupling, roomy.miscoupling, atol=1e-5)
+    together.clear()
+    measured("cpu", svd="full")
+    assert together == [samples] * DEPTH, "layers go to separate cores"
+
+
+def test_links_of_a_block_are_decomposed_together(pretend, together):
+    options = {"svd": "full", "measures": "tokenwise", "pair_tokens": 2, "pair_layers": 1}
+    there = measured(pretend.device, **options)
+    assert max(together) == 3, "J_11, J_12 and J_22"
+    here = measured("cpu", **options)
+    np.testing.assert_allclose(there.self_miscoupling, here.self_miscoupling, atol=1e-4)
