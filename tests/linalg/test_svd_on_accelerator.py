@@ -6,7 +6,7 @@ import torch
 from tests.linalg.test_svd import FLAT, SPECTRA, assert_same_span, planted, products
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
-from tracker.linalg.krylov import basis_size
+from tracker.linalg.krylov import BLOCK, basis_size
 from tracker.linalg.orthonormal import Orthonormaliser
 from tracker.linalg.svd import top_singular_triplets, triplets_by_products, triplets_of_each
 
@@ -87,10 +87,19 @@ def test_waits_for_the_device_once_per_full_basis(pretend, cycles, falling, K):
     )
     assert counts.syncs - counts.to_device - counts.to_host == 1, "whether all entries are finite"
     assert counts.launches < 800
+
+
+@pytest.mark.parametrize("K", [10, 50])
+@pytest.mark.parametrize("falling", [False, True])
+def test_products_wait_once_per_full_basis(pretend, falling, K):
+    J = random_matrices(1, 512, falling).to(pretend.device)
+    blocks = []
     with pretend.count() as counts:
-        cycles.clear()
-        triplets_by_products(*products(J), J[..., 0], K)
-    assert counts.to_host == len(cycles) == counts.syncs - counts.to_device
+        triplets_by_products(lambda V: blocks.append(V) or J @ V, lambda U: J.mT @ U, J[..., 0], K)
+    m = basis_size(512, K)
+    kept = (m + K) // (2 * BLOCK) * BLOCK
+    grown = BLOCK * (len(blocks) - 1) - m  # the last product is the residual's
+    assert counts.to_host == 1 + grown / (m - kept) == counts.syncs - counts.to_device
     assert counts.launches < 1200
 
 
@@ -131,7 +140,9 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     )
     J = random_matrices(1, 256).to(pretend.device)
     top_singular_triplets(J, 10, "krylov")
-    assert not repeated
+    short = 1e-4 * random_matrices(1, 256, falling=True).to(pretend.device)
+    triplets_by_products(*products(short), short[..., 0], 10)
+    assert not repeated, "rows that are only short are no reason"
     J[..., 4:] = 0
     t = top_singular_triplets(J, 10, "krylov")
     assert repeated and bool(t.complete)
