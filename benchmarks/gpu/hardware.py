@@ -6,7 +6,6 @@ These are the limits that the other steps are compared with. All inputs are rand
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
@@ -44,16 +43,16 @@ def describe(device: str) -> dict[str, Any]:
     return found
 
 
-def seconds(function: Callable[[], Any], device: str, repeats: int = REPEATS) -> float:
-    """Return the median time of a call, after two to warm up; the device is synchronized before and after."""
+def seconds(function: Callable[[], Any], device: str, repeats: int = REPEATS, warm_up: int = 2) -> float:
+    """Return the median time of a call, after some to warm up; the device is synchronized before and after."""
     from benchmarks.machine import Clock
 
     clock = Clock(device)
     taken = []
-    for repeat in range(repeats + 2):
+    for repeat in range(warm_up + repeats):
         started = clock.now()
         function()
-        if repeat > 1:
+        if repeat >= warm_up:
             taken.append(clock.now() - started)
     return median(taken)
 
@@ -69,7 +68,7 @@ def products(given: Given) -> dict[str, dict[str, float]]:
         dtype = getattr(torch, "float32" if precision == "tf32" else precision)
         for n in (64, 128) if given.small else (1024, 5120, 8192):
             A, B = (torch.randn(n, n, device=given.device, dtype=dtype) for _ in range(2))
-            with float32_products("tf32") if precision == "tf32" else nullcontext():
+            with float32_products("tf32" if precision == "tf32" else "ieee"):
                 taken = seconds(lambda A=A, B=B: A @ B, given.device)
             found.setdefault(precision, {})[str(n)] = 2 * n**3 / taken
     return found
@@ -83,7 +82,7 @@ def copies(given: Given) -> dict[str, float]:
     """
     import torch
 
-    size = 1 << 20 if given.small else 1 << 30
+    size = 1 << 20 if given.small else 1 << 28
     on_device = torch.empty(size, dtype=torch.uint8, device=given.device)
     memory = {"pageable": torch.randint(256, (size,), dtype=torch.uint8)}
     if given.device.startswith("cuda"):

@@ -19,9 +19,11 @@ TAIL = 4000  # characters of the output that are kept
 
 def environment(wheels: Path | None, root: Path, small: bool) -> dict[str, str]:
     """Return the environment variables of all steps: packages from `wheels`, no network, tracebacks of fatal errors."""
+    inherited = {**os.environ}
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # every step imports the same packages
     paths = [str(root), *([str(wheels)] if wheels else []), os.environ.get("PYTHONPATH", "")]
     return {
-        **os.environ,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",

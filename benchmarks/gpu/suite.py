@@ -22,6 +22,7 @@ from checkpoints.files import write_atomic
 ROOT = Path(__file__).parents[2]
 PATHS = ("tests/gpu",)
 QUICK = ("-k", "values_vectors_and_certificate")  # the tests of `--small`
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # what PyTorch's deterministic mode asks for
 PATIENCE = 100.0  # seconds for one test, or for the imports before the first one
 INTERVAL = 0.2
 KEPT = ("passed", "skipped")
@@ -63,7 +64,7 @@ def _session(selection: Sequence[str], out: Path, tests: Tests, patience: float)
         running = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *selection],
             cwd=ROOT,
-            env={**os.environ, "TRACKER_OUTCOMES": str(log), "TRACKER_OUTCOMES_DONE": str(done)},
+            env={**os.environ, **DETERMINISTIC, "TRACKER_OUTCOMES": str(log), "TRACKER_OUTCOMES_DONE": str(done)},
         )
         reader = _Reader(log, tests)
         try:

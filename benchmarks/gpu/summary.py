@@ -11,7 +11,8 @@ def table(content: Result) -> str:
     """Format all steps for a terminal: status, seconds and the main numbers or the last line of the output."""
     lines = []
     for name, outcome in content["steps"].items():
-        line = f"{name:18}{outcome['status']:18}{outcome.get('seconds', float('nan')):7.1f} s  "
+        seconds = f"{outcome['seconds']:7.1f} s" if "seconds" in outcome else f"{'-':>7}  "
+        line = f"{name:18}{outcome['status']:18}{seconds}  "
         lines.append((line + headline(outcome)).rstrip())
         for test, found in outcome.get("result", {}).get("tests", {}).items():
             if found["outcome"] not in ("passed", "skipped"):
@@ -23,7 +24,9 @@ def table(content: Result) -> str:
 def headline(outcome: Result) -> str:
     """Return a step's main numbers; where it has none, the last line of its output."""
     result = outcome.get("result")
-    output = outcome.get("output", "").strip().splitlines()
+    output = [
+        line for line in outcome.get("output", "").strip().splitlines() if not line.startswith("Extension modules")
+    ]
     if not result:
         return output[-1] if output else ""
     kinds: dict[str, Callable[[Result], str]] = {

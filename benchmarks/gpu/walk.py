@@ -63,7 +63,7 @@ def walk(out: Path, given: Given, steps: Sequence[int]) -> tuple[float, dict[int
     prompts = out.with_suffix(".txt")
     prompts.write_text("import os\nThe function raises\nfor name in sorted(names):\\n    print(\n")
     options = ["--model", nano.REPO, "--steps", ",".join(map(str, steps)), "--prompts", str(prompts)]
-    options += ["--k", "4" if given.small else "10", "--device", given.device, "--out", str(out), "--wandb", "off"]
+    options += ["--k", "4" if given.small else "10", "--device", given.device, "--out", str(out), "--loggers="]
     started = time.perf_counter()
     if status := pythia.main(options):
         raise RuntimeError(f"the walk on {given.device} ended with status {status}")

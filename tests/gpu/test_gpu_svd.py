@@ -35,7 +35,7 @@ def test_values_vectors_and_certificate(accelerator, dtype, spectrum, method, re
     residual = float(torch.maximum(left, right))
     record_property("error", error)
     record_property("residual", residual)
-    assert error < 100 * torch.finfo(dtype).eps and residual < 2 * TOLERANCE[dtype]
+    assert error < 300 * torch.finfo(dtype).eps and residual < 2 * TOLERANCE[dtype]
     assert bool(t.complete.all()) and float(t.residual.max()) <= TOLERANCE[dtype]
     assert bool(t.full.all()) == (method == "full")
 
