@@ -214,7 +214,7 @@ def _record(replica: Replica, batch: Batch, settings: Settings, memory: int) -> 
         sample.basis_layers = basis_layers
         if basis_layers:
             sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
-    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at], device=replica.device)
+    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
     return recording, Rows(*rows.unbind(1)), samples
 
 

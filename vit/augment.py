@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from tracker.linalg.transfer import to_device
 from vit.recipe import Recipe
-from vit.transfer import to_device
 
 Images = UInt8[Tensor, "b 3 h w"]
 PerImage = Float[Tensor, " b"]

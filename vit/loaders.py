@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import to_pil_image
 
+from tracker.linalg.transfer import UNPINNED
 from vit.augment import augment, erase, pil_transform
 from vit.data import Data, Split
 from vit.recipe import Recipe
-from vit.transfer import UNPINNED
 
 TEST_BATCH = 1024
 

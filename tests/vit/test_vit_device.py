@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from tests.lightning_runs import ON_PRETEND_DEVICE
 from tests.vit.test_vit_augment import MEAN, POLICY, photographs
 from tests.vit.test_vit_train import HARD, TINY, assert_same_training
+from tracker.linalg.transfer import to_device
 from vit import cells
 from vit import train as training
 from vit.augment import apply, augment, erase
@@ -19,7 +20,6 @@ from vit.loaders import Batches
 from vit.module import Classifier
 from vit.recipe import Recipe
 from vit.train import train
-from vit.transfer import to_device
 
 DEVICE = {**ON_PRETEND_DEVICE, "precision": "32-true"}
 NUMBERS = [
@@ -29,6 +29,7 @@ NUMBERS = [
     torch.tensor([True, False, True]),
     torch.empty(0, 2, 3),
     torch.arange(12, dtype=torch.uint8).view(3, 4).T,
+    torch.arange(6).view(3, 2)[:, 1],
 ]
 
 

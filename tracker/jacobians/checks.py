@@ -18,10 +18,12 @@ difference is not noise is checked: replayed exactly as it was recorded, the blo
 float64.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall, recording_kernels
@@ -38,6 +40,7 @@ from tracker.jacobians.restriction import (
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.comparison import FLOOR, TOLERANCE, relative_error
 from tracker.linalg.jacobian import LinearOperator
+from tracker.linalg.transfer import read, standard_normal
 
 ROUNDED = 1e-5  # tolerance in float64 of a block that rounds to float32 inside: some hundred roundings of float32
 FAST = 5e-2  # tolerance of products in TF32 or bfloat16
@@ -57,35 +60,50 @@ def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -
     """
     if rows.source is not None:
         groups = [group for _, group in rows.disjoint_groups()]
-        return max(_derivative_error_at(call, group, row_attention)[0] for group in (groups[0], groups[-1]))
-    n, device = call.x.shape[1], call.x.device
-    samples = rows.sample.unique()
-    requested = [rows.token[rows.sample == sample] for sample in samples]
-    last = [int(t.max()) or n - 1 for t in requested]
-    first = [min(int(t.min()), l) or l for t, l in zip(requested, last, strict=True)]
-    return max(
-        _derivative_error_in_window(call, Rows(samples, torch.tensor(at, device=device)), row_attention)
-        for at in {*map(tuple, (first, last))}
-    )
+        return _largest(
+            read([_derivative_error_at(call, group, row_attention)[0] for group in (groups[0], groups[-1])])
+        )
+    places = _places(rows, call.x.shape[1])
+    in_windows = [_derivative_error_in_window(call, place, row_attention) for place in places]
+    errors = iter(read([found[0] for found in in_windows if found is not None]))
+    passed, failed = [], []
+    for place, found in zip(places, in_windows, strict=True):
+        if found is not None and (error := next(errors)) <= tolerance(call.x.dtype, found[1]):
+            passed.append(error)
+        else:
+            failed.append(place)
+    # A check that fails in a window is made again in the full sequence: padding may fill the window.
+    return _largest(passed + read([_derivative_error_at(call, place, row_attention)[0] for place in failed]))
 
 
-def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
-    """Check in a window; if that fails, or arguments can't be cut, in the full sequence: padding may fill a window."""
-    if call.x.shape[1] > 2 * WINDOW:
-        try:
-            error, rounded = _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention)
-        except (NotSliceable, UsageError):
-            error, rounded = float("nan"), False
-        if error <= tolerance(call.x.dtype, rounded):
-            return error
-    return _derivative_error_at(call, rows, row_attention)[0]
+def _places(rows: Rows, n: int) -> list[Rows]:
+    """Return the first and the last requested row of every sample; the last position in place of position 0."""
+    samples, which = rows.sample.unique(return_inverse=True)
+    last = torch.zeros_like(samples).scatter_reduce(0, which, rows.token, "amax")
+    last = torch.where(last == 0, n - 1, last)
+    first = last.scatter_reduce(0, which, rows.token, "amin")
+    first = torch.where(first == 0, last, first)
+    return [Rows(samples, last)] if torch.equal(first, last) else [Rows(samples, first), Rows(samples, last)]
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[float, bool]:
+def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[Tensor, bool] | None:
+    """Return the same as `_derivative_error_at` in windows; None if the sequence is short or can't be cut."""
+    if call.x.shape[1] <= 2 * WINDOW:
+        return None
+    try:
+        return _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention)
+    except (NotSliceable, UsageError):
+        return None
+
+
+def _largest(errors: Sequence[float]) -> float:
+    return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
+
+
+def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[Tensor, bool]:
     """Return the error, and whether the block's code rounds to a lower precision."""
     x = rows.select_sources(call.x)
-    generator = torch.Generator().manual_seed(0)
-    u = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+    u = standard_normal(x.shape, x)
     block = linearize_rows(restrict([(call, rows)], row_attention), x)
     with slicing_errors():
         found = block.pullback(u[None])[0]
@@ -99,7 +117,7 @@ def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
     """Return the relative error of the block's output when it runs exactly as it was recorded: 0, or a rounding or two."""
     with replay_errors(call), torch.no_grad(), recording_kernels(recorded_dtype):
         y = call(call.x.clone())  # a block may work in place
-    return relative_error(y - call.x, call.y - call.x, call.y, recorded_dtype)
+    return float(relative_error(y - call.x, call.y - call.x, call.y, recorded_dtype))
 
 
 def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
@@ -108,8 +126,7 @@ def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
     J V is computed from the derivative of J^T U. A custom autograd function may have no second derivative: then its
     contribution to J V is missing, and PyTorch raises nothing.
     """
-    generator = torch.Generator().manual_seed(0)
-    u, v = torch.randn(2, *like.shape, 1, generator=generator, dtype=torch.float64).to(like)
+    u, v = standard_normal((2, *like.shape, 1), like)
     forward, backward = operator.apply(v), operator.apply_transpose(u)
     norm = partial(torch.linalg.vector_norm, dim=(-2, -1), dtype=torch.float64)
     size = torch.maximum(torch.maximum(norm(forward), norm(backward)), FLOOR[like.dtype] * norm(v))
@@ -136,7 +153,7 @@ def require_reproduction(
     Raises:
         UsageError: if the block does not reproduce its output.
     """
-    error = relative_error(f, reference, recorded, recorded_dtype)
+    error = float(relative_error(f, reference, recorded, recorded_dtype))
     if error <= TOLERANCE[recorded_dtype]:
         return error
     if not reproduces_recorded_output(call, recorded_dtype):
@@ -149,6 +166,32 @@ def require_reproduction(
             f"{error:.1e}): its code depends on whether gradients are enabled, or rounds to less than float32; remove that"
         )
     return error
+
+
+def quality(J: Float[Tensor, "R d m"], dtype: torch.dtype, scale: float = 1.0) -> Bool[Tensor, " 2"]:
+    """Whether all entries are finite, and whether rounding hides some row's J from this dtype.
+
+    It does if the root mean square singular value of scale J is below the floor of the dtype. `scale` estimates the size of
+    a J of d columns from products.
+    """
+    finite = is_finite(J)
+    if dtype == torch.float64:
+        return torch.stack([finite, torch.zeros_like(finite)])
+    hidden = (scale * torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any()
+    return torch.stack([finite, hidden])
+
+
+def is_finite(J: Tensor) -> Bool[Tensor, ""]:
+    """Whether all entries are finite."""
+    return torch.isfinite(torch.stack(J.aminmax())).all()  # NaN where one entry is
+
+
+def require_finite(finite: bool, call: BlockCall) -> None:
+    """Raise FloatingPointError, naming the block, if its Jacobian is not finite."""
+    if not finite:
+        raise FloatingPointError(
+            f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+        )
 
 
 def check_key(call: BlockCall) -> Any:

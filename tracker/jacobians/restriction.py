@@ -53,7 +53,7 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     if selections[0][1].source is not None:
         ((call, rows),) = selections
         return _restrict_to_sources(call, rows, row_attention)
-    call, sizes = selections[0][0], [len(rows.sample) for _, rows in selections]
+    call, sizes = selections[0][0], [len(rows) for _, rows in selections]
     divided = [
         {
             name: slice_argument(name, v, call, rows)
@@ -96,7 +96,7 @@ def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttentio
     """Return the rows as a function of their sources: both run as 2 R sequences of length one, and a target's query takes the
     live key and value of its source.
     """
-    R, targets = len(rows.sample), rows.select(call.x)
+    R, targets = len(rows), rows.select(call.x)
     both = Rows(rows.sample.repeat(2), torch.cat([rows.live, rows.token]))
 
     def of_targets(
@@ -117,9 +117,10 @@ def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttentio
 
 def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     """Return the block as a function of the rows (or their sources) within full sequences; no two rows of one sample."""
+    at = rows.on(call.x.device)
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
-        X = call.x.index_put((rows.sample, rows.live), x)
+        X = call.x.index_put((at.sample, at.live), x)
         return rows.select(call(X))
 
     return f

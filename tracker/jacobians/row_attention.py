@@ -24,7 +24,9 @@ from torch import Tensor
 
 from tracker.capture.attention import Formula, OriginalAttention
 from tracker.capture.recording import AttentionCall
-from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows, sample_indices
+from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
+
+AT_ONCE = {True: 1 << 22, False: 1 << 26}  # scalars of keys and values; on a CPU few, which its caches hold
 
 
 def by_formula(
@@ -54,14 +56,16 @@ def by_formula(
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
-            mask = mask_rows(past.mask, past.causal, past.key.shape[-2], rows)
-            for index, group in rows.disjoint_groups():
-                K, V = past.key[sample_indices(past.key, group)], past.value[sample_indices(past.value, group)]
-                K[range(len(index)), :, group.live] = key[start + index, :, 0]
-                V[range(len(index)), :, group.live] = value[start + index, :, 0]
-                seen = None if mask is None else mask[index]
-                expansion.fill(start + index, expand(attention.formula, query[start + index], K, V, group.live, seen))
-            start += len(rows.sample)
+            at = rows.on(query.device)
+            for first in range(0, len(rows), size := _rows_at_once(past, query.shape[1])):
+                some = at.subset(slice(first, first + size))
+                K, V = past.key[some.sample_in(past.key)], past.value[some.sample_in(past.value)]
+                row, these = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
+                K[row, :, some.live] = key[these, :, 0]
+                V[row, :, some.live] = value[these, :, 0]
+                expanded = expand(attention.formula, query[these], K, V, some.live, mask_rows(past, some))
+                expansion.fill(these, expanded)
+            start += len(rows)
     with torch.autocast(query.device.type, enabled=False):
         return attention.format_output(expansion(query, key, value))
 
@@ -74,17 +78,23 @@ def by_own_code(
     frozen: Sequence[tuple[AttentionCall, Rows]],
 ) -> Any:
     """Return the same from the model's own attention, each recording's rows separately."""
-    sizes = [len(rows.sample) for _, rows in frozen]
+    sizes = [len(rows) for _, rows in frozen]
     outputs = []
     for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
-        n = past.key.shape[-2]
-        own = (torch.arange(n, device=q.device) == rows.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
-        K = torch.where(own, k, past.key[sample_indices(past.key, rows)])
-        V = torch.where(own, v, past.value[sample_indices(past.value, rows)])
-        outputs.append(attention(q, K, V, mask_rows(past.mask, past.causal, n, rows), False))
+        at = rows.on(q.device)
+        own = (torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
+        K = torch.where(own, k, past.key[at.sample_in(past.key)])
+        V = torch.where(own, v, past.value[at.sample_in(past.value)])
+        outputs.append(attention(q, K, V, mask_rows(past, at), False))
     if isinstance(outputs[0], tuple):  # the output, and further results such as the weights
         return torch.cat([output for output, *_ in outputs]), *outputs[0][1:]
     return torch.cat(outputs)
+
+
+def _rows_at_once(past: AttentionCall, H: int) -> int:
+    """Return how many rows to expand at once: each takes copies of its sample's keys and values, weighted for every head."""
+    n, e, f = *past.key.shape[-2:], past.value.shape[-1]
+    return max(1, AT_ONCE[past.key.device.type == "cpu"] // (n * H * (2 * e + 2 * f)))
 
 
 @dataclass
@@ -103,7 +113,7 @@ class Expansion:
         f = value.shape[-1]
         return cls(*(query.new_empty(R, H, *shape) for shape in ((1, f), (e, f), (1, f), (1, 1))))
 
-    def fill(self, index: Tensor, other: "Expansion") -> None:
+    def fill(self, index: slice, other: "Expansion") -> None:
         """Copy another expansion into some of the rows."""
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine[index] = theirs

@@ -23,7 +23,7 @@ from tracker.capture.recording import BlockCall
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
-from tracker.jacobians.checks import FAST, require_reproduction, tolerance
+from tracker.jacobians.checks import FAST, is_finite, quality, require_finite, require_reproduction, tolerance
 from tracker.jacobians.restriction import (
     RowAttention,
     Selection,
@@ -34,7 +34,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.comparison import FLOOR, relative_error
+from tracker.linalg.comparison import relative_error
 from tracker.linalg.jacobian import (
     LinearOperator,
     converting_operator,
@@ -46,6 +46,7 @@ from tracker.linalg.jacobian import (
     tf32_operator,
 )
 from tracker.linalg.linear import FreeBuffers
+from tracker.linalg.transfer import read, to_device
 from tracker.values import Precision
 
 PROBES = 64  # random products J^T u that estimate the size of a Jacobian that is not formed
@@ -111,14 +112,15 @@ class Jacobians:
         dtype = selections[0][0].x.dtype
         results = []
         for operator, some, checks in self._operators(dtype, selections):
-            J = operator.dense().split([len(rows.sample) for _, rows in some])
+            J = operator.dense().split([len(rows) for _, rows in some])
             results += zip(J, checks, strict=True)
-        for i, (J, _) in enumerate(results):
+        for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
-            if selections[i][1].source is None and _hidden_by_rounding(J, dtype):
+            if selections[i][1].source is None and hidden:
                 ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1])
                 results[i] = operator.dense().to(dtype), checks
-            _check_finite(results[i][0], selections[i][0])
+                finite = bool(is_finite(results[i][0]))
+            require_finite(finite, selections[i][0])
         return results
 
     def sketch(self, selections: Sequence[Selection]) -> Sketch:
@@ -133,13 +135,14 @@ class Jacobians:
         call, dtype = selections[0][0], selections[0][0].x.dtype
         for compute_dtype in (dtype, torch.float64):
             operator, checks = self._operator(compute_dtype, selections)
-            R, d = sum(len(rows.sample) for _, rows in selections), call.x.shape[-1]
+            R, d = sum(len(rows) for _, rows in selections), call.x.shape[-1]
             generator = torch.Generator().manual_seed(0)
-            signs = (torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1).to(self.replica.device, dtype)
+            drawn = torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1
+            (signs,) = to_device(self.replica.device, drawn.to(dtype))
             products = operator.apply_transpose(signs)
-            _check_finite(products, call)
-            # scaled to the size of J, on average
-            if compute_dtype == torch.float64 or not _hidden_by_rounding(products * (d / PROBES) ** 0.5, dtype):
+            ((finite, hidden),) = read([quality(products, dtype, scale=(d / PROBES) ** 0.5)])
+            require_finite(finite, call)
+            if compute_dtype == torch.float64 or not hidden:
                 break
         return Sketch(operator, checks, signs, products, compute_dtype)
 
@@ -151,7 +154,7 @@ class Jacobians:
         self, compute_dtype: torch.dtype, selections: Sequence[Selection]
     ) -> tuple[LinearOperator, list[CheckResults]]:
         operators, parts, checks = zip(*self._operators(compute_dtype, selections), strict=True)
-        operator = stacked_operator(operators, [sum(len(rows.sample) for _, rows in part) for part in parts])
+        operator = stacked_operator(operators, [sum(len(rows) for _, rows in part) for part in parts])
         dtype = selections[0][0].x.dtype
         converted = operator if compute_dtype == dtype else converting_operator(operator, compute_dtype, dtype)
         return converted, [of_one for some in checks for of_one in some]
@@ -207,14 +210,17 @@ class Jacobians:
         self, path: Any, selections: Sequence[Selection], rounded: bool = False
     ) -> tuple[LinearOperator, list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
-        sizes = [len(rows.sample) for _, rows in selections]
+        sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-        checks, keys = [], 0
-        for (call, rows), y in zip(selections, block.y.split(sizes), strict=True):
-            before, recorded = rows.select(call.x), rows.select(call.y)
-            value_error = relative_error(y - before, recorded - before, recorded, self.replica.dtype)
-            allowed = block.rounded and rounded
+        checks, keys, allowed = [], 0, block.rounded and rounded
+        value_errors = read(
+            [
+                _value_error(call, rows, y, self.replica.dtype)
+                for (call, rows), y in zip(selections, block.y.split(sizes), strict=True)
+            ]
+        )
+        for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(self.replica.dtype, allowed):
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
             error = self._checks.derivative_error(path, PATHS[path], call, rows)
@@ -224,7 +230,7 @@ class Jacobians:
                 raise NotSliceable("the block does not reproduce the recorded output when it runs again")
             checks.append(CheckResults(path, value_error, error))
             if path == "own code":
-                keys += sum(len(y) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
+                keys += sum(len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
@@ -260,16 +266,9 @@ def _enough_rows(d: int, device: str) -> int:
     return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
 
 
-def _hidden_by_rounding(J: Float[Tensor, "R d m"], dtype: torch.dtype) -> bool:
-    """Whether the root mean square singular value of some row's J is below the floor of this dtype."""
-    return dtype != torch.float64 and bool((torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any())
-
-
-def _check_finite(J: Tensor, call: BlockCall) -> None:
-    if not torch.isfinite(torch.stack(J.aminmax())).all():  # NaN where one entry is
-        raise FloatingPointError(
-            f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
-        )
+def _value_error(call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_dtype: torch.dtype) -> Tensor:
+    before, recorded = rows.select(call.x), rows.select(call.y)
+    return relative_error(y - before, recorded - before, recorded, recorded_dtype)
 
 
 def full_sequence_jacobian(
@@ -284,8 +283,8 @@ def full_sequence_jacobian(
     B, n, d = call.x.shape
     y = torch.empty_like(x)
     for index, group in rows.disjoint_groups():
-        block = linearize_full_sequence(call, group)
+        block, (at,) = linearize_full_sequence(call, group), to_device(x.device, index)
         with replay_errors(call):
-            J[index] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
-        y[index] = block.y
+            J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
+        y[at] = block.y
     return J, require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype)

@@ -6,7 +6,7 @@ the axis known for that name: an axis of length n need not be the token axis.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import BoundArguments
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.capture.replicas.copies import contains_tensors
+from tracker.linalg.transfer import to_device
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
 MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
@@ -26,8 +27,27 @@ class NotSliceable(Exception):
 
 
 @dataclass(frozen=True)
+class Indices:
+    """R token rows as index tensors on a device."""
+
+    sample: Int[Tensor, " R"]
+    token: Int[Tensor, " R"]
+    live: Int[Tensor, " R"]
+
+    def subset(self, index: slice) -> "Indices":
+        """Return some of the rows."""
+        return Indices(self.sample[index], self.token[index], self.live[index])
+
+    def sample_in(self, tensor: Tensor) -> Int[Tensor, " R"]:
+        """Return the index of each row's sample along the tensor's first axis, which all samples may share (length 1)."""
+        return self.sample if tensor.shape[0] > 1 else torch.zeros_like(self.sample)
+
+
+@dataclass(frozen=True)
 class Rows:
     """R token rows, each a sample (index into the batch) and a position.
+
+    The numbers are on the CPU, where they decide how rows are grouped; `on` copies them to a device, once.
 
     `source` is the position whose input the row's output is differentiated with respect to; None: the row's own.
     """
@@ -35,19 +55,31 @@ class Rows:
     sample: Int[Tensor, " R"]
     token: Int[Tensor, " R"]
     source: Int[Tensor, " R"] | None = None
+    _copies: dict[torch.device, Indices] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.sample)
 
     @property
     def live(self) -> Int[Tensor, " R"]:
         """The position whose key and value are live, not frozen."""
         return self.token if self.source is None else self.source
 
+    def on(self, device: torch.device) -> Indices:
+        """Return the rows as index tensors on a device."""
+        if device not in self._copies:
+            self._copies[device] = Indices(*to_device(device, self.sample, self.token, self.live))
+        return self._copies[device]
+
     def select(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """Return these rows of a hidden state."""
-        return X[self.sample.to(X.device), self.token.to(X.device)]
+        at = self.on(X.device)
+        return X[at.sample, at.token]
 
     def select_sources(self, X: Float[Tensor, "B n d"]) -> Float[Tensor, "R d"]:
         """Return the rows of a hidden state that these rows are differentiated with respect to."""
-        return X[self.sample.to(X.device), self.live.to(X.device)]
+        at = self.on(X.device)
+        return X[at.sample, at.live]
 
     def subset(self, index: Tensor | slice) -> "Rows":
         """Return some of the rows."""
@@ -79,9 +111,9 @@ def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
     if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
         # The mask that is used is the recorded attention's; this one only needs the shape for sequences of length one.
         if value.dim() == 4:
-            return value[sample_indices(value, rows)][..., :1, :1]
+            return value[rows.on(value.device).sample_in(value)][..., :1, :1]
         if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
-            return value[sample_indices(value, rows)][:, :1]
+            return value[rows.on(value.device).sample_in(value)][:, :1]
         if value.dim() == 2:
             return value[:1, :1]
     raise _unknown(name)
@@ -112,9 +144,10 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
     if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
-        return value[rows.token[:1]]  # no batch axis: the same for all rows
+        return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-        return value[sample_indices(value, rows), rows.token][:, None]
+        at = rows.on(value.device)
+        return value[at.sample_in(value), at.token][:, None]
     raise _unknown(name)
 
 
@@ -132,26 +165,29 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     """
     n = call.x.shape[1]
     start = (rows.token - width + 1).clamp(min=0)
-    tokens = start[:, None] + torch.arange(width, device=start.device)  # (R, width)
+    # The window of all rows, if they have the same one.
+    common = slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
+    at = rows.on(call.x.device)
+    (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))  # (R, width)
 
     def per_token(name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(per_token(name, entry) for entry in value)
-        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((start == start[0]).all()):
-            return value[tokens[0]]
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and common is not None:
+            return value[common]
         if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-            return value[sample_indices(value, rows)[:, None], tokens]
+            return value[at.sample_in(value)[:, None], tokens]
         raise _unknown(name)
 
     def mask(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
-            value = value[sample_indices(value, rows)].take_along_dim(tokens[:, None, None], -1)
+            value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
             return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
             if name.endswith("padding_mask") or value.shape[0] != n:
-                return value[sample_indices(value, rows)[:, None], tokens]
-            if bool((start == start[0]).all()):
-                return value[tokens[0]][:, tokens[0]]
+                return value[at.sample_in(value)[:, None], tokens]
+            if common is not None:
+                return value[common, common]
         raise _unknown(name)
 
     def cut(name: str, value: Any) -> Any:
@@ -166,7 +202,7 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
         raise _unknown(name)
 
     def keys(value: Tensor) -> Tensor:
-        return value[sample_indices(value, rows)].take_along_dim(tokens[:, None, :, None], -2)
+        return value[at.sample_in(value)].take_along_dim(tokens[:, None, :, None], -2)
 
     arguments = OrderedDict((name, cut(name, value)) for name, value in call.arguments.arguments.items())
     attention = [
@@ -176,27 +212,22 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
         for past in call.attention
     ]
     bound = BoundArguments(call.arguments.signature, arguments)
-    x = call.x[rows.sample[:, None], tokens]
-    return replace(call, arguments=bound, x=x, attention=attention), Rows(
-        torch.arange(len(start), device=start.device), rows.token - start
-    )
+    x = call.x[at.sample[:, None], tokens]
+    windows = Rows(torch.arange(len(rows)), rows.token - start)
+    return replace(call, arguments=bound, x=x, attention=attention), windows
 
 
 def _unknown(name: str) -> NotSliceable:
     return NotSliceable(f"how the block's argument {name!r} divides into rows is not known")
 
 
-def sample_indices(tensor: Tensor, rows: Rows) -> Tensor:
-    """Return the index of each row's sample along the tensor's first axis, which all samples may share (length 1)."""
-    return rows.sample if tensor.shape[0] > 1 else torch.zeros_like(rows.sample)
-
-
-def mask_rows(mask: Any, causal: bool, n: int, rows: Rows) -> Tensor | None:
-    """Return row t of the recorded mask, (R, H or 1, 1, n); a causal mask if the recorded attention was causal without one."""
+def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
+    """Return row t of a recorded attention's mask, (R, H or 1, 1, n): causal if it was causal without a mask."""
+    mask, n = past.mask, past.key.shape[-2]
     if mask is not None and not isinstance(mask, Tensor):
         raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
     if mask is None:
-        return (torch.arange(n, device=rows.token.device) <= rows.token[:, None])[:, None, None] if causal else None
+        return (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None] if past.causal else None
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
-    token = rows.token if mask.shape[-2] > 1 else torch.zeros_like(rows.token)
-    return mask[sample_indices(mask, rows), :, token][:, :, None, :n]
+    token = at.token if mask.shape[-2] > 1 else torch.zeros_like(at.token)
+    return mask[at.sample_in(mask), :, token][:, :, None, :n]

@@ -10,4 +10,5 @@ J V and J^T U, and their top K singular triplets, with residuals and a certifica
 - `identity`: products with rows of an identity matrix, without arithmetic.
 - `precision`: switches of float32 products; detection of rounding inside a block.
 - `comparison`: relative error of a residual function, and tolerances.
+- `transfer`: copies between the host and a device, with few waits.
 """

@@ -3,13 +3,14 @@
 from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
 
 
-def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype: torch.dtype) -> float:
+def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype: torch.dtype) -> Float[Tensor, ""]:
     """Return the maximum over the rows of |f - reference| / max(|reference|, floor |scale|); 0 for equal rows.
 
     The floor is `FLOOR[reference_dtype]`, the precision of the reference, whatever the dtype of the comparison.
@@ -17,4 +18,4 @@ def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype:
     norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
     size = torch.maximum(norm(reference), FLOOR[reference_dtype] * norm(scale))
     difference = norm(f - reference)
-    return float(torch.where(difference == 0, 0.0, difference / size).max())
+    return torch.where(difference == 0, 0.0, difference / size).max()

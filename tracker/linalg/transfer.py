@@ -1,9 +1,54 @@
-"""Copies between the host and an accelerator, several tensors at once: a copy costs a launch and a wait, whatever its size."""
+"""Copies between the host and a device, with few waits.
 
-from collections.abc import Sequence
+The host waits for a device, which then has nothing to do, where a value is read (`item`, `bool`, `tolist`, `cpu`) and at a copy
+to it from memory that is not pinned. So values are read together, and copies to a device are packed and pinned.
+"""
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+UNPINNED = ("cpu", "mps")  # devices that share the host's memory
+ALIGNMENT = 16  # bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
+
+
+def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copy CPU tensors to a device in one transfer, or return them if the device is the CPU.
+
+    They are packed into pinned memory, from which an accelerator copies asynchronously. From pageable memory each copy
+    would wait until the device has finished what it was given before.
+
+    >>> to_device(torch.device("cpu"), torch.arange(2), torch.zeros(1))
+    (tensor([0, 1]), tensor([0.]))
+    """
+    if device.type == "cpu":
+        return tensors
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type not in UNPINNED)
+    for part, tensor in zip(packed.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    return tuple(
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+    )
+
+
+def standard_normal(shape: Sequence[int], like: Tensor, seed: int = 0) -> Tensor:
+    """Draw standard normal numbers of the dtype and on the device of `like`: on the CPU in float64, so that all agree."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like.dtype)
+    return to_device(like.device, drawn)[0]
+
+
+def read(values: Sequence[Tensor]) -> list:
+    """Return the numbers in tensors of one shape, device and dtype, read together.
+
+    >>> read([torch.tensor(1), torch.tensor(2)])
+    [1, 2]
+    """
+    return torch.stack(tuple(values)).tolist() if values else []
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
@@ -14,3 +59,18 @@ def moved(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]
     together = torch.cat([t.reshape(-1) for t in tensors]).to(device)
     sizes = [t.numel() for t in tensors]
     return [part.view(t.shape) for part, t in zip(together.split(sizes), tensors, strict=True)]
+
+
+def to_arrays(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return tensors as arrays; those of a device are copied together."""
+    if all(value.device.type == "cpu" for value in values.values()):
+        return {name: value.numpy() for name, value in values.items()}
+    # Wide types first: a view as a type must begin at a multiple of its size.
+    names = sorted(values, key=lambda name: -values[name].itemsize)
+    packed = torch.cat([values[name].contiguous().view(-1).view(torch.uint8) for name in names]).cpu()
+    parts = packed.split([values[name].nbytes for name in names])
+    arrays = {
+        name: part.view(values[name].dtype).view(values[name].shape).numpy()
+        for name, part in zip(names, parts, strict=True)
+    }
+    return {name: arrays[name] for name in values}

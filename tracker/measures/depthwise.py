@@ -113,7 +113,7 @@ def depthwise_couplings(
         extras: as in `pairs`.
     """
     first = selected[0][0]
-    rows = sum(len(rows.sample) for _, rows in selected)
+    rows = sum(len(rows) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method, memory)
     for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, memory)):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
@@ -216,7 +216,7 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
     group, free = [], size
     for recording, rows in selected:
         start = 0
-        while start < len(rows.sample):
+        while start < len(rows):
             part = rows.subset(slice(start, start + free))
             group.append((recording, part))
             start, free = start + len(part.sample), free - len(part.sample)

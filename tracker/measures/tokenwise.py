@@ -126,7 +126,7 @@ def _layers(
     for same in (True, False):  # separate calls, because the identity is subtracted where t1 = t2
         chosen = [link for link in links if (link[0] == link[1]) == same]
         if chosen:
-            ((J, _),) = jacobians([(call, _rows(jacobians, sample, chosen))])
+            ((J, _),) = jacobians([(call, _rows(sample, chosen))])
             Js |= dict(zip(chosen, J.split(1), strict=True))
     triplets = triplets_of_jacobians(list(Js.values()), K, method, memory)
     return {
@@ -141,14 +141,14 @@ def _recomputed_layers(
     """Return the layers without their Jacobians: their products linearise the block again."""
 
     def product(link: Link, V: Tensor) -> Tensor:
-        return jacobians.sketch([(call, _rows(jacobians, sample, [link]))]).operator.apply(V)
+        return jacobians.sketch([(call, _rows(sample, [link]))]).operator.apply(V)
 
     return {link: replace(layer, product=partial(product, link)) for link, layer in layers.items()}
 
 
-def _rows(jacobians: Jacobians, sample: int, links: Sequence[Link]) -> Rows:
+def _rows(sample: int, links: Sequence[Link]) -> Rows:
     """Return the rows of links that all have t1 = t2, or all t1 != t2."""
-    source, token = torch.tensor(links, device=jacobians.replica.device).unbind(1)
+    source, token = torch.tensor(links).unbind(1)
     return Rows(torch.full_like(token, sample), token, None if links[0][0] == links[0][1] else source)
 
 

@@ -122,7 +122,7 @@ class _WholeStateCheck:
             return _error_of_outputs(found, self.output)
         y = found if call.batch_first else found.transpose(0, 1)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
-        return relative_error(y - x, recorded - x, recorded, self.dtype) if y.shape == x.shape else float("inf")
+        return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
 
     def boundary(self, l: int) -> Boundary:
         """Return the start of span l, or the end of the last span for l = L."""
