@@ -30,6 +30,7 @@ NUMBERS = [
     torch.empty(0, 2, 3),
     torch.arange(12, dtype=torch.uint8).view(3, 4).T,
     torch.arange(6).view(3, 2)[:, 1],
+    torch.arange(2).view(1, 2)[:, 1],
 ]
 
 

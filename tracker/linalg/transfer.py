@@ -5,6 +5,7 @@ to it from memory that is not pinned. So values are read together, and copies to
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type not in UNPINNED)
     for part, tensor in zip(packed.split(sizes), tensors, strict=True):
-        part[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     parts = packed.to(device, non_blocking=True).split(sizes)
     return tuple(
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
@@ -66,8 +67,11 @@ def to_arrays(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     if all(value.device.type == "cpu" for value in values.values()):
         return {name: value.numpy() for name, value in values.items()}
     # Wide types first: a view as a type must begin at a multiple of its size.
-    names = sorted(values, key=lambda name: -values[name].itemsize)
-    packed = torch.cat([values[name].contiguous().view(-1).view(torch.uint8) for name in names]).cpu()
+    names = sorted(values, key=lambda name: (-values[name].itemsize, str(values[name].dtype)))
+    by_type = [
+        [values[name].reshape(-1) for name in some] for _, some in groupby(names, lambda name: values[name].dtype)
+    ]
+    packed = torch.cat([torch.cat(parts).view(torch.uint8) for parts in by_type]).cpu()
     parts = packed.split([values[name].nbytes for name in names])
     arrays = {
         name: part.view(values[name].dtype).view(values[name].shape).numpy()
