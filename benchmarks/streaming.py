@@ -1,7 +1,8 @@
 """Time and memory to measure a checkpoint larger than memory: `python -m benchmarks.streaming --shape 2.8b`.
 
 A checkpoint with random weights is written in the published dtype and in both published formats. It is measured in fresh
-processes: streamed, as by the walk, with its weights left in their files; and with all weights in memory.
+processes: streamed, as by the walk, with its weights left in their files; with all weights in memory; and, beside a GPU, with
+all weights on it.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+STREAMED, IN_MEMORY, ON_DEVICE = ("streamed, safetensors", "streamed, bin"), "in memory", "on the device"
 INTERVAL = 0.01  # seconds between samples of the memory in use
 
 
@@ -71,14 +73,15 @@ def streaming(settings: Streaming) -> dict[str, Any]:
     environment = machine.environment(settings.device)
     with tempfile.TemporaryDirectory() as directory:
         weights = _alone(write_checkpoint, settings, Path(directory))
-        runs: dict[str, list[dict[str, Any]]] = {"streamed, safetensors": [], "streamed, bin": [], "in memory": []}
+        on_device = [] if settings.device == "cpu" else [ON_DEVICE]
+        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in (*STREAMED, IN_MEMORY, *on_device)}
         for repeat in range(settings.repeats):
             for name, made in runs.items():
                 print(f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True)
                 place = Path(directory) / ("bin" if name.endswith("bin") else "safetensors")
-                made.append(_alone(measure, settings, place, name == "in memory"))
+                made.append(_alone(measure, settings, place, name))
     values = {name: made[0].pop("values") for name, made in runs.items()}
-    reference = values["in memory"]
+    reference = values[IN_MEMORY]
     return {
         "what": "streaming",
         "settings": {k: v for k, v in asdict(settings).items() if k != "out"},
@@ -88,6 +91,7 @@ def streaming(settings: Streaming) -> dict[str, Any]:
             name: {
                 "seconds": median(run["seconds"] for run in made),
                 "anonymous_bytes": max(run["anonymous_bytes"] for run in made),
+                "device_bytes": max(run["device_bytes"] for run in made),
                 "error": max(abs(a - b) for a, b in zip(values[name], reference, strict=True)),
             }
             for name, made in runs.items()
@@ -125,8 +129,9 @@ def write_checkpoint(settings: Streaming, directory: Path) -> int:
     return total
 
 
-def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]:
+def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
     """Load, fingerprint and measure; anonymous memory is counted above that of the imported libraries."""
+    import torch
     import transformers  # noqa: F401
     import xarray  # noqa: F401
 
@@ -146,12 +151,14 @@ def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]
     watcher = threading.Thread(target=watch)
     watcher.start()
     started = time.perf_counter()
-    model = load_model(place)
+    model: Any = load_model(place)
     integrity.fingerprint(model.state_dict().items())
-    if in_memory:
+    if way == IN_MEMORY:
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    budget = MEMORY_BUDGET if in_memory else settings.memory_budget
+    elif way == ON_DEVICE:
+        model.to(settings.device)
+    budget = settings.memory_budget if way in STREAMED else MEMORY_BUDGET
     dataset = tracker.measure(
         model, inputs, k=settings.k, device=settings.device, measures="coupling", memory_budget=budget
     )
@@ -159,7 +166,13 @@ def measure(settings: Streaming, place: Path, in_memory: bool) -> dict[str, Any]
     done.set()
     watcher.join()
     values = [float(v) for name in ("miscoupling", "singular_value") for v in dataset[name].values.ravel()]
-    return {"seconds": seconds, "anonymous_bytes": seen[0] - before, "values": values}
+    peak = getattr(torch.get_device_module(settings.device), "max_memory_allocated", lambda device: 0)
+    return {
+        "seconds": seconds,
+        "anonymous_bytes": seen[0] - before,
+        "device_bytes": peak(settings.device),
+        "values": values,
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -168,10 +181,11 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{given['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {given['prompts']} prompts of "
         f"{given['tokens']} tokens, K = {given['k']}, {given['device']}, {given['memory_budget'] / 1e9:.2f} GB memory budget",
-        f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'difference':>12}",
+        f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'device, GB':>12}{'difference':>12}",
     ]
     for name, way in ways.items():
-        lines.append(f"{name:24}{way['seconds']:9.1f}{way['anonymous_bytes'] / 1e9:15.2f}{way['error']:12.1e}")
+        host, device = way["anonymous_bytes"] / 1e9, way["device_bytes"] / 1e9
+        lines.append(f"{name:24}{way['seconds']:9.1f}{host:15.2f}{device:12.2f}{way['error']:12.1e}")
     return "\n".join(lines)
 
 

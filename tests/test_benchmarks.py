@@ -7,6 +7,7 @@ from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -190,6 +191,20 @@ def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
     assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
     assert "anonymous, GB" in capsys.readouterr().out
+
+
+def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(pretend, tmp_path):
+    settings = streaming.Streaming(
+        "31m", blocks=2, prompts=1, tokens=4, memory_budget=1 << 22, device=str(pretend.device)
+    )
+    weights = streaming._alone(streaming.write_checkpoint, settings, tmp_path)
+    found = {}
+    for way in (streaming.STREAMED[0], streaming.ON_DEVICE):
+        pretend.reset_peak()
+        found[way] = streaming.measure(settings, tmp_path / "safetensors", way)
+    streamed, on_device = found.values()
+    assert 0 < streamed["device_bytes"] < on_device["device_bytes"] and on_device["device_bytes"] > weights
+    np.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_clock_waits_for_the_device(pretend):
