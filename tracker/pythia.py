@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints import nano
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
-from checkpoints.hub import CheckpointError
+from checkpoints.hub import CheckpointError, first_line
 from checkpoints.integrity import describe_repeat, find_repeats
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tracker.walk.summaries import Summaries
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-RESUME = "interrupted; finished revisions are kept, and the same command continues with the rest"
+KEPT = "finished revisions are kept, and the same command continues with the rest"
+RESUME = f"interrupted; {KEPT}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,7 +156,8 @@ def _measure_missing(
             try:
                 unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
             # This revision can't be fetched or loaded, or does not fit into memory; the others may.
-            except (CheckpointError, FloatingPointError, OSError, RuntimeError) as error:
+            except (CheckpointError, FloatingPointError, MemoryError, OSError, RuntimeError) as error:
+                _stop_without_device(checkpoint.step, error)
                 failed[checkpoint.step] = f"{type(error).__name__}: {error}"
                 shown.advance(f"step {checkpoint.step}: FAILED, {error}")
                 continue
@@ -167,6 +169,20 @@ def _measure_missing(
             log(summaries.row(checkpoint.step))
             shown.advance(f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)")
     return failed
+
+
+def _stop_without_device(step: int, error: Exception) -> None:
+    """Stop the walk after an error of the device.
+
+    Raises:
+        CommandFailure: naming the step and the error.
+    """
+    from tracker.device_errors import is_device_error
+
+    if is_device_error(error):
+        raise CommandFailure(
+            f"step {step}: the device failed ({first_line(error)}), and this process can't use it any more; {KEPT}"
+        ) from error
 
 
 def _write_page(summaries: "Summaries") -> None:
