@@ -156,6 +156,24 @@ def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
     assert result["loss"] != raw["loss"]
 
 
+def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
+    """With batches of different sizes: 360 images in batches of 350 and 10."""
+    monkeypatch.setattr("vit.loaders.TEST_BATCH", 350)
+    from vit.data import load
+    from vit.module import Classifier
+
+    modules, step = [], Classifier.validation_step
+    monkeypatch.setattr(
+        Classifier, "validation_step", lambda self, *given: (modules.append(self), step(self, *given))[1]
+    )
+    result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
+    assert len(modules) == 2 * 2
+    data, module = load(TINY), modules[0].eval()
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(module(data.normalise(data.test.images)), data.test.labels)
+    assert result["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
 def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
     arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell"), "--lr", "1e30"]
     assert main(arguments) == 1
