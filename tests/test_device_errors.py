@@ -1,11 +1,14 @@
 """Errors of a device are told from errors of the code that runs on it, and nothing takes them for something else."""
 
+import gc
+
 import pytest
 import torch
 
 import tracker
 from tests.models import Size, language, tokens
 from tracker.device_errors import is_allocation_failure, is_device_error, raise_device_errors
+from tracker.jacobians.rows import Jacobians
 
 FAILED_KERNEL = "CUDA error: unspecified launch failure"
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -137,3 +140,36 @@ class Applied(torch.nn.Module):
 
     def forward(self, x):
         return self.function.apply(x)
+
+
+class WholeSequence(torch.nn.Module):
+    """A block that does not run on single rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = x + self.linear(x).tanh()
+        if x.shape[1] == 1:
+            raise RuntimeError("this block needs its sequence")
+        return y
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_path_that_fails_leaves_no_tensors_to_the_next(pretend, monkeypatch):
+    real, live = Jacobians._by_path, []
+
+    def watched(*arguments, **keywords):
+        live.append(pretend.live_bytes())
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(Jacobians, "_by_path", watched)
+    model = torch.nn.Sequential(WholeSequence(), WholeSequence()).to(pretend.device)
+    gc.disable()
+    try:
+        found = tracker.measure(model, torch.randn(1, 4, 8), k=2, measures="coupling", blocks=["0", "1"])
+    finally:
+        gc.enable()
+    assert not found.sliced.any()
+    assert len(live) == 4 and live[2] == live[3]  # two paths of each block; the first block also fills caches

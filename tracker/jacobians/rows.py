@@ -182,19 +182,19 @@ class Jacobians:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
-        reason, rounded = NotSliceable(), []
+        reason, rounded = "", []  # not the error: its traceback holds the tensors of the path that failed
         for path in PATHS:
             try:
                 return self._by_path(path, selections)
             except NotSliceable as why:
-                reason = why
+                reason = str(why)
                 rounded += [path] if isinstance(why, RoundedInside) else []
         for path in rounded:
             try:
                 return self._by_path(path, selections, rounded=True)
             except NotSliceable as why:
-                reason = why
-        raise reason
+                reason = str(why)
+        raise NotSliceable(reason)
 
     def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, CheckResults]:
         J, value_error = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory)
