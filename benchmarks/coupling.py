@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m benchmarks.coupling", description=description)
     parser.add_class_arguments(Benchmark, as_group=False)
     settings = Benchmark(**parser.parse_args(arguments).as_dict())
-    for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk"):
+    for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk", "memory_budget"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             print(f"error: --{name} {value}; give at least 1", file=sys.stderr)

@@ -22,6 +22,7 @@ class Benchmark:
         beside: a second such method to time, in turn with it.
         precision: of the matrix products in the Jacobians of tracker.measure, and of the plain products they are compared with.
         weights: dtype of the model's weights; the published Pythias have float16, which the published algorithm cannot take.
+        memory_budget: bytes in addition to the weights; half of them hold Jacobians. Default: that of tracker.measure.
         device: cpu, cuda, cuda:1 and so on.
         repeats: number of timed runs of each; medians are reported.
         chunk: number of cotangents per batch in the published algorithm.
@@ -40,6 +41,7 @@ class Benchmark:
     beside: Method | None = None
     precision: Precision = "float32"
     weights: Literal["float32", "float16", "bfloat16"] = "float32"
+    memory_budget: int | None = None
     device: str = "cpu"
     repeats: int = 5
     chunk: int = 32

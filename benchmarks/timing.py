@@ -36,6 +36,7 @@ def ours(
     """Run `tracker.measure` and time its stages; append the first prompt's Jacobians to `jacobians` if it is given."""
     import tracker
     from benchmarks import shapes
+    from tracker.measures.settings import MEMORY_BUDGET
 
     def clocked(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
@@ -62,6 +63,7 @@ def ours(
             precision=settings.precision,
             device=settings.device,
             measures="coupling",
+            memory_budget=settings.memory_budget or MEMORY_BUDGET,
         )
 
 

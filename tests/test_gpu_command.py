@@ -81,7 +81,7 @@ def test_the_same_command_continues_with_what_is_not_done(steps):
 def test_steps_for_which_no_time_is_left_are_recorded(steps, monkeypatch):
     slow = Step("hanging", "the hanging one", "hanging", limit=3, least=1)
     monkeypatch.setattr(command, "STEPS", (slow, *(step for step in command.STEPS if step.name != "hanging")))
-    code, found = run(steps, "--limit", "3.9")
+    code, found = run(steps, "--limit", "4")
     assert code == 1 and found["hanging"]["status"] == "timed out"
     assert {step["status"] for name, step in found.items() if name != "hanging"} == {"not run"}
     assert run(steps, "--limit", "60", "--steps", "well")[1]["well"]["status"] == "ok"

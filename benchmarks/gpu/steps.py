@@ -43,7 +43,7 @@ def _coupling(
     return Step(name, text, "benchmarks.coupling", tuple(full.split()), tuple(quick.split()), limit, least)
 
 
-_12B = "--shape 12b --weights float16 --k 10 --published false"
+_12B = "--shape 12b --weights float16 --k 10 --published false --memory_budget 40000000000"  # as in a walk on 80 GB
 _DEIT = "--k 10 --prompts 64 --repeats 3 --published false"
 _SMALL_12B = "--shape 14m --weights float16 --blocks 2 --tokens 8"
 _SMALL_DEIT = "--shape deit-ti --blocks 1 --prompts 2"
