@@ -112,10 +112,10 @@ class Recording:
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
     raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
 
-    def states(self, sample: int, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
-        """Return x^0 .. x^L of a sample at these tokens."""
+    def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
+        """Return x^0 .. x^L of some samples at these tokens, the tokens of one sample after those of another."""
         recorded = (self.calls[0].x, *(call.y for call in self.calls))
-        return torch.stack([x[sample, tokens].to(device) for x in recorded])
+        return torch.stack([x[samples, tokens].flatten(0, 1).to(device) for x in recorded])
 
     def scalars(self) -> int:
         """Count the recorded scalars: hidden states, keys and values."""

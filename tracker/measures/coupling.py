@@ -157,8 +157,11 @@ def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Flo
 
 
 def miscouplings(
-    A: Float[Tensor, "L M K K"], s: Float[Tensor, "L K"], d: int, s_basis: Float[Tensor, "M K"] | None = None
-) -> dict[str, Float[Tensor, "L M"]]:
+    A: Float[Tensor, "*B L M K K"],
+    s: Float[Tensor, "*B L K"],
+    d: int,
+    s_basis: Float[Tensor, "*B M K"] | None = None,
+) -> dict[str, Float[Tensor, "*B L M"]]:
     """Return the mis-coupling of every pair of Jacobian and basis, by definition.
 
     A value is NaN where the Jacobian is zero, or where the basis is undetermined: a Jacobian of rank below K leaves some
@@ -171,10 +174,10 @@ def miscouplings(
         s_basis: top K singular values of the Jacobians that the M bases come from; None: `s`.
     """
     s_basis = s if s_basis is None else s_basis
-    determined = s_basis[:, -1] > d * torch.finfo(s.dtype).eps * s_basis[:, 0]
-    defined = (s[:, 0] > 0)[:, None] & determined[None, :]
+    determined = s_basis[..., -1] > d * torch.finfo(s.dtype).eps * s_basis[..., 0]
+    defined = (s[..., 0] > 0)[..., None] & determined[..., None, :]
     return {
-        definition.name: torch.where(defined, definition.formula(A, s[:, None]), torch.nan)
+        definition.name: torch.where(defined, definition.formula(A, s[..., None, :]), torch.nan)
         for definition in DEFINITIONS
     }
 

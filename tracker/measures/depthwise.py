@@ -32,10 +32,13 @@ from tracker.capture.spill import host_memory
 from tracker.jacobians.rows import PROBES, Jacobians, Rows
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets
+from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
 from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.values import Method
+
+AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
 
 def measured_calls(recording: Recording) -> list[BlockCall]:
@@ -125,22 +128,30 @@ def depthwise_couplings(
             layer_of = matrix_free_layer if matrix_free else dense_layer
             layers = [layer_of(jacobians, selections, max(ks), method, memory) for selections in blocks]
         L = len(first.calls)
-        for r, values in enumerate(pairs(layers, ks, extras, L=L)):
-            values |= _spectra_and_checks(layers[:L], r)
-            if len(layers) > L:
-                raw = _spectra_and_checks([*layers[: L - 1], layers[L]], r)
-                values |= {f"{name}_raw": value for name, value in raw.items()}
-            yield {name: value.cpu().numpy() for name, value in values.items()}
+        values = pairs(layers, ks, extras, L=L)
+        of_calls = {"": layers[:L]} | ({"_raw": [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
+        for end, chosen in of_calls.items():
+            values |= {f"{name}{end}": value for name, value in _spectra(chosen).items()}
+        arrays = to_arrays(values)
+        for end, chosen in of_calls.items():
+            arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
+        for r in range(len(layers[0].frobenius)):
+            yield {name: value[r] for name, value in arrays.items()}
 
 
-def _spectra_and_checks(layers: Sequence[Layer], r: int) -> dict[str, Tensor]:
-    """Return the singular values at row r, and the certificates and checks of triplets and Jacobians, by layer."""
-    parts = {"singular_value": "S", "singular_gap": "gap", "full_svd": "full"}
-    parts |= {name: name for name in ("residual", "complete")}
-    values = {name: torch.stack([getattr(layer.triplets, part)[r] for layer in layers]) for name, part in parts.items()}
-    values["formed"] = torch.tensor([layer.formed for layer in layers])
-    for name in ("sliced", "value_error", "derivative_error"):
-        values[name] = torch.tensor([getattr(layer.checks[r], name) for layer in layers])
+def _spectra(layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Return the singular values and certificates of every row, by layer."""
+    parts = {"singular_value": "S", "singular_gap": "gap", "full_svd": "full", "residual": "residual"}
+    parts["complete"] = "complete"
+    return {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in parts.items()}
+
+
+def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
+    """Return the checks of the Jacobians of every row, by layer."""
+    R = len(layers[0].checks)
+    values = {"formed": np.array([[layer.formed for layer in layers]] * R)}
+    for name, dtype in (("sliced", np.bool_), ("value_error", np.float32), ("derivative_error", np.float32)):
+        values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], dtype)
     return values
 
 
@@ -150,12 +161,12 @@ def pairs(
     extras: Sequence[str] = (),
     bases: Sequence[Triplets] | None = None,
     L: int | None = None,
-) -> list[dict[str, Tensor]]:
-    """Return all couplings of every row, over (k, layer, layer_other).
+) -> dict[str, Tensor]:
+    """Return all couplings, over (row, k, layer, layer_other).
 
     Args:
         extras: "vju" adds the mis-couplings with U and V of the bases swapped; "matrices" adds A for the smallest K, over
-            (layer, layer_other, row, column).
+            (row, layer, layer_other, row, column).
         bases: the triplets whose singular vectors are the bases; None: those of the layers.
         L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_raw`.
     """
@@ -164,33 +175,37 @@ def pairs(
     S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
     A = _coupling_matrices(layers, U, V)
     swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in extras else None
-    rows = []
-    for r, (A_r, S_r, S_basis, norm) in enumerate(zip(A, S, S_bases, frobenius, strict=True)):
-        values = _measures_by_k(A_r, S_r, S_basis, norm, U.shape[-2], ks)
+    parts = []
+    for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
+        some = slice(r, r + at_once)
+        values = _measures_by_k(A[some], S[some], S_bases[some], frobenius[some], U.shape[-2], ks)
         if L is not None and len(layers) > L:
             values = _both_conventions(values, L)
         if swapped is not None:
-            swapped_values = _measures_by_k(swapped[r], S_r[:L], S_basis[:L], norm[:L], U.shape[-2], ks)
+            without_raw = (S[some, :L], S_bases[some, :L], frobenius[some, :L])
+            swapped_values = _measures_by_k(swapped[some], *without_raw, U.shape[-2], ks)
             values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
-        if "matrices" in extras:
-            values["matrix"] = A_r[:L, :L, : ks[0], : ks[0]]
-        rows.append(values)
-    return rows
+        parts.append(values)
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
+    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in extras else {})
 
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
     """Return the values of the first L layers and, as `_raw`, those where layer L + 1 replaces layer L."""
-    result = {name: _select_layers(value, range(L)) for name, value in values.items()}
-    raw = {name: _select_layers(value, [*range(L - 1), L]) for name, value in values.items()}
+    result = {name: _without_layer(value, L) for name, value in values.items()}
     for name in MISCOUPLINGS:
-        result |= {f"{name}_raw": raw[name], f"{name}_raw_null": raw[f"{name}_null"]}
+        null = f"{name}_null"
+        result |= {f"{name}_raw": _without_layer(values[name], L - 1)}
+        result |= {f"{name}_raw_null": _without_layer(values[null], L - 1)}
     return result
 
 
-def _select_layers(values: Tensor, layers: Sequence[int]) -> Tensor:
-    """Select layers of values over (k, layer) or (k, layer, layer_other)."""
-    at = torch.tensor(layers, device=values.device)
-    return values[:, at] if values.dim() == 2 else values[:, at[:, None], at]
+def _without_layer(values: Tensor, l: int) -> Tensor:
+    """Leave layer l, from 0, out of values over (row, k, layer) or (row, k, layer, layer_other)."""
+    for axis in range(2, values.dim()):
+        after = values.narrow(axis, l + 1, values.shape[axis] - l - 1)
+        values = torch.cat([values.narrow(axis, 0, l), after], axis)
+    return values
 
 
 def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:
@@ -202,13 +217,13 @@ def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[T
 def _measures_by_k(
     A: Tensor, S: Tensor, S_basis: Tensor, frobenius: Tensor, d: int, ks: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the mis-couplings, (k, L, M), and their null levels, (k, L)."""
+    """Return the mis-couplings, (R, k, L, M), and their null levels, (R, k, L)."""
     by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[:, :k], d, S_basis[:, :k])
-        | {f"{name}_null": level for name, level in coupling.null_levels(S[:, :k], frobenius, d).items()}
+        coupling.miscouplings(A[..., :k, :k], S[..., :k], d, S_basis[..., :k])
+        | {f"{name}_null": level for name, level in coupling.null_levels(S[..., :k], frobenius, d).items()}
         for k in ks
     ]
-    return {name: torch.stack([values[name] for values in by_k]) for name in by_k[0]}
+    return {name: torch.stack([values[name] for values in by_k], 1) for name in by_k[0]}
 
 
 def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:

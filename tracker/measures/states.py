@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
+from tracker.linalg.transfer import to_arrays, to_device
 from tracker.measures import trajectory
 from tracker.measures.registry import DIMS, TRAJECTORY
 from tracker.measures.settings import Settings
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 
-StateMeasure = Callable[[int, slice], dict[str, Tensor]]  # (sample, positions) -> values with the dimensions of `DIMS`
+# (samples, positions) -> values with the dimensions of `DIMS`, the positions of one sample after those of another
+StateMeasure = Callable[[slice, slice], dict[str, Tensor]]
+AT_ONCE = 1 << 18  # scalars of states at once on a CPU, whose caches hold them
 
 
 def measure_states(
@@ -60,28 +63,47 @@ def measure_states(
             lambda b, part: _trajectory(states.states(b, part, device), raw.states(b, part, device), window)
         )
     if settings.includes("pca"):
-        axes = [
-            trajectory.principal_axes(states.calls[-1].y[b, list(at)].to(replica.device)) for b, at in enumerate(valid)
-        ]
-        requested.append(lambda b, part: {"pca": (states.states(b, part, device) - axes[b][0]) @ axes[b][1]})
+        mean, axes = _principal_axes(states.calls[-1].y.to(device), valid)
+
+        def pca(b: slice, part: slice) -> dict[str, Tensor]:
+            X = states.states(b, part, device)
+            by_sample = X.view(len(X), len(mean[b]), -1, d)
+            return {"pca": ((by_sample - mean[b][:, None]) @ axes[b]).flatten(1, 2)}
+
+        requested.append(pca)
     if settings.includes("noise"):
         similarity = noise_similarity(replica, states, NOISE)
-        requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part]})
+        requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part].flatten(2)})
     with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
             unembedding = replica.module.get_submodule(head)
             weights.enter_context(replica.guard())
             for module in (unembedding, norm):
                 weights.enter_context(replica.materialize(module))
-            scalars += int(unembedding(raw.states(0, slice(1), device)[:1]).shape[-1])
+            scalars += int(unembedding(raw.states(slice(1), slice(1), device)[:1]).shape[-1])
             requested.append(
                 lambda b, part: {
                     "entropy": trajectory.entropy(raw.states(b, part, device), norm or torch.nn.Identity(), unembedding)
                 }
             )
-        at_once = max(1, settings.memory(16) // ((len(raw.calls) + 1) * scalars))  # 1/16: there are several copies
+        per_token = (len(raw.calls) + 1) * scalars
+        at_once = max(1, settings.memory(16) // per_token)  # tokens; 1/16: there are several copies
+        together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
         parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
-        return [_join([_evaluate(requested, b, part) for part in parts], at, n) for b, at in enumerate(valid)]
+        samples: list[dict[str, np.ndarray]] = []
+        for b in range(0, len(valid), size := max(1, together // n)):
+            some = slice(b, min(b + size, len(valid)))
+            read = [_evaluate(requested, some, part) for part in parts]
+            samples += [_join([part[i] for part in read], valid[b + i], n) for i in range(some.stop - b)]
+        return samples
+
+
+def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Return the mean (B, d) and the principal axes (B, d, 2) of each sample's states, without padding."""
+    whole = all(len(at) == y.shape[1] for at in valid)
+    chosen = y if whole else (x[to_device(x.device, torch.tensor(at))[0]] for x, at in zip(y, valid, strict=True))
+    mean, axes = zip(*map(trajectory.principal_axes, chosen), strict=True)
+    return torch.stack(mean), torch.stack(axes)
 
 
 def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float]) -> Float[Tensor, "levels depth B n"]:
@@ -91,7 +113,7 @@ def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float
     scale one draw, whose seed is a checksum of the sample's embeddings. NaN where a state is zero.
     """
     first = states.calls[0].x.to(replica.device)
-    drawn = torch.stack([_normal(x) for x in first])
+    (drawn,) = to_device(first.device, torch.stack([_normal(x) for x in first.cpu()]).to(first.dtype))
     noise = drawn * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in levels]
     cosines = [_cosine(noisy, first)]
@@ -104,8 +126,8 @@ def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float
 
 
 def _normal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    seed = zlib.crc32(x.cpu().contiguous().view(torch.uint8).numpy().data)
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x)
+    seed = zlib.crc32(x.contiguous().view(torch.uint8).numpy().data)
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
@@ -122,8 +144,12 @@ def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
     return values
 
 
-def _evaluate(measures: Sequence[StateMeasure], b: int, part: slice) -> dict[str, np.ndarray]:
-    return {name: value.cpu().numpy() for measure in measures for name, value in measure(b, part).items()}
+def _evaluate(measures: Sequence[StateMeasure], some: slice, part: slice) -> list[dict[str, np.ndarray]]:
+    """Return the values of each of some samples; those of all are copied to the host at once."""
+    values = {name: value for measure in measures for name, value in measure(some, part).items()}
+    size = some.stop - some.start
+    split = {name: np.split(array, size, _axis(name)) for name, array in to_arrays(values).items()}
+    return [{name: arrays[i] for name, arrays in split.items()} for i in range(size)]
 
 
 def _join(parts: Sequence[dict[str, np.ndarray]], valid: Sequence[int], n: int) -> dict[str, np.ndarray]:

@@ -72,7 +72,8 @@ def tokenwise_couplings(
         for link, layer in layers.items():
             for kind in (kind for kind in KINDS if link in kinds[kind]):
                 kind_bases = [bases[basis_layers[l]][other] for other in kinds[kind]]
-                (rows[l, kind, link],) = pairs([layer], ks, extras, bases=kind_bases)
+                values = pairs([layer], ks, extras, bases=kind_bases)
+                rows[l, kind, link] = {name: value[0] for name, value in values.items()}
 
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):

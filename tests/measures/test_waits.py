@@ -1,0 +1,112 @@
+"""Waits of the host, launches and copies of a measurement do not grow with the samples, and with the blocks little."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+import tracker
+from tests.pretend_device import Counts
+from tracker.jacobians import rows
+from tracker.measures import depthwise
+
+
+def deit(blocks: int) -> torch.nn.Module:
+    """Return a DeiT-Ti with 37 tokens: more than the two windows from which on checks are made in windows."""
+    return timm.create_model("deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks).eval()
+
+
+def neox(blocks: int) -> torch.nn.Module:
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
+    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=50, max_position_embeddings=64, **sizes)).eval()
+
+
+def costs(pretend, model: torch.nn.Module, inputs, **options) -> Counts:
+    options = {"k": 5, "measures": ("coupling", "trajectory"), "svd": "full"} | options
+    model = model.to(pretend.device)
+    with pretend.count() as counts:
+        tracker.measure(model, inputs, **options)
+    return counts
+
+
+def images(number: int) -> torch.Tensor:
+    return torch.randn(number, 3, 96, 96)
+
+
+class Prompts:
+    """A tokenizer that returns one token for each letter."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
+
+
+PROMPTS = ["a" * n for n in (5, 7, 9, 11, 13, 15, 17, 19)]
+
+
+def totals(counts: Counts) -> tuple[int, ...]:
+    return counts.launches, counts.syncs, counts.to_device, counts.to_host
+
+
+def test_images_cost_no_launch_wait_or_copy_each(pretend):
+    few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
+    assert totals(few) == totals(many)
+    assert few.syncs <= 80 and few.launches <= 1800
+
+
+def test_a_block_waits_a_few_times(pretend):
+    two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
+    assert three.syncs - two.syncs <= 9
+    assert three.to_device - two.to_device <= 12
+    assert three.launches - two.launches <= 650
+
+
+def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
+    few, many = (costs(pretend, neox(4), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
+    assert totals(few) == totals(many)
+    assert few.syncs <= 40
+
+
+def test_a_prompt_waits_a_few_times(pretend):
+    """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together."""
+    few, many = (costs(pretend, neox(4), PROMPTS[:number], tokenizer=Prompts()) for number in (4, 8))
+    assert (many.syncs - few.syncs) / 4 <= 14
+    assert (many.to_host - few.to_host) / 4 <= 1
+    assert (many.launches - few.launches) / 4 <= 800
+
+
+@pytest.mark.parametrize("planted", ["a read of each row's result", "a read of each row of a check"])
+def test_a_wait_for_each_row_is_noticed(pretend, monkeypatch, planted):
+    def by_row(values):
+        return {name: np.stack([row.cpu().numpy() for row in value]) for name, value in values.items()}
+
+    def check_by_row(J, dtype, scale=1.0):
+        return torch.stack([honest(row[None], dtype, scale) for row in J if float(row[0, 0]) < 1e9]).any(0)
+
+    honest = rows.quality
+    if planted == "a read of each row's result":
+        monkeypatch.setattr(depthwise, "to_arrays", by_row)
+    else:
+        monkeypatch.setattr(rows, "quality", check_by_row)
+    few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
+    assert many.syncs > few.syncs
+    with pytest.raises(AssertionError):
+        test_images_cost_no_launch_wait_or_copy_each(pretend)
+
+
+@pytest.mark.parametrize("tokens", [None, [0, -1]])
+def test_checks_decide_and_err_as_on_the_cpu(pretend, tokens):
+    model, x = deit(2).double(), images(3).double()
+    options = {"k": 5, "dtype": torch.float64, "tokens": tokens}
+    expected, found = (tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device))
+    np.testing.assert_array_equal(found.sliced, expected.sliced)
+    for name in ("value_error", "derivative_error"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)
+        assert found[name].dtype == expected[name].dtype and (found[name] <= 1e-9).all()
