@@ -16,6 +16,7 @@ import torch
 
 from tracker.linalg.krylov import basis_size, expected_columns
 
+MEMORY = 1 << 28  # default scalars for the arrays of an accelerator's batch: 1 GB in float32
 GROUP = 1 << 24  # scalars of the matrices that a CPU decomposes together: 64 MB in float32
 # Arrays alive while a matrix is decomposed on an accelerator, counted: of its own size (copies, J J^T, the certificate's), and
 # of its basis' size.

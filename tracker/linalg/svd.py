@@ -34,7 +34,7 @@ from tracker.linalg.certificate import (
     residual,
 )
 from tracker.linalg.cores import batch_on_cores, map_on_cores
-from tracker.linalg.costs import GROUP, costs_of, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.costs import MEMORY, costs_of, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products
@@ -61,7 +61,7 @@ class Triplets:
     full: Bool[Tensor, " B"]  # found by full decomposition
 
 
-def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = GROUP) -> Triplets:
+def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = MEMORY) -> Triplets:
     """Return the K largest singular triplets of each matrix.
 
     Args:
@@ -78,7 +78,7 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
 
 
 def triplets_of_each(
-    Js: Sequence[Float[Tensor, "_ d d"]], K: int, method: Method = "auto", memory: int = GROUP
+    Js: Sequence[Float[Tensor, "_ d d"]], K: int, method: Method = "auto", memory: int = MEMORY
 ) -> list[Triplets]:
     """Return the same for several batches of matrices of one size.
 
