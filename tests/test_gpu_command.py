@@ -209,6 +209,30 @@ def test_a_test_that_crashes_or_hangs_loses_itself_alone(tmp_path):
     assert len(kept) == 6 and sum(test["outcome"] == "passed" for test in kept.values()) == 4
 
 
+UNUSABLE = """
+import os
+from benchmarks.gpu import outcomes
+
+def test_error(record_property):
+    record_property("process", os.getpid())
+    outcomes._usable = lambda: False
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+def test_next(record_property):
+    record_property("process", os.getpid())
+"""
+
+
+def test_after_an_error_that_the_gpu_does_not_survive_another_process_goes_on(tmp_path):
+    (tmp_path / "test_planted.py").write_text(UNUSABLE)
+    tests = {}
+    assert suite.run([str(tmp_path)], tmp_path / "out.json", tests) == 1
+    error, following = tests.values()
+    assert (error["outcome"], following["outcome"]) == ("failed", "passed")
+    assert "illegal memory access" in error["message"]
+    assert error["properties"]["process"] != following["properties"]["process"]
+
+
 def test_tests_that_cannot_start_end_the_suite(tmp_path):
     (tmp_path / "test_planted.py").write_text("import no_such_module\n")
     assert suite.run([str(tmp_path)], tmp_path / "out.json", {}) == 1
