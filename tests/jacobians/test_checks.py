@@ -1,5 +1,7 @@
 """The derivative check in a window of the sequence: it agrees with the whole sequence and detects planted faults."""
 
+import math
+
 import pytest
 import torch
 
@@ -89,3 +91,14 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
             y = call(call.x)
         torch.testing.assert_close(y[1, 0], calls[0].y[1, 0])  # at position 0 a causal row sees itself alone
         assert not torch.allclose(y[0, 2], calls[0].y[0, 6])
+
+
+@pytest.mark.parametrize("undefined", [0, 1])
+def test_an_undefined_error_at_either_place_is_kept(monkeypatch, undefined):
+    replica, calls = recorded(*build("gpt_neox"))
+    errors = iter(float("nan") if place == undefined else 0.0 for place in range(2))
+    at = lambda call, rows, row_attention: (torch.tensor(next(errors)), False)  # noqa: E731
+    monkeypatch.setattr(tracker.jacobians.checks, "_derivative_error_at", at)
+    rows = Rows(torch.tensor([0, 0]), torch.tensor([2, 6]))
+    with replica.materialize(calls[0].block):
+        assert math.isnan(derivative_error(calls[0], rows, by_own_code))
