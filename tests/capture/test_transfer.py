@@ -170,3 +170,13 @@ def test_what_a_block_writes_into_its_weights_is_not_in_the_next_copy(pretend):
 def test_a_measurement_on_the_cpu_starts_no_thread(monkeypatch):
     monkeypatch.setattr(transfer, "_worker", lambda device: pytest.fail("a thread"))
     tracker.measure(model(), tokens(1), **OPTIONS)
+
+
+def test_a_weight_whose_elements_share_memory_is_copied(pretend):
+    given = model(torch.float32)
+    norms = [block.input_layernorm for block in given.gpt_neox.layers]
+    for norm in norms:
+        norm.weight = torch.nn.Parameter(torch.tensor([0.5]).expand(WIDTH))
+    found = tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
+    np.testing.assert_allclose(found.miscoupling, tracker.measure(given, tokens(1), **OPTIONS).miscoupling, atol=1e-5)
+    assert all(norm.weight.stride() == (0,) for norm in norms)

@@ -75,8 +75,13 @@ def _copy(weights: Tensors, device: torch.device) -> tuple[Tensors, torch.Event 
         return {key: weight.to(device) for key, weight in weights.items()}, None
     with _stream(device) as stream:
         # PyTorch reuses pinned memory only after the copies from it.
-        copies = {key: weight.pin_memory().to(device, non_blocking=True) for key, weight in weights.items()}
+        copies = {key: _pinned(weight).to(device, non_blocking=True) for key, weight in weights.items()}
         return copies, stream.record_event()
+
+
+def _pinned(weight: Tensor) -> Tensor:
+    """Return a copy in pinned memory; `Tensor.pin_memory` refuses a weight whose elements share memory, as after `expand`."""
+    return torch.empty_like(weight, pin_memory=True, requires_grad=False).copy_(weight.detach())
 
 
 @cache
