@@ -1,5 +1,6 @@
 """Measurements that fail do not end the training, nor change it; errors of the device do end it."""
 
+import gc
 import json
 import warnings
 
@@ -83,9 +84,11 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1], ends=False), [], []
 
     def scarce(*arguments):
+        if len(starts) < 2:  # what other tests left; between attempts the callback collects
+            gc.collect()
         starts.append(pretend.live_bytes())
         pretend.reset_peak()
-        limit = starts[1] + peaks[0] // 2 if peaks else 1 << 40
+        limit = starts[1] + peaks[0] // 4 if peaks else 1 << 40
         try:
             with pretend.memory_limit(limit):
                 return real(*arguments)
@@ -101,7 +104,7 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
         trained(callbacks=[watch], max_steps=1)
     assert list(watch.units) == [0]
     assert len(starts) == 4 and len(set(starts[1:])) == 1
-    assert min(peaks[1:]) > peaks[0] // 4  # each attempt has allocated something
+    assert min(peaks[1:]) > 20_000  # each attempt has allocated more than what its error holds
 
 
 def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
+from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -62,7 +63,7 @@ class Replica:
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
         self._transfer = Transfer(device, dtype.itemsize)
-        self._next = dict(zip(map(id, self.blocks), [*self.blocks[1:], None], strict=True))  # by id of the block before
+        self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
