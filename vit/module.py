@@ -32,9 +32,8 @@ class Classifier(lightning.LightningModule):
         if recipe.compile:
             self.model.compile()
         self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
-        self.accuracy = MulticlassAccuracy(
-            classes, average="micro", validate_args=False
-        )  # which would read every label
+        # Validation would read every label.
+        self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.history: list[dict[str, float]] = []
         self.started = 0.0
 
