@@ -23,6 +23,7 @@ from tracker.capture.replicas.module_state import STATELESS, ModuleState, irrepr
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spill import Spill
 from tracker.errors import UsageError
+from tracker.linalg.transfer import standard_normal
 
 
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
@@ -180,9 +181,7 @@ class _Recorder:
 
         Both calls are on another input than the recorded one: a cached output would agree on that.
         """
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.x)
-        x = call.x + 0.1 * noise * call.x.square().mean().sqrt()
+        x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         after = ModuleState(call.block)
         found = call(x)
         with self.replica.materialize(call.block):

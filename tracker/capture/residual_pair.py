@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tracker.errors import UsageError
+from tracker.linalg.transfer import standard_normal
 
 
 def outputs_like(hidden: Any, output: Any) -> dict[int, Tensor]:
@@ -60,9 +61,7 @@ def check_sum(call: Any) -> None:
     Raises:
         UsageError: if another split of the same sum gives another output.
     """
-    generator = torch.Generator().manual_seed(0)
-    part = torch.randn(call.x.shape, generator=generator, dtype=torch.float64).to(call.x)
-    part = part * call.x.square().mean().sqrt()
+    part = standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
     with call.replica.materialize(call.block):
         split, whole = call(call.x - part, second=part), call(call.x)
     tolerance = 1e-9 if call.x.dtype == torch.float64 else 1e-4
