@@ -38,7 +38,7 @@ from tracker.jacobians.restriction import (
     slicing_errors,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
-from tracker.linalg.comparison import FLOOR, TOLERANCE, relative_error
+from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_error
 from tracker.linalg.jacobian import LinearOperator
 from tracker.linalg.transfer import read, standard_normal
 
@@ -179,11 +179,6 @@ def quality(J: Float[Tensor, "R d m"], dtype: torch.dtype, scale: float = 1.0) -
         return torch.stack([finite, torch.zeros_like(finite)])
     hidden = (scale * torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any()
     return torch.stack([finite, hidden])
-
-
-def is_finite(J: Tensor) -> Bool[Tensor, ""]:
-    """Whether all entries are finite."""
-    return torch.isfinite(torch.stack(J.aminmax())).all()  # NaN where one entry is
 
 
 def require_finite(finite: bool, call: BlockCall) -> None:

@@ -23,7 +23,7 @@ from tracker.capture.recording import BlockCall
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
-from tracker.jacobians.checks import FAST, is_finite, quality, require_finite, require_reproduction, tolerance
+from tracker.jacobians.checks import FAST, quality, require_finite, require_reproduction, tolerance
 from tracker.jacobians.restriction import (
     RowAttention,
     Selection,
@@ -34,7 +34,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.comparison import relative_error
+from tracker.linalg.comparison import is_finite, relative_error
 from tracker.linalg.jacobian import (
     LinearOperator,
     converting_operator,

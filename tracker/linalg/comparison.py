@@ -1,9 +1,9 @@
-"""Relative error of a residual function f = block - 1, and its tolerances."""
+"""Relative error of a residual function f = block - 1, and its tolerances; whether entries are finite."""
 
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -19,3 +19,8 @@ def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype:
     size = torch.maximum(norm(reference), FLOOR[reference_dtype] * norm(scale))
     difference = norm(f - reference)
     return torch.where(difference == 0, 0.0, difference / size).max()
+
+
+def is_finite(J: Tensor) -> Bool[Tensor, ""]:
+    """Whether all entries are finite."""
+    return torch.isfinite(torch.stack(J.aminmax())).all()  # NaN where one entry is

@@ -33,6 +33,7 @@ from tracker.linalg.certificate import (
     relative_residual,
     residual,
 )
+from tracker.linalg.comparison import is_finite
 from tracker.linalg.cores import batch_on_cores, map_on_cores
 from tracker.linalg.costs import MEMORY, costs_of, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
@@ -101,7 +102,7 @@ def _in_turn(batches: Iterable[Float[Tensor, "_ d d"]], K: int, method: Method) 
     """Decompose one batch after another."""
     parts = []
     for J in batches:
-        if not torch.isfinite(torch.stack(J.aminmax())).all():  # NaN where one entry is
+        if not is_finite(J):
             raise ValueError(
                 "the Jacobian has entries that are not finite (overflow or NaN); nothing can be decomposed"
             )
