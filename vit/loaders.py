@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import to_pil_image
 
-from tracker.linalg.transfer import UNPINNED
+from tracker.linalg.transfer import copies_beside_work
 from vit.augment import augment, erase, pil_transform
 from vit.data import Data, Split
 from vit.recipe import Recipe
@@ -70,7 +70,7 @@ class Batches(lightning.LightningDataModule):
 
     def _pins(self) -> bool:
         """Whether batches go to a device that copies asynchronously from pinned memory alone."""
-        return self.trainer is not None and self.trainer.strategy.root_device.type not in UNPINNED
+        return self.trainer is not None and copies_beside_work(self.trainer.strategy.root_device)
 
     def _rank_and_world(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

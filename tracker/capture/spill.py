@@ -11,8 +11,8 @@ import tempfile
 import torch
 from torch import Tensor
 
-from tracker.capture.replicas.transfer import copies_beside_work
 from tracker.errors import UsageError
+from tracker.linalg.transfer import copies_beside_work
 
 
 class Spill:
@@ -48,9 +48,8 @@ def to_host(tensor: Tensor) -> Tensor:
 def _in_file(tensor: Tensor) -> Tensor:
     try:
         with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
-            file.write(
-                tensor.cpu().contiguous().view(torch.uint8).numpy().data
-            )  # not mapped yet: a full disk raises here
+            # Not mapped yet: a full disk raises here.
+            file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             file.flush()
             return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     except OSError as error:

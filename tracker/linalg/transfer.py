@@ -11,8 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-UNPINNED = ("cpu", "mps")  # devices that share the host's memory
 ALIGNMENT = 16  # bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
+
+
+def copies_beside_work(device: torch.device) -> bool:
+    """Return whether a device has streams and copies from pinned memory: accelerators but Apple's."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and device.type == accelerator.type != "mps"
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -27,7 +32,7 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     if device.type == "cpu":
         return tensors
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type not in UNPINNED)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=copies_beside_work(device))
     for part, tensor in zip(packed.split(sizes), tensors, strict=True):
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     parts = packed.to(device, non_blocking=True).split(sizes)

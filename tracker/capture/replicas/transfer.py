@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.capture.replicas.weights import is_plain
+from tracker.linalg.transfer import copies_beside_work
 
 Tensors = dict[int, Tensor]  # by id of the module's own tensor
 
@@ -61,12 +62,6 @@ class Transfer:
             if tensor is not None and is_plain(tensor)
         ]
         return {id(t): t for t in tensors if t.device.type == "cpu" and t.itemsize <= self.itemsize}
-
-
-def copies_beside_work(device: torch.device) -> bool:
-    """Return whether a device has streams and copies from pinned memory: accelerators but Apple's."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and device.type == accelerator.type != "mps"
 
 
 def _copy(weights: Tensors, device: torch.device) -> tuple[Tensors, torch.Event | None]:
