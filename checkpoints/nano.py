@@ -20,7 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.fetch import cached_snapshot
 from checkpoints.files import Lock, cache_root, write_atomic
+from checkpoints.hub import CheckpointError
+from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
 
 if TYPE_CHECKING:
@@ -83,6 +86,21 @@ def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] 
         if not is_trained(seed, recipe):
             _train(seed, recipe, directory, callbacks)
     return directory
+
+
+def load(
+    step: int, seed: int = 0, recipe: Recipe | None = None
+) -> "tuple[GPTNeoXForCausalLM, PreTrainedTokenizerFast]":
+    """Return the model and the tokenizer at a step of the suite; train the suite first if no process has done so.
+
+    Raises:
+        CheckpointError: if the suite has no checkpoint at this step.
+    """
+    steps = (recipe or Recipe()).steps
+    if step not in steps:
+        raise CheckpointError(f"nano has no step {step}; choose from {', '.join(map(str, steps))}")
+    loaded: Any = load_checkpoint(cached_snapshot(REPO, f"step{step}", train(seed, recipe)))
+    return loaded
 
 
 def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any]) -> None:

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from checkpoints import nano, scores
+from checkpoints.hub import CheckpointError
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
+from tests.conftest import TINY
 
 
 def test_pythia_publishes_154_checkpoints():
@@ -51,8 +54,6 @@ def test_scores_are_joined_by_exact_step():
 
 def test_seed_determines_nano(suite, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
-    from tests.conftest import TINY
-
     assert not nano.is_trained(recipe=TINY)
     again = nano.train(recipe=TINY)
     assert nano.is_trained(recipe=TINY) and not nano.is_trained(seed=1, recipe=TINY)
@@ -61,6 +62,17 @@ def test_seed_determines_nano(suite, tmp_path, monkeypatch):
         assert commits[0] == commits[1]
     other = nano.train(seed=1, recipe=TINY)
     assert (nano._repository(other) / "refs" / "step0").read_text() != commits[0]
+
+
+def test_nano_is_loaded_by_step(suite, monkeypatch):
+    monkeypatch.setenv("TRACKER_CACHE", str(suite.parent.parent))
+    untrained, tokenizer = nano.load(0, recipe=TINY)
+    trained, _ = nano.load(max(TINY.steps), recipe=TINY)
+    assert nano.cache_dir(recipe=TINY) == suite
+    assert tokenizer("import os")["input_ids"]
+    assert not torch.equal(*(next(model.parameters()) for model in (untrained, trained)))
+    with pytest.raises(CheckpointError, match=r"nano has no step 3; choose from 0, "):
+        nano.load(3, recipe=TINY)
 
 
 def test_nano_has_pythias_configuration():
