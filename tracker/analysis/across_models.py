@@ -15,6 +15,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.clusters import cluster_labels, independence_note
+from tracker.analysis.conventions import require_same_conventions
 from tracker.analysis.jsonable import jsonable
 from tracker.analysis.regression import (
     MIN_POINTS,
@@ -37,7 +38,6 @@ SIZES: dict[str, Property] = {
     "parameters": lambda ds: float(ds.attrs["parameters"]),
 }
 TRAINING_TOKENS = "training tokens"
-CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # equal in all results of one figure
 
 
 def shared_ks(results: Results) -> list[int]:
@@ -172,7 +172,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     """Compute the page's comparison of scores and couplings after the last steps, as JSON.
 
     Args:
-        summaries: one summary (`report.summary`) per result; all measured by the same conventions.
+        summaries: one summary (`report.summary`) per result.
 
     Returns:
         models: names of the results compared, in the order of every list; clusters: their labels, independence: a note on
@@ -181,13 +181,14 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
 
     Raises:
-        UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs.
+        UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs, or these differ in their conventions.
     """
     compared = {name: ds for name, ds in summaries.items() if "score" in ds and ds.sizes.get("layer", 1) > 1}
     if len(compared) < MIN_POINTS:
         raise UsageError(
             f"{len(compared)} of {len(summaries)} results have scores and layer pairs; a fit needs {MIN_POINTS}"
         )
+    require_same_conventions(compared)
     benchmarks, score = mean_score(compared)
     columns = {**SIZES, "score": score, "architecture": architecture}
     table = pd.DataFrame({name: [take(ds) for ds in compared.values()] for name, take in columns.items()})

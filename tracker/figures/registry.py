@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tracker.analysis.across_models import CONVENTIONS
+from tracker.analysis.conventions import CONVENTIONS
 from tracker.figures import coupling, jacobians, model_comparisons, model_table, overview, states
 from tracker.figures.coupling import MEASURE
 from tracker.figures.declaration import Declaration

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from tracker.analysis.across_models import CONVENTIONS, Results, shared_ks
+from tracker.analysis.across_models import Results, shared_ks
+from tracker.analysis.conventions import require_same_conventions
 from tracker.errors import UsageError
 from tracker.figures.declaration import Declaration
 from tracker.figures.registry import ALIASES, FIGURES, VIT_COMMAND, VIT_FIGURES
@@ -68,11 +69,10 @@ def lack(figure: Declaration, results: Results) -> str:
         return f"it shows a single result; {len(results)} given: name one directory"
     if len(results) < figure.results:
         return f"it compares at least {figure.results} results (directories); {len(results)} given"
-    for key in CONVENTIONS:
-        values = {name: ds.attrs.get(key) for name, ds in results.items()}
-        if key not in figure.may_differ and len(set(values.values())) > 1:
-            listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-            return f"the results differ in {key} ({listed}); give results measured by the same conventions"
+    try:
+        require_same_conventions(results, figure.may_differ)
+    except UsageError as difference:
+        return str(difference)
     return ""
 
 

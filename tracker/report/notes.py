@@ -9,7 +9,7 @@ import xarray as xr
 
 from checkpoints.integrity import describe_repeat
 from checkpoints.suites import UNTRAINED
-from tracker.analysis.across_models import CONVENTIONS
+from tracker.analysis.conventions import attribute_values, differing_conventions
 from tracker.analysis.statistics import layers_in_words, suspect
 from tracker.measures import registry
 from tracker.report import quantize
@@ -47,7 +47,9 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
     count = int(ds["jacobians_count"].sum())
     missing = ds["jacobians_count"] - ds["sliced_count"]
     if (whole := missing.sum("step")).any():
-        reasons = {int(layer): why for text in _values(ds, "fallbacks") for layer, why in json.loads(text).items()}
+        reasons = {
+            int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
+        }
         blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
         said = "; ".join(dict.fromkeys(reasons[block] for block in blocks if block in reasons)) or "no reason was kept"
         yield (
@@ -67,12 +69,10 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
 def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
     """List the settings that differ between the stores of a page, so that their curves are not comparable."""
     lines = []
-    for key in CONVENTIONS:
-        held = {name: ", ".join(_values(ds, key)) or "not recorded" for name, ds in results.items()}
-        if len(set(held.values())) > 1:
-            shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
-            said = "; ".join(f"{name}: {value}" for name, value in shown.items())
-            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
+    for key, held in differing_conventions(results).items():
+        shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
+        said = "; ".join(f"{name}: {value}" for name, value in shown.items())
+        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
     return lines
 
 
@@ -85,7 +85,7 @@ def lacking(ds: xr.Dataset) -> list[str]:
         f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
         for option in sorted(missing, key=lambda option: option.default)
     ]
-    if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in _values(ds, "final_norm"):
+    if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in attribute_values(ds, "final_norm"):
         lines.append(f"coupling before the final norm, which older results lack: {again.format(usual)}")
     if ds.sizes.get("layer") == 1:
         lines.append("pairs of layers: one block was measured")
@@ -147,12 +147,6 @@ def carried(models: Mapping[str, Mapping[str, Any]]) -> str:
                 "steps, evenly spaced; a chart says where it shows an earlier step than the one chosen."
             )
     return said
-
-
-def _values(ds: xr.Dataset, name: str) -> list[str]:
-    """Return the values of an attribute, or of the coordinate along `step` where units differ in it."""
-    held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
-    return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
 
 
 def _listed(numbers: list[int]) -> str:

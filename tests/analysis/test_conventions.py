@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+import xarray as xr
+
+from tracker.analysis.across_models import compare_models
+from tracker.analysis.conventions import CONVENTIONS, differing_conventions, require_same_conventions
+from tracker.errors import UsageError
+
+ALIKE = {"final_norm": "include", "dtype": "float32", "precision": "float32", "tokens": "last", "inputs_sha256": "ab"}
+
+
+def result(**attributes):
+    return xr.Dataset(attrs=ALIKE | attributes)
+
+
+def test_results_of_one_convention_are_accepted():
+    require_same_conventions({"a": result(), "b": result(model_class="another")})
+    require_same_conventions({"a": result()})
+
+
+@pytest.mark.parametrize("key", CONVENTIONS)
+def test_results_of_different_conventions_are_refused(key):
+    several = {"a": result(), "b": result(**{key: "other"})}
+    with pytest.raises(UsageError, match=f"the results differ in {key} .a: {ALIKE[key]}, b: other.; give results"):
+        require_same_conventions(several)
+    require_same_conventions(several, may_differ=(key,))
+
+
+def test_values_along_step_and_missing_ones():
+    changed = xr.Dataset(coords={"step": [0, 1], "final_norm": ("step", np.array(["include", "exclude"], object))})
+    found = differing_conventions({"a": result(), "b": changed})
+    assert found["final_norm"] == {"a": "include", "b": "include, exclude"}
+    assert found["dtype"] == {"a": "float32", "b": "not recorded"}
+
+
+def test_models_of_different_conventions_are_not_compared():
+    """`compare_models` fits no line through results with and without the final norm."""
+    scored = {"score": ("step", [0.5]), "blocks": ("layer", [1.0, 2.0])}
+    results = {f"m{i}": result().assign(scored) for i in range(4)}
+    results["m3"] = results["m3"].assign_attrs(final_norm="exclude")
+    with pytest.raises(UsageError, match="the results differ in final_norm .*m3: exclude"):
+        compare_models(results)
