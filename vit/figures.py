@@ -81,7 +81,7 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
         axes.fill_between(step, cells.min("cell"), cells.max("cell"), color=colour, alpha=0.12, lw=0)
         axes.plot(step, cells.mean("cell"), color=colour, marker="o", ms=3, label=f"stochastic depth {rate:g}")
     axes.plot(step, -grid["null"].sel(at).mean("cell"), color=GREY, ls=":", label="null level")
-    training_axis(axes, step[-1])
+    training_axis(axes, step)
     axes.set_ylabel(coupling_label(at), fontsize=9)
     axes.legend(fontsize=7)
     return figure

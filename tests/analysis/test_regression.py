@@ -12,7 +12,6 @@ from tracker.analysis.regression import (
     holm,
     linear_fit,
     mean_interval,
-    onset,
     partial_correlation,
 )
 
@@ -262,93 +261,3 @@ def test_means_leave_out_what_is_undefined_and_one_prompt_has_no_interval():
     values[0, 25:] = values[1, :20] = np.nan  # the second point has prompts of one source left
     (low, none), _ = mean_interval(values, label)
     assert low == pytest.approx(mean_interval(values[0, :25], label[:25])[0]) and np.isnan(none)
-
-
-STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128])
-
-
-def test_onset_of_a_ramp():
-    """Rising by 0.1 with every doubling after step 8, to 0.4 at 128: a tenth of that is 0.4 of the way to 16."""
-    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4])
-    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
-    found = onset(STEPS, prompts)
-    expected = np.exp(np.log(9) + 0.4 * (np.log(17) - np.log(9))) - 1
-    assert found["step"] == pytest.approx(expected) and found["between"] == (8, 16)
-    assert (found["low"], found["high"]) == (8, 16), "the interval is never narrower than the steps"
-
-
-@pytest.mark.parametrize("dependence", [0, 0.7, 0.95])
-@pytest.mark.parametrize("prompts, sources", [(4, 4), (6, 6), (10, 10), (20, 20), (24, 4)])
-def test_rate_of_false_onsets(prompts, sources, dependence):
-    """Noise about the null level, at 13 steps that depend on the one before: at most 5 % of the curves have an onset.
-
-    By the bootstrap it was 36 % with 4 prompts, 20 % with 6, 10 % with 10.
-    """
-    random, count, S = np.random.default_rng(11), 400, 13
-    noise = random.standard_normal((S, count, prompts))
-    for step in range(1, S):
-        noise[step] = dependence * noise[step - 1] + np.sqrt(1 - dependence**2) * noise[step]
-    source = np.arange(prompts) % sources
-    if sources < prompts:
-        noise += random.standard_normal((S, count, sources))[..., source]
-    steps = np.concatenate([[0], 2.0 ** np.arange(S - 1)])
-    left = [np.isfinite(onset(steps, noise[:, i], source)["step"]) for i in range(count)]
-    assert_covers(np.logical_not(left), 0.95, 1)
-
-
-@pytest.mark.parametrize("skewness, most", [(0.5, 0.05), (1, 0.12)])
-def test_skewness_increases_the_rate_of_false_onsets(skewness, most):
-    """Prompts with a tail far above the null level, 10 of them, at 13 independent steps."""
-    shape = 4 / skewness**2
-    departures = (shape - np.random.default_rng(14).gamma(shape, size=(600, 13, 10))) / np.sqrt(shape)
-    seen = [np.isfinite(onset(np.arange(13), one)["step"]) for one in departures]
-    assert_covers(np.logical_not(seen), 1 - most, 1)
-
-
-def test_ignoring_sources_makes_false_onsets():
-    random = np.random.default_rng(12)
-    source = np.arange(24) % 4
-    noise = random.standard_normal((300, 9, 4))[..., source] + 0.3 * random.standard_normal((300, 9, 24))
-    assert np.mean([np.isfinite(onset(STEPS, one)["step"]) for one in noise]) > 0.2
-    assert np.mean([np.isfinite(onset(STEPS, one, source)["step"]) for one in noise]) < 0.06
-
-
-@pytest.mark.parametrize("noise", [0.03, 0.1])
-@pytest.mark.parametrize("prompts, sources", [(6, 6), (20, 20), (24, 4)])
-def test_coverage_of_the_interval_of_the_onset(noise, prompts, sources):
-    """A curve that is flat until step 8 and then rises and falls: its onset lies between 8 and 16."""
-    random, count = np.random.default_rng(13), 400
-    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.3, 0.4, 0.2])
-    source = np.arange(prompts) % sources
-    of_source = random.standard_normal((count, 9, sources))[..., source] * (sources < prompts)
-    curves = ramp[:, None] + noise * (random.standard_normal((count, 9, prompts)) + of_source)
-    found = [onset(STEPS, curve, source) for curve in curves]
-    seen = [one for one in found if np.isfinite(one["step"])]
-    assert len(seen) > count / 2
-    assert_covers([one["low"] <= 8 and 16 <= one["high"] for one in seen], 0.95, 1)
-    for one in seen:
-        low, high = one["between"]
-        assert one["low"] <= low <= one["step"] <= high <= one["high"]
-
-
-def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
-    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4])
-    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
-    broken = prompts.copy()
-    broken[-1, 3] = broken[2, 5] = np.nan
-    assert onset(STEPS, broken)["step"] == pytest.approx(onset(STEPS, np.delete(prompts, [3, 5], 1))["step"])
-    broken = prompts.copy()
-    broken[0] = np.nan
-    assert onset(STEPS, broken)["step"] == pytest.approx(onset(STEPS[1:], prompts[1:])["step"])
-    assert np.isnan(onset(STEPS, np.full((9, 20), np.nan))["step"])
-    assert np.isnan(onset(STEPS, prompts[:, :1])["step"]), "one prompt alone"
-    broken = prompts.copy()
-    broken[0, 10:] = np.nan
-    assert np.isnan(onset(STEPS, broken, np.arange(20) < 10)["step"]), "prompts of one source of two"
-
-
-def test_onset_at_the_first_step():
-    """Before it lies only the start of training."""
-    assert onset(STEPS, np.ones((9, 5))) == {"step": 0, "low": 0, "high": 0, "between": (0, 0)}
-    late = onset(STEPS[3:], np.ones((6, 5)))
-    assert late == {"step": 4, "low": 0, "high": 4, "between": (0, 4)}

@@ -80,6 +80,41 @@ def test_1b(one, tmp_path):
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
 
+def with_onset(ds, steps, departed):
+    """The results with other steps and offdiag_normalized at its null level, or 0.2 below it where it has departed."""
+    departure = xr.DataArray(np.where(departed, 0.2, 0.0), dims="step") * xr.DataArray(
+        [0.9, 1, 1.1, 1, 1], dims="prompt"
+    )
+    level = ds.offdiag_normalized_null - departure
+    coupled = level.where(ds.layer != ds.layer_other, 0).transpose(*ds.offdiag_normalized.dims)
+    return ds.assign(offdiag_normalized=coupled).assign_coords(step=list(steps))
+
+
+@pytest.mark.parametrize("steps", [(0, 1, 8, 2000), (0, 64, 128, 192), (64, 128, 256, 512)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_1b_draws_the_onset_between_steps_on_the_axis(one, steps, first):
+    ds = with_onset(open_results(one), steps, np.arange(4) >= first)
+    figure, table = draw("1b", {"toy": ds}, None)
+    (panel,) = figure.axes
+    earlier, later = 0 if first == 0 else steps[first - 1], steps[first]
+    assert set(table.onset_after) == set(table.onset_low) == {earlier}
+    assert set(table.onset_by) == set(table.onset_high) == {later}
+    bands = [patch.get_extents().intervalx for patch in panel.patches]
+    np.testing.assert_allclose(bands, [panel.transData.transform([(earlier, 0), (later, 0)])[:, 0]] * 2, atol=1e-6)
+    assert len(panel.lines) == 2, "no line at a point between the steps"
+    left, right = panel.get_xlim()
+    assert left < earlier and right > steps[-1]
+    place = panel.transData.transform([(step, 0) for step in (left, steps[1], right)])[:, 0]
+    if 0 in steps and steps[1] == 64:
+        assert place[1] - place[0] < 0.45 * (place[2] - place[0]), "half of the axis holds no step"
+
+
+def test_1b_states_that_there_is_no_onset(one):
+    figure, table = draw("1b", {"toy": with_onset(open_results(one), STEPS, np.zeros(4, bool))}, None)
+    assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
+    assert table.onset_by.isna().all()
+
+
 def test_1c(one, tmp_path):
     table, ds = drawn("1c", one, tmp_path), open_results(one)
     assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3

@@ -19,6 +19,7 @@ from tests.stores import generated, unit
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import curves
 from tracker.figures.model_comparisons import score_against_coupling
+from tracker.figures.selection import draw
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents
 from tracker.report.summary import summary
@@ -661,7 +662,35 @@ class TestHonesty:
             store.write(step, unit.assign_coords(prompt_source=("prompt", ["a", "a", "b", "b"])))
         page = open_page(write_report(store.path, tmp_path / "page.html"))
         said = page.inner_text("#coupling-caption")
-        assert "Onset: between steps 64 and 1,024 (95 % interval over prompts of 2 sources: 64 to 1,024)." in said
+        words = "between steps 64 and 1,024 (95 % interval over prompts of 2 sources: 64 to 1,024)"
+        assert f"Onset: {words}." in said
+        page.select_option("#measure", "offdiag_normalized")
+        shown(page, "coupling")
+        bands = page.evaluate("document.getElementById('coupling').layout.shapes.map((shape) => [shape.x0, shape.x1])")
+        assert bands == [[64, 1024], [64, 1024]]
+        assert page.inner_text("#coupling-caption").endswith(f"Onset: {words}.")
+        figure, table = draw("1b", {"run": tracker.open_results(store.path)}, 4)
+        label = figure.axes[0].get_legend().get_texts()[-1].get_text()
+        assert label.replace("\n", " ") == f"onset: {words}"
+        assert (table.onset_after == 64).all() and (table.onset_by == 1024).all()
+
+    def test_an_onset_before_the_first_step_is_drawn_from_step_0(self, open_page, tmp_path):
+        store = Store(generated(tmp_path / "run", (64, 128, 256), layers=3, prompts=4))
+        for step in store.steps():
+            unit = store.read(step)
+            level = unit["miscoupling_null"] - 0.3
+            unit["miscoupling"] = level.where(unit["layer"] != unit["layer_other"], 0).transpose(
+                *unit["miscoupling"].dims
+            )
+            store.write(step, unit)
+        page = open_page(write_report(store.path, tmp_path / "page.html"))
+        shown(page, "coupling")
+        said = page.inner_text("#coupling-caption")
+        assert "Onset: at or before step 64, the first measured (95 % interval over prompts: 0 to 64)." in said
+        axis = page.evaluate("document.getElementById('coupling')._fullLayout.xaxis")
+        assert axis["ticktext"][:2] == ["0", "64"] and 10 ** axis["range"][0] <= axis["tickvals"][0] == 32
+        bands = page.evaluate("document.getElementById('coupling').layout.shapes.map((shape) => [shape.x0, shape.x1])")
+        assert bands == [[32, 64], [32, 64]]
 
     def test_fallbacks_and_certificates(self, tmp_path):
         store = Store(generated(tmp_path / "run", (0, 5), layers=3))

@@ -22,7 +22,6 @@ clusters. Holm's method corrects p for multiple tests under any dependence.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -31,7 +30,6 @@ from scipy import optimize, stats
 
 MIN_POINTS = 4  # of a linear fit: R^2 of two points is 1, of three often close to 1
 CONFIDENCE = 0.95
-ONSET_SHARE = 0.1  # of a curve's largest departure from its null level
 
 
 def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[str, float]:
@@ -168,65 +166,6 @@ def mean_interval(
     mean, error, df = clustered_mean(values, clusters)
     margin = stats.t.ppf((1 + CONFIDENCE) / 2, df) * error
     return mean - margin, mean + margin
-
-
-def onset(
-    steps: Float[ndarray, " S"], departure: Float[ndarray, "S prompts"], clusters: ndarray | None = None
-) -> dict[str, Any]:
-    """Estimate the step at which a mis-coupling departs from its null level.
-
-    The curve is the mean over prompts of the departure, null level minus mis-coupling. The onset is the first step at which the
-    curve reaches a tenth (`ONSET_SHARE`) of its maximum. An onset is reported only if the maximum is above zero in a one-sided
-    t test at 2.5 % / S. The rate of false onsets is then at most 2.5 % for normally distributed prompts, whatever the
-    dependence of the steps; 5 % for a skewness of -1/2, 11 % for a skewness of -1.
-
-    The interval covers every pair of neighbouring steps between which the onset may lie. A pair is excluded if the curve, less
-    a tenth of its maximum, is below zero at the later step (one-sided t test, 2.5 %) or above zero at a step before the pair's
-    later one (2.5 % / (S - 1)). The interval is never narrower than the distance between two steps.
-
-    Args:
-        steps: ascending.
-        departure: NaN where undefined.
-        clusters: labels of the prompts, as for `clustered_mean`.
-
-    Returns:
-        between: the last step below a tenth of the maximum (0, no training, if there is none) and the first at or above it;
-        step: linear interpolation over ln(1 + step) between the two; low, high: the interval. NaN where the maximum may be due
-        to chance, or where fewer than two independent prompts are defined at every step that has a value.
-    """
-    steps, departure = np.asarray(steps, float), np.asarray(departure, float)
-    defined = np.isfinite(departure).any(1)
-    steps, departure = steps[defined], departure[defined]
-    # A prompt that is undefined at some steps would make the mean jump there.
-    departure = np.where(np.isfinite(departure).all(0), departure, np.nan)
-    nan = float("nan")
-    no_onset = {"step": nan, "low": nan, "high": nan, "between": (nan, nan)}
-    if not len(steps):
-        return no_onset
-    mean, error, df = clustered_mean(departure, clusters)
-    peak = int(mean.argmax())
-    # Bonferroni: the maximum is over S steps.
-    if not mean[peak] > stats.t.isf((1 - CONFIDENCE) / 2 / len(steps), df[peak]) * error[peak]:
-        return no_onset
-    first = int((mean >= ONSET_SHARE * mean[peak]).argmax())
-    earlier = np.concatenate([[0.0], steps[:-1]])
-    above, error, df = clustered_mean(departure - ONSET_SHARE * departure[peak], clusters)
-    significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
-    significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / max(len(steps) - 1, 1), df) * error
-    departed_before = np.cumsum(significantly_above) > significantly_above
-    index = np.arange(len(steps))
-    possible = np.flatnonzero((~significantly_below & ~departed_before & (index <= peak)) | (index == first))
-    step = steps[0]
-    if first > 0:
-        position = np.log1p(steps)
-        share = (ONSET_SHARE * mean[peak] - mean[first - 1]) / (mean[first] - mean[first - 1])
-        step = np.expm1(position[first - 1] + share * (position[first] - position[first - 1]))
-    return {
-        "step": float(step),
-        "low": float(earlier[possible[0]]),
-        "high": float(steps[possible[-1]]),
-        "between": (float(earlier[first]), float(steps[first])),
-    }
 
 
 def holm(p: ndarray) -> ndarray:

@@ -4,6 +4,7 @@ Coupling is minus mis-coupling. Intervals are 95 % t intervals of means over pro
 record them (`regression.clustered_mean`).
 """
 
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,15 +12,19 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.regression import holm, linear_fit, onset
+from tracker.analysis.onset import Onset, onset
+from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.statistics import null_matrix, over_pairs, sources
 from tracker.figures.drawing import evenly_spaced, fitted_line, mean_line, panels, shades, training_axis
 from tracker.figures.palette import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tracker.figures.drawing import Plotted
 
 MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
 
 
 def over_training(results: Results, k: int) -> "Plotted":
@@ -31,21 +36,30 @@ def over_training(results: Results, k: int) -> "Plotted":
         null = by_prompt["null"].mean("prompt").values
         step, source = ds["step"].values, sources(ds)
         departure = (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values
-        found = onset(step, departure, source)
+        began = onset(step, departure, source)
         mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
-        if np.isfinite(found["step"]):
-            panel.axvspan(found["low"], found["high"], color=ORANGE, alpha=0.2, lw=0)
-            earlier, later = found["between"]
-            panel.axvline(found["step"], color=ORANGE, lw=1, label=f"onset: steps {earlier:,g} to {later:,g}")
-        training_axis(panel, step[-1])
+        _mark_onset(panel, began)
+        training_axis(panel, [*step, began.low])
         panel.set_title(name, fontsize=9)
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         columns = {"step": step, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
-        columns |= {"onset": found["step"], "onset_low": found["low"], "onset_high": found["high"]}
+        columns |= {"onset_after": began.earlier, "onset_by": began.later}
+        columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
     figure.supylabel(_label(k), fontsize=9)
     return figure, pd.concat(rows, ignore_index=True)
+
+
+def _mark_onset(panel: "Axes", began: Onset) -> None:
+    """Shade the steps between which the onset lies, lighter over its whole interval, and state them in the legend."""
+    label = fill(f"onset: {began.words}", LETTERS_OF_ONSET)
+    if not began.found:
+        panel.plot([], [], " ", label=label)
+        return
+    panel.axvspan(began.low, began.high, color=ORANGE, alpha=0.12, lw=0)
+    # The edges show a bracket of no width: an onset at step 0.
+    panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
 
 
 def layer_graph(results: Results, k: int) -> "Plotted":

@@ -1,6 +1,6 @@
 """Elements of figures: panels, axes, lines with bands, fitted lines and their text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
 LETTERS_OF_LABEL = 34
+STEP_TICKS = 6  # at most one more than this on an axis of training steps
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
@@ -40,10 +41,27 @@ def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
     return figure, list(axes[:count])
 
 
-def training_axis(axes: "Axes", last: float) -> None:
-    """Make x an axis of training steps up to `last`."""
-    axes.set_xscale("symlog", linthresh=1)  # linear up to 1, so that step 0 is on the axis
-    axes.set_xlim(-0.2, 1.3 * last)
+def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
+    """Make x a logarithmic axis of these training steps; step 0 is as far from the first later step as twice that step.
+
+    The page's axis has the same scale.
+    """
+    shown = np.unique(np.asarray(steps, float)[np.isfinite(steps)])
+    later = shown[shown > 0]
+    if len(later):
+        # matplotlib divides linscale by 1 - 1 / base.
+        axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
+        places = np.where(shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0]))
+        room = max(np.ptp(places), np.log(2))
+        ticks = [0]
+        for i in range(1, len(shown)):
+            if places[i] >= places[ticks[-1]] + room / STEP_TICKS:
+                ticks.append(i)
+        margin = room / 30
+        left = -later[0] * margin / np.log(2) if shown[0] == 0 else shown[0] * np.exp(-margin)
+        axes.set_xlim(left, shown[-1] * np.exp(margin))
+        axes.set_xticks(shown[ticks])
+        axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("training step")
     axes.grid(alpha=0.3)

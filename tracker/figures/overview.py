@@ -92,7 +92,7 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
             axes.plot(step[marked], values[marked], "x", color=ORANGE, ms=9, label="suspect checkpoint")
         lss.legend(fontsize=7)
     for axes in (coupling, *others):
-        training_axis(axes, step[-1])
+        training_axis(axes, step)
     figure.suptitle(title)
     return figure
 

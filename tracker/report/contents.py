@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from tracker.analysis.jsonable import jsonable
-from tracker.analysis.regression import onset
+from tracker.analysis.onset import onset
 from tracker.analysis.statistics import PAIRS, USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.measures.dataset import pair_layers
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 from tracker.report.quantize import pack
 
-FEWEST = 3  # steps of a curve that an onset is looked for in
 MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000  # bytes at most, of each kind in all
 
 
@@ -91,13 +91,10 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
     }
 
 
-def _onset(at: xr.Dataset, name: str) -> dict[str, Any] | None:
-    """Return the onset of the curve over l != l'; None where there are too few steps or prompts."""
-    if at.sizes["step"] < FEWEST or at.sizes["prompt"] < 2:
-        return None
+def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
+    """Return the onset of the curve over l != l'."""
     departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
-    found = onset(at["step"].values, departure, sources(at))
-    return jsonable(found | {"between": list(found["between"])})
+    return jsonable(asdict(onset(at["step"].values, departure, sources(at))))
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:

@@ -14,9 +14,9 @@ const earliest = positive.length ? Math.min(...positive) : 2;
 const left = earliest / 2;
 const at = (step) => (step >= earliest || state.axis === "linear" ? step : left * 2 ** (step / earliest));
 
-function stepAxis() {
+function stepAxis(more = []) {
   if (state.axis === "linear") return { title: { text: "training step" } };
-  const steps = all((m) => m.steps).sort((a, b) => a - b),
+  const steps = union([all((m) => m.steps), more]).sort((a, b) => a - b),
     room = window.innerWidth < 1100 ? 6 : 12,
     ticks = [];
   const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;

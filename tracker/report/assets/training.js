@@ -20,14 +20,14 @@ figures.coupling = {
       traces.training(m, m.score[state.score], several ? `${m.name}, ${state.score}` : state.score, several ? i
         : i + 1, { yaxis: "y2", line: { width: 1.5, dash: "dashdot" }, marker: { symbol: "diamond-open",
           size: 7 } })) : [];
-    const begun = shown(coupled).map(([m, i]) => [m, i, ((m.onset[state.measure] || {})[state.k] || {})]);
-    const onsets = state.pairs === "mean_offdiag" ? begun.filter(([, , o]) => o && o.step !== null && o.step !==
-      undefined) : [];
-    const shapes = onsets.flatMap(([, i, { step, low, high }]) => [
-      { type: "rect", x0: at(low), x1: at(high), y0: 0, y1: 1, yref: "paper", fillcolor: colour(i),
-        opacity: 0.12, line: { width: 0 }, layer: "below" },
-      { type: "line", x0: at(step), x1: at(step), y0: 0, y1: 1, yref: "paper", line: { color: colour(i),
-          width: 1, dash: DASHES[i % DASHES.length] } },
+    const begun = state.pairs === "mean_offdiag" ? shown(coupled).map(([m, i]) => [m, i, m.onset[state.measure][state
+      .k]]) : [];
+    const shade = (low, high, opacity, line) => ({ type: "rect", x0: at(low), x1: at(high), y0: 0, y1: 1, yref: "paper",
+      opacity, line, layer: "below" });
+    // The edges show steps between which there is no room: an onset at step 0.
+    const shapes = begun.filter(([, , o]) => o.later !== null).flatMap(([, i, o]) => [
+      { ...shade(o.low, o.high, 0.1, { width: 0 }), fillcolor: colour(i) },
+      { ...shade(o.earlier, o.later, 0.15, { color: colour(i), width: 1 }), fillcolor: colour(i) },
     ]);
     const absent = data.models.filter((m) => !coupled(m)).map((m) => m.name);
     $("coupling-caption").textContent = MEASURES[state.measure].text + onsetSaid(begun)
@@ -38,7 +38,7 @@ figures.coupling = {
       traces: [...lines, ...scored],
       layout: {
         shapes,
-        xaxis: stepAxis(),
+        xaxis: stepAxis(begun.map(([, , o]) => o.low).filter((low) => low !== null)),
         yaxis: { rangemode: "tozero", title: { text: "mis-coupling" } },
         ...(scored.length ? { yaxis2: { title: { text: state.score } } } : {})
       },
@@ -46,15 +46,15 @@ figures.coupling = {
   },
 };
 
+// The words are those of Fig. 1b, which is of its own measure: the same measure has the same onset in both.
+const PAPERS = "offdiag_normalized";
+
 function onsetSaid(begun) {
-  if (state.pairs !== "mean_offdiag") return "";
   return begun.map(([m, , o]) => {
-    const who = several ? ` ${m.name}` : "";
-    if (o.step === undefined) return ` Onset${who}: fewer than 3 steps, or 2 prompts.`;
-    if (o.step === null) return ` Onset${who}: none beyond chance.`;
-    const over = `95 % interval over prompts${m.sources > 1 ? ` of ${m.sources} sources` : ""}: ${stepName(o.low)} to ${stepName(o.high)}`;
-    return o.step === m.steps[0] ? ` Onset${who}: at the first step measured, or before (${over}).`
-      : ` Onset${who}: between steps ${stepName(o.between[0])} and ${stepName(o.between[1])} (${over}).`;
+    const who = several ? ` of ${m.name}` : "",
+      other = state.measure !== PAPERS && m.onset[PAPERS] && m.onset[PAPERS][state.k];
+    return ` Onset${who}: ${o.words}.` + (other ? ` Onset${who} by ${MEASURES[PAPERS].label}, as in Fig. 1b: ${other.words}.` :
+      "");
   }).join("");
 }
 
