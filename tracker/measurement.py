@@ -29,11 +29,12 @@ from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample, assemble
-from tracker.measures.depthwise import depthwise_couplings, rows_at_once
+from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
 from tracker.measures.states import NOISE, measure_states
-from tracker.measures.tokenwise import tokenwise_couplings
+from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
+from tracker.progress import Progress, progress_bar
 from tracker.provenance import describe, digest, has_float64, usable_device
 
 
@@ -46,6 +47,7 @@ def measure(
     device: torch.device | str | None = None,
     blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
+    progress: bool | None = None,
     **options: Unpack[Options],
 ) -> xr.Dataset:
     """Measure transformer block coupling and token trajectories of one model (Aubry et al., ICLR 2025).
@@ -61,6 +63,7 @@ def measure(
             their device has no float64, as MPS.
         blocks: an argument or a result of `find_blocks`, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
+        progress: whether to show a progress bar after three seconds. Default: on a terminal and in a notebook.
         **options: measurement options.
 
     Returns:
@@ -78,12 +81,19 @@ def measure(
     settings = settings_from(options, "measure")
     found = find_blocks(model, blocks)
     device = _device(model, device)
-    samples = measure_samples(model, found, batches(model, inputs, tokenizer, max_tokens), settings, device)
+    calls = batches(model, inputs, tokenizer, max_tokens)
+    with progress_bar(progress) as shown:
+        samples = measure_samples(model, found, calls, settings, device, shown)
     return to_dataset(samples, model, found, settings, device, inputs, started)
 
 
 def measure_samples(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: "Settings", device: torch.device
+    model: nn.Module,
+    blocks: Blocks,
+    calls: Sequence[Batch],
+    settings: "Settings",
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> list[Sample]:
     """Measure each sample of some forward calls; other processes may measure other calls of the same inputs.
 
@@ -92,8 +102,9 @@ def measure_samples(
     with preserve_global_state(device), gathering_together(model) as gather:
         new_replica = partial(Replica, model, blocks, settings.torch_dtype, device, gather)
         replica = new_replica()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4))
-        return _measure_batches(jacobians, calls, settings, new_replica)
+        progress = progress or Progress()
+        jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance)
+        return _measure_batches(jacobians, calls, settings, new_replica, progress)
 
 
 def to_dataset(
@@ -130,12 +141,17 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 
 def _measure_batches(
-    jacobians: Jacobians, calls: Sequence[Batch], settings: Settings, new_replica: Callable[[], Replica]
+    jacobians: Jacobians,
+    calls: Sequence[Batch],
+    settings: Settings,
+    new_replica: Callable[[], Replica],
+    progress: Progress,
 ) -> list[Sample]:
     """Measure the samples of the forward calls; several recordings share a pass over the blocks' weights."""
     samples: list[Sample] = []
     pending: list[tuple[Recording, Rows]] = []  # recordings whose couplings are still to be measured
     pending_samples: list[Sample] = []  # of the pending rows, in their order
+    steps = 0  # of the progress, for the calls recorded so far
     for i, batch in enumerate(calls):
         available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
         recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, available))
@@ -144,6 +160,10 @@ def _measure_batches(
                 jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
             )
         samples += of_batch
+        steps += _steps(recording, rows, of_batch, settings, len(calls))
+        progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
+        if not settings.forms_jacobians:
+            progress.advance(len(of_batch))
         for b, sample in enumerate(of_batch):
             if sample.basis_layers:
                 pairs = (sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
@@ -163,6 +183,20 @@ def _measure_batches(
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
     return samples
+
+
+def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings, calls: int) -> int:
+    """Return the steps of one of several alike calls, as `Jacobians.advance` counts them; without Jacobians, one per sample."""
+    if not settings.forms_jacobians:
+        return len(samples)
+    steps, memory, ks = 0, settings.memory(2), samples[0].ks
+    if settings.includes("coupling"):
+        R = min(rows_at_once(recording, ks, settings.svd, memory), len(rows) * calls)
+        steps = len(rows) * depthwise_steps(recording, R, ks, settings.svd, memory, settings.extras())
+    for sample in samples:
+        if sample.basis_layers:
+            steps += tokenwise_steps(sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
+    return steps
 
 
 def _record(replica: Replica, batch: Batch, settings: Settings, memory: int) -> tuple[Recording, Rows, list[Sample]]:

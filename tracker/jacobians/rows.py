@@ -11,7 +11,7 @@ path, and why it was the full sequence. Cost of the single-row paths: R rows x d
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,12 +89,20 @@ class Jacobians:
         precision: of the matrix products on single rows, if the dtype is float32: "float32", "tf32" (CUDA devices) or
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
         memory: how many scalars the products that run at once may keep alive.
+        advance: called by those who use them, with the number of rows that have passed a stage in one block.
     """
 
-    def __init__(self, replica: Replica, precision: Precision = "float32", memory: int = 1 << 28) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        precision: Precision = "float32",
+        memory: int = 1 << 28,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.replica = replica
         self.precision = precision
         self.memory = memory
+        self.advance = advance
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []

@@ -1,6 +1,6 @@
 """Functions of batches on the CPU's cores: LAPACK does not share small matrices among cores well."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -11,17 +11,31 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def map_on_cores(function: Callable[[Part], Result], parts: Sequence[Part]) -> list[Result]:
-    """Map a function over parts in parallel, the CPU's cores divided among them."""
+def map_on_cores(
+    function: Callable[[Part], Result], parts: Sequence[Part], done: Callable[[Part], None] = lambda _: None
+) -> list[Result]:
+    """Map a function over parts in parallel, the CPU's cores divided among them.
+
+    Args:
+        done: called with each part, in their order, once it and those before it are finished.
+    """
     cores = torch.get_num_threads()
     if len(parts) == 1 or cores == 1:
-        return [function(part) for part in parts]
+        return _collect(map(function, parts), parts, done)
     at_once = min(len(parts), cores)
     try:
         with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)) as pool:
-            return list(pool.map(function, parts))
+            return _collect(pool.map(function, parts), parts, done)
     finally:
         torch.set_num_threads(cores)
+
+
+def _collect(results: Iterable[Result], parts: Sequence[Part], done: Callable[[Part], None]) -> list[Result]:
+    collected = []
+    for result, part in zip(results, parts, strict=True):
+        collected.append(result)
+        done(part)
+    return collected
 
 
 def batch_on_cores(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

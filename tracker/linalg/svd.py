@@ -16,7 +16,7 @@ On an accelerator many matrices are decomposed as one batch (`costs`), because f
 the operations.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Literal
@@ -47,6 +47,7 @@ SQUARABLE = 0.1  # s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, i
 POWERS = 4  # steps of power iteration that give s_1 within a tenth, also for flat singular values
 
 Method = Literal["auto", "full", "krylov"]
+Advance = Callable[[int], None]  # receives how many matrices have been decomposed
 
 
 @dataclass(frozen=True)
@@ -79,26 +80,35 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
 
 
 def triplets_of_each(
-    Js: Sequence[Float[Tensor, "_ d d"]], K: int, method: Method = "auto", memory: int = MEMORY
+    Js: Sequence[Float[Tensor, "_ d d"]],
+    K: int,
+    method: Method = "auto",
+    memory: int = MEMORY,
+    advance: Advance = lambda _: None,
 ) -> list[Triplets]:
     """Return the same for several batches of matrices of one size.
 
     On the CPU in parallel on separate cores, as small products do not share cores well; on an accelerator all batches as one,
     as far as `memory` allows.
+
+    Args:
+        advance: called with numbers of matrices as they are decomposed.
     """
     device = Js[0].device
     at_once = matrices_at_once(Js[0].shape[-1], K, device, memory)
     if device.type == "cpu":
-        return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js)
+        return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J)))
     matrices = [matrix for J in Js for matrix in J]
     stacks = (stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once))
-    together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method)
+    together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
     sizes = [len(J) for J in Js]
     by_batch = zip(*(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True)
     return [Triplets(*parts) for parts in by_batch]
 
 
-def _in_turn(batches: Iterable[Float[Tensor, "_ d d"]], K: int, method: Method) -> Triplets:
+def _in_turn(
+    batches: Iterable[Float[Tensor, "_ d d"]], K: int, method: Method, advance: Advance = lambda _: None
+) -> Triplets:
     """Decompose one batch after another."""
     parts = []
     for J in batches:
@@ -110,6 +120,7 @@ def _in_turn(batches: Iterable[Float[Tensor, "_ d d"]], K: int, method: Method) 
         krylov = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device))
         with float32_products("ieee"):
             parts.append((_krylov if krylov and basis_fits(d, K) else _full)(J, K))
+        advance(len(J))
     return Triplets(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets)))
 
 

@@ -102,6 +102,17 @@ def _dense_rows_at_once(recording: Recording, memory: int) -> int:
     return min(of_one, _host_scalars(recording) // of_all) if fits(recording, memory) else of_one
 
 
+def depthwise_steps(
+    recording: Recording, R: int, ks: Sequence[int], method: Method, memory: int, extras: Sequence[str]
+) -> int:
+    """Return how often `Jacobians.advance` counts each row, if R rows are measured together.
+
+    Per block: the Jacobian and its singular vectors, and in a second pass over the blocks the products.
+    """
+    kept = fits(recording, memory) and not is_matrix_free(recording, R, ks, method, memory)
+    return len(measured_calls(recording)) * (2 if kept else 3 + ("vju" in extras))
+
+
 def depthwise_couplings(
     jacobians: Jacobians,
     selected: Sequence[tuple[Recording, Rows]],

@@ -5,7 +5,6 @@ The Jacobians are kept on the device or in the host's memory, formed and dropped
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import sqrt
 
 import torch
@@ -51,7 +50,7 @@ def dense_layers(
         memory: the scalars that Jacobians kept on the device may take.
     """
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
-    triplets = triplets_of_jacobians(Js, K, method, memory)
+    triplets = triplets_of_jacobians(Js, K, method, memory, jacobians.advance)
     kept = map(to_host, Js) if on_host else Js
     products = [lambda V, J=J: J.to(V.device, non_blocking=True) @ V for J in kept]
     return [
@@ -60,19 +59,22 @@ def dense_layers(
     ]
 
 
-def triplets_of_jacobians(Js: Sequence[Float[Tensor, "R d d"]], K: int, method: Method, memory: int) -> list[Triplets]:
+def triplets_of_jacobians(
+    Js: Sequence[Float[Tensor, "R d d"]], K: int, method: Method, memory: int, advance: Callable[[int], None]
+) -> list[Triplets]:
     """Return the triplets of each block's Jacobians, which may take `memory` scalars, half of the memory budget.
 
     What they leave of it, and the quarter of the budget that their cotangents have freed, is for the decomposition.
     """
     free = memory // 2 + max(0, memory - sum(J.numel() for J in Js))
-    return triplets_of_each(Js, K, "auto" if method == "matrix-free" else method, free)
+    return triplets_of_each(Js, K, "auto" if method == "matrix-free" else method, free, advance)
 
 
 def _form_jacobians(
     jacobians: Jacobians, selections: Sequence[Selection]
 ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
     Js, checks = zip(*jacobians(selections), strict=True)
+    jacobians.advance(sum(map(len, Js)))
     return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
 
 
@@ -86,7 +88,13 @@ def recomputed_layer(
 ) -> Layer:
     """Return a layer that drops its Jacobians and computes its products from the block again."""
     (layer,) = dense_layers(jacobians, [selections], K, method, memory)
-    return replace(layer, product=lambda V: jacobians.sketch(selections).operator.apply(V))
+
+    def product(V: Tensor) -> Tensor:
+        JV = jacobians.sketch(selections).operator.apply(V)
+        jacobians.advance(len(V))
+        return JV
+
+    return replace(layer, product=product)
 
 
 def matrix_free_layer(
@@ -98,7 +106,13 @@ def matrix_free_layer(
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
     if not triplets.complete.all():
         return recomputed_layer(jacobians, selections, K, "full", memory)
-    product = partial(jacobians.product, selections, sketch.compute_dtype)
+    jacobians.advance(2 * len(like))  # as for a Jacobian that is formed and decomposed
+
+    def product(V: Tensor) -> Tensor:
+        JV = jacobians.product(selections, sketch.compute_dtype, V)
+        jacobians.advance(len(V))
+        return JV
+
     return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections), False)
 
 

@@ -153,6 +153,11 @@ class Settings:
         """Whether a measure is requested."""
         return measure in self.measures or "all" in self.measures
 
+    @property
+    def forms_jacobians(self) -> bool:
+        """Whether a requested measure needs Jacobians."""
+        return self.includes("coupling") or self.includes("tokenwise")
+
     def extras(self) -> tuple[str, ...]:
         """The measures of each pair of Jacobians in addition to its mis-couplings."""
         return tuple(measure for measure in ("vju", "matrices") if self.includes(measure))

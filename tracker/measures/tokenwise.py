@@ -97,6 +97,12 @@ def tokenwise_couplings(
     return _assemble(kinds, rows, certificates, len(recording.calls))
 
 
+def tokenwise_steps(tokens: Sequence[int], basis_layers: Mapping[int, int]) -> int:
+    """Return how many steps `Jacobians.advance` counts for one sample: a Jacobian and its singular vectors for each link."""
+    links = {link for of_kind in _links_by_kind(tokens).values() for link in of_kind}
+    return 2 * len(links) * len(_measuring_order(basis_layers))
+
+
 def _links_by_kind(tokens: Sequence[int]) -> dict[str, list[Link]]:
     first, last = tokens[0], tokens[-1]
     links = {
@@ -128,8 +134,9 @@ def _layers(
         chosen = [link for link in links if (link[0] == link[1]) == same]
         if chosen:
             ((J, _),) = jacobians([(call, _rows(sample, chosen))])
+            jacobians.advance(len(chosen))
             Js |= dict(zip(chosen, J.split(1), strict=True))
-    triplets = triplets_of_jacobians(list(Js.values()), K, method, memory)
+    triplets = triplets_of_jacobians(list(Js.values()), K, method, memory, jacobians.advance)
     return {
         link: Layer(of_link, J.matmul, torch.linalg.matrix_norm(J), [], True)
         for (link, J), of_link in zip(Js.items(), triplets, strict=True)

@@ -88,6 +88,7 @@ def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any)
         device=device,
         blocks=blocks,
         max_tokens=measurement.max_tokens,
+        progress=False,  # the walk shows its own
         **replace(settings, memory_budget=budget).as_options(),
     )
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident

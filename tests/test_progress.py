@@ -1,0 +1,137 @@
+"""The progress bar of `tracker.measure`: where it is shown, and that it moves steadily in every method."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+from itertools import pairwise
+
+import pytest
+import torch
+
+import tracker
+from tests.lightning_runs import fit, trainer
+from tests.models import neox, tokens
+from tracker import progress
+from tracker.blocks.find import find_blocks
+from tracker.capture.inputs import batches
+from tracker.measurement import measure_samples
+from tracker.measures.options import settings_from
+from tracker.progress import Progress
+
+METHODS = {
+    "full": {"svd": "full"},
+    "krylov": {"svd": "krylov", "k": 4},
+    "matrix-free": {"svd": "matrix-free", "k": 2, "measures": ["coupling"]},
+    "matrix-free, vju": {"svd": "matrix-free", "k": 2, "measures": ["coupling", "vju"], "final_norm": "exclude"},
+    "two passes": {"memory_budget": 40_000},
+    "tokens": {"tokens": [0, 3, -1]},
+    "tokenwise": {"measures": ["tokenwise"], "pair_tokens": 3},
+    "tokenwise in few bytes": {"measures": ["tokenwise", "coupling"], "pair_tokens": 3, "memory_budget": 40_000},
+    "states alone": {"measures": ["trajectory", "noise"]},
+}
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+class Recorded(Progress):
+    """Keeps the share that a bar would show."""
+
+    def __init__(self):
+        super().__init__()
+        self.shares = [0.0]
+
+    def advance(self, steps):
+        super().advance(steps)
+        self.shares.append(self.done / self.expected)
+
+
+def inputs(settings):
+    """Four prompts of one forward call each where there is nothing else to count, else one call."""
+    x = tokens(4)
+    return [{"input_ids": row[None]} for row in x] if not settings.forms_jacobians else [x]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
+    model = neox(**WIDE) if "matrix-free" in method else neox()
+    settings = settings_from(METHODS[method], "test")
+    calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
+    shown = Recorded()
+    measure_samples(model, find_blocks(model), calls, settings, torch.device("cpu"), shown)
+    jumps = [after - before for before, after in pairwise(shown.shares)]
+    assert shown.shares[-1] == pytest.approx(1)
+    assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34
+
+
+SCRIPT = """
+import tracker
+from tests.models import neox, tokens
+tracker.progress.DELAY = {delay}
+tracker.measure(neox(), tokens(), progress={progress})
+print("measured")
+"""
+
+
+def run_script(terminal, delay=0.0, shown=None):
+    """Return what a measurement writes on standard error, a terminal or a pipe."""
+    command = [sys.executable, "-c", "import tracker.progress\n" + SCRIPT.format(delay=delay, progress=shown)]
+    if not terminal:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    assert b"measured" in process.communicate()[0]
+    written = b""
+    while select.select([ours], [], [], 0)[0]:
+        try:
+            written += os.read(ours, 1 << 16)
+        except OSError:  # Linux reports the end of a closed terminal so
+            break
+    os.close(ours)
+    return written.decode()
+
+
+@pytest.mark.parametrize(
+    "terminal, delay, shown, expected",
+    [
+        (True, 0.0, None, True),
+        (True, 60.0, None, False),  # over before the bar is due
+        (True, 0.0, False, False),
+        (False, 0.0, None, False),
+        (False, 0.0, True, True),
+    ],
+)
+def test_the_bar_appears_on_a_terminal_alone_and_when_asked_for(terminal, delay, shown, expected):
+    assert ("measuring" in run_script(terminal, delay, shown)) == expected
+
+
+def test_the_bar_is_shown_in_a_notebook(monkeypatch):
+    stream = type("OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False})()
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert progress.is_interactive()
+
+
+def test_other_ranks_show_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    tracker.measure(neox(), tokens(), progress=True)
+    assert "measuring" not in capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    tracker.measure(neox(), tokens(), progress=True)
+    assert "measuring" in capsys.readouterr().err
+
+
+def test_the_callback_shows_none(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "is_interactive", lambda: True)
+    fit(trainer([tracker.CouplingCallback(steps=[1], ends=False, k=2)], max_steps=2))
+    assert "measuring" not in capsys.readouterr().err
+
+
+def test_progress_is_no_option_of_a_store():
+    with pytest.raises(TypeError, match="progress"):
+        tracker.CouplingCallback(progress=True)  # type: ignore[call-arg]
