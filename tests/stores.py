@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from tracker.measures import names
 from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
 from tracker.results import Store
 
@@ -52,11 +53,10 @@ def unit(
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
-    for name in (
-        f"{of}_window" for of in ("lss", "expodistance", "expodistance_raw", "equidistance", "equidistance_raw")
-    ):
-        variables[name] = (window, values(1, 5, L, n))
-    for name in ("norm", "norm_raw"):
+    for name in ("lss", "expodistance", "expodistance_normed", "equidistance", "equidistance_normed"):
+        base, normed, _ = name.partition("_normed")
+        variables[f"{base}_window{normed}"] = (window, values(1, 5, L, n))
+    for name in ("norm", "norm_normed"):
         variables[name] = (depth, values(1, 50, L + 1, n))
     ones = np.ones((prompts, 1, L), np.float32)
     variables |= {name: (("prompt", "token", "layer"), ones) for name in ("sliced", "complete", "formed", "full_svd")}
@@ -82,6 +82,7 @@ def unit(
         suspect="",
     ).assign_coords(depth=np.arange(L + 1), prompt=np.arange(prompts))
     shared = {
+        names.ATTRIBUTE: names.VERSION,
         "final_norm": "include",
         "dtype": "float32",
         "precision": "float32",

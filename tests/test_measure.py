@@ -65,7 +65,7 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     seen = tracker.measure(model, inputs, k=4)
     assert {p.dtype for p in model.parameters()} == {stored}
     expected = tracker.measure(model.float(), inputs, k=4)
-    for name in ("miscoupling", "lss", "norm"):
+    for name in ("miscoupling", "lss", "norm_normed"):
         np.testing.assert_array_equal(seen[name].values, expected[name].values)
     assert seen.attrs["weights_dtype"] == str(stored).removeprefix("torch.") and seen.attrs["dtype"] == "float32"
 
@@ -85,10 +85,11 @@ def test_final_norm_conventions():
     norms = torch.stack(
         [h.norm(dim=-1) for h in hidden], 1
     )  # transformers applies the final norm to the last hidden state
-    np.testing.assert_allclose(ds["include"].norm, norms, rtol=1e-9)
+    np.testing.assert_allclose(ds["include"].norm_normed, norms, rtol=1e-9)
     np.testing.assert_allclose(ds["exclude"].norm[:, :-1], norms[:, :-1], rtol=1e-9)
-    np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm_raw)
-    np.testing.assert_array_equal(ds["exclude"].expodistance, ds["include"].expodistance_raw)
+    np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm)
+    np.testing.assert_array_equal(ds["exclude"].expodistance, ds["include"].expodistance)
+    assert "norm_normed" not in ds["exclude"] and "norm_normed" not in ds["drop"]
     assert ds["drop"].sizes["layer"] == DEPTH - 1 and ds["drop"].sizes["depth"] == DEPTH
     inner = {"layer": slice(0, DEPTH - 1), "layer_other": slice(0, DEPTH - 1)}
     np.testing.assert_allclose(ds["drop"].miscoupling, ds["include"].miscoupling.isel(inner), atol=1e-12)

@@ -21,6 +21,7 @@ import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
+from tracker.measures.names import with_present_names
 
 # Attributes that differ between two runs with the same numbers.
 VOLATILE = ("created", "seconds")
@@ -112,7 +113,7 @@ class Store:
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
-        """Read one unit into memory.
+        """Read one unit into memory; variables have their present names, whatever version measured it.
 
         Raises:
             ValueError: if the file is damaged, or not one of ours.
@@ -121,7 +122,7 @@ class Store:
             unit = opened.load()
         if "prompt" not in unit.dims:
             raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
-        return unit
+        return with_present_names(unit)
 
     def revision(self, step: int) -> str:
         """Return the revision that a unit was measured from, without reading the rest of its file.

@@ -47,7 +47,7 @@ def test_means_over_pairs_and_prompts(ds):
 
 def test_medians_over_tokens_and_prompts(ds):
     points = curves(ds)
-    for name in ("lss", "expodistance_raw", "alpha_mean"):
+    for name in ("lss", "expodistance", "alpha_mean"):
         for statistic, q in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
             assert float(points[name].sel(statistic=statistic)) == pytest.approx(
                 np.quantile(ds[name].values, q), rel=1e-6

@@ -79,7 +79,8 @@ def test_the_sum_is_the_state(how, final_norm):
     given = {"k": 3, "tokens": [0, -1], "dtype": torch.float64, "final_norm": final_norm}
     seen, expected = (tracker.measure(m, x, **given) for m in (model, plain))
     assert seen.sliced.all()
-    for name in ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance_raw"):
+    assert set(seen) == set(expected)
+    for name in ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance"):
         np.testing.assert_allclose(seen[name].values, expected[name].values, atol=1e-9, err_msg=name)
 
 

@@ -185,7 +185,7 @@ def test_5_and_25(one, tmp_path):
     table, ds = drawn("5", one, tmp_path), open_results(one)
     row = table[(table.variable == "lss") & (table.step == 2000)]
     close(row[["q25", "median", "q75"]].values[0], np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]))
-    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance_raw.sel(step=0)))
+    close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance.sel(step=0)))
 
 
 def test_9(one, tmp_path):
@@ -219,17 +219,17 @@ def test_26_and_30(one, tmp_path):
     table, ds = drawn("26", one, tmp_path), open_results(one)
     row = table[(table.variable == "entropy") & (table.step == 8) & (table.depth == 1)]
     close(row["median"], np.median(ds.entropy.sel(step=8, depth=1)))
-    row = table[(table.variable == "equidistance_raw_window") & (table.step == 8) & (table.depth == 2)]
-    close(row["median"], np.median(ds.equidistance_raw_window.sel(step=8, layer=2)))
+    row = table[(table.variable == "equidistance_window") & (table.step == 8) & (table.depth == 2)]
+    close(row["median"], np.median(ds.equidistance_window.sel(step=8, layer=2)))
     row = drawn("30", one, tmp_path)
-    row = row[(row.variable == "norm_raw") & (row.step == 2000) & (row.depth == 3)]
-    close(row["q75"], np.quantile(ds.norm_raw.sel(step=2000, depth=3), 0.75))
+    row = row[(row.variable == "norm") & (row.step == 2000) & (row.depth == 3)]
+    close(row["q75"], np.quantile(ds.norm.sel(step=2000, depth=3), 0.75))
 
 
 def test_27_to_29(one, tmp_path):
     ds = open_results(one)
     close(drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS])
-    for name, variable, sign in (("28", "lss_window", -1), ("29", "expodistance_raw_window", 1)):
+    for name, variable, sign in (("28", "lss_window", -1), ("29", "expodistance_window", 1)):
         table = drawn(name, one, tmp_path)
         layer = table.layer.iloc[0]
         expected = [np.median(sign * ds[variable].sel(layer=layer, step=step)) for step in STEPS]
@@ -346,7 +346,7 @@ def test_every_figure_states_how_it_differs():
         states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
         if states or "singular_value" in figure.needs:
             assert "median" in figure.differs, name
-        if any("_raw" in need for need in states):
+        if any(not need.startswith("lss") for need in states):
             assert "before" in figure.differs and "final norm" in figure.differs, name
         if any(need in ("lss", "lss_window", "singular_value", "pca") for need in figure.needs):
             assert re.search("with (the final norm|it) where the results include it", figure.differs), name

@@ -69,8 +69,8 @@ def names_before() -> set[str]:
     coupling = [f"{m}{part}" for m in WITH_A_NULL for part in ("", "_q25", "_q75", "_null", "_vju")]
     coupling += [f"{m}_raw{null}" for m in ("miscoupling", "offdiag_normalized") for null in ("", "_null")]
     names |= {f"coupling/{m}/k{k}/{which}" for m in coupling for k in (2, 4) for which in pairs}
-    trajectory = ["lss", "expodistance", "expodistance_raw", "alpha_mean", "alpha_mean_raw"]
-    trajectory += ["equidistance", "equidistance_raw", "entropy"]
+    trajectory = ["lss", "expodistance", "expodistance_normed", "alpha_mean", "alpha_mean_normed"]
+    trajectory += ["equidistance", "equidistance_normed", "entropy"]
     names |= {f"trajectory/{m}/{q}" for m in trajectory for q in ("q25", "median", "q75")}
     names |= {f"trajectory/noise_similarity/{level}" for level in ("1pct", "3pct", "10pct", "30pct", "100pct")}
     kinds = ("self", "fixed_input", "fixed_output")
@@ -87,7 +87,7 @@ NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")}
 
 def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     """`update_ratio`, of states before the final norm: in the Dataset, the counts, the logs, the dashboard, the page."""
-    states = ds.norm_raw.isel(depth=slice(0, -1)).values
+    states = ds.norm.isel(depth=slice(0, -1)).values
     assert ds.update_ratio.dims == ("prompt", "layer", "position")
     assert ds.update_ratio.attrs == {"long_name": "update ratio", "units": "1"}
     assert (ds.update_ratio.values * states > 0).all() and int(ds.undefined.sel(quantity="update_ratio")) == 0

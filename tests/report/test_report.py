@@ -248,11 +248,11 @@ class TestNumbers:
         drawn = named(shown(page, "singular"), "s1")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6)
         drawn = named(shown(page, "norm"), "step 2,000")["y"]
-        np.testing.assert_allclose(numbers(drawn), ds.norm_raw.median(("prompt", "position")), rtol=1e-6)
+        np.testing.assert_allclose(numbers(drawn), ds.norm.median(("prompt", "position")), rtol=1e-6)
         drawn = named(shown(page, "entropy"), "step 2,000")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.entropy.median(("prompt", "position")), rtol=1e-6)
         drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
-        expected = ds.equidistance_raw_window.median(("prompt", "position"))
+        expected = ds.equidistance_window.median(("prompt", "position"))
         np.testing.assert_allclose(numbers(drawn), expected, rtol=1e-6)
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]

@@ -254,11 +254,13 @@ def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | N
 
 def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, float]:
     errors = {}
-    for states, suffix in ((X, ""), (raw, "_raw")):
-        for name, expected in oracle.trajectory(states[:, b]).items():
-            if f"{name}{suffix}" in ds:
-                seen = ds[f"{name}{suffix}"].isel(prompt=b).values[..., : expected.shape[-1]]
-                errors[f"{name}{suffix} sample {b}"] = _difference(seen, expected.numpy())
+    with_norm, before_norm = (oracle.trajectory(states[:, b]) for states in (X, raw))
+    by_variable = before_norm | {f"{name}_normed": values for name, values in with_norm.items()}
+    by_variable["lss"] = with_norm["lss"]
+    for name, expected in by_variable.items():
+        if name in ds:
+            seen = ds[name].isel(prompt=b).values[..., : expected.shape[-1]]
+            errors[f"{name} sample {b}"] = _difference(seen, expected.numpy())
     return errors
 
 

@@ -131,7 +131,7 @@ def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
     last = ds.isel(step=-1)
     columns = {
         "prompt": last["prompt_text"].values,
-        "tokens": last["norm_raw"].isel(depth=0).notnull().sum("position").values,
+        "tokens": last["norm"].isel(depth=0).notnull().sum("position").values,
         "coupling": coupling_of_prompts(ds, k)["coupling"].isel(step=-1).values,
     }
     columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}

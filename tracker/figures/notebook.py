@@ -8,6 +8,7 @@ import xarray as xr
 
 from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
+from tracker.measures.names import with_present_names
 from tracker.results import open_results
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ def plot(
         )
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    figure, _ = draw(resolve(name), {label: _with_steps(ds, name) for label, ds in several.items()}, k)
+    figure, _ = draw(
+        resolve(name), {label: _with_steps(with_present_names(ds), name) for label, ds in several.items()}, k
+    )
     return figure
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}
-TRAJECTORY = {"lss": "Line-shape score", "expodistance_raw": "Expodistance, before final norm"}
+TRAJECTORY = {"lss": "Line-shape score", "expodistance": "Expodistance, before final norm"}
 
 
 def last_heatmap(results: Results, k: int) -> "Plotted":

@@ -38,7 +38,7 @@ _DECLARATIONS = (
         overview.all_curves,
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
         f"tokens, {WITH_NORM}; expodistance: median, before the final norm; bands are quartiles",
-        ("miscoupling", "offdiag_normalized", "lss", "expodistance_raw"),
+        ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         single=True,
     ),
     Declaration(
@@ -90,10 +90,10 @@ _DECLARATIONS = (
     Declaration(
         "5",
         "Line-shape score and expodistance, untrained and trained",
-        partial(states.by_model, variables=("lss", "expodistance_raw")),
+        partial(states.by_model, variables=("lss", "expodistance")),
         f"{MEDIANS} together (paper: over prompts); LSS {WITH_NORM}, expodistance before the final norm; results in the order "
         f"given; {UNTRAINED}",
-        ("lss", "expodistance_raw"),
+        ("lss", "expodistance"),
         steps=2,
         untrained=True,
     ),
@@ -116,7 +116,7 @@ _DECLARATIONS = (
         coupling.by_prompt,
         f"{COUPLING}; {LAST}; difficulty where prompts have one: --prompts easy2hard (its GSM8K part), or a file; with "
         f"straight lines, {HOLM}",
-        (MEASURE, "norm_raw"),
+        (MEASURE, "norm"),
     ),
     Declaration(
         "12",
@@ -154,19 +154,19 @@ _DECLARATIONS = (
     Declaration(
         "25",
         "Variation of step lengths at initialisation",
-        partial(states.by_model, variables=("equidistance_raw",), trained=False),
+        partial(states.by_model, variables=("equidistance",), trained=False),
         f"{MEDIANS}, before the final norm; {UNTRAINED}; the paper's caption names expodistance, its section 5.5 the step "
         "lengths, which are drawn here",
-        ("equidistance_raw",),
+        ("equidistance",),
         untrained=True,
     ),
     Declaration(
         "26",
         "Norm, line-shape score, variation of step lengths and entropy by depth",
-        partial(states.by_depth, variables=("norm_raw", "lss_window", "equidistance_raw_window", "entropy")),
+        partial(states.by_depth, variables=("norm", "lss_window", "equidistance_window", "entropy")),
         f"{MEDIANS} (paper: means of step lengths); norm and step lengths before the final norm, LSS {WITH_NORM}, entropy of "
         f"every state through the final norm; step lengths in windows; {AT_STEPS}; {WINDOWS}",
-        ("norm_raw", "lss_window", "equidistance_raw_window", "entropy"),
+        ("norm", "lss_window", "equidistance_window", "entropy"),
     ),
     Declaration(
         "27",
@@ -187,17 +187,17 @@ _DECLARATIONS = (
     Declaration(
         "29",
         "Expodistance at fixed layers over training",
-        partial(states.at_layers, variable="expodistance_raw_window"),
+        partial(states.at_layers, variable="expodistance_window"),
         f"{MEDIANS} (paper: means), before the final norm; {AT_LAYERS}; {WINDOWS}",
-        ("expodistance_raw_window",),
+        ("expodistance_window",),
         steps=2,
     ),
     Declaration(
         "30",
         "Norm and expodistance by depth during training",
-        partial(states.by_depth, variables=("norm_raw", "expodistance_raw_window")),
+        partial(states.by_depth, variables=("norm", "expodistance_window")),
         f"{MEDIANS}, before the final norm; {AT_STEPS}; {WINDOWS}",
-        ("norm_raw", "expodistance_raw_window"),
+        ("norm", "expodistance_window"),
         steps=2,
     ),
     _against_score(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from checkpoints.files import write_atomic
 from tracker.analysis.statistics import HEADLINE, shown_metrics
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
+from tracker.measures import names
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
@@ -111,6 +112,8 @@ class WandbRun:
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = json.loads(self.memory.read_text()) if self.memory and self.memory.exists() else {}
+        if known.get(names.ATTRIBUTE) != names.VERSION:  # its metrics have other meanings: a new run gets all units
+            known = {}
         self.logged: list[int] = known.get("logged", [])
         self.scalars: dict[int, Mapping[str, float]] = {}  # by step
         self.defined: set[str] = set()
@@ -157,7 +160,10 @@ class WandbRun:
         where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
         self.run.finish()
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            write_atomic(self.memory, json.dumps({"id": self.run.id, "logged": self.logged}).encode())
+            write_atomic(
+                self.memory,
+                json.dumps({"id": self.run.id, "logged": self.logged, names.ATTRIBUTE: names.VERSION}).encode(),
+            )
         return f"W&B {self.mode}: {where}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from tracker.measures import names
 from tracker.measures.registry import BY_NAME, COORDINATES, DIMS, MEASURES
 
 FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
@@ -66,7 +67,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset["undefined"] = _count_undefined(dataset)
     dataset = _add_labels(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
-    dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
+    dataset.attrs = {names.ATTRIBUTE: names.VERSION, **first.attributes, "fallbacks": json.dumps(fallbacks)}
     if "formed" in dataset:  # the Cholesky test of completeness needs the formed Jacobian
         by_products = any(bool((dataset[name] == 0).any()) for name in ("formed", "formed_raw") if name in dataset)
         dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
@@ -92,8 +93,8 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
 def _count_undefined(dataset: xr.Dataset) -> xr.DataArray:
     """Count the undefined values of each measure, without those that a shorter prompt lacks."""
     expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
-    if "norm_raw" in dataset:
-        expected["position"] = dataset["norm_raw"].isel(depth=0, drop=True).notnull()
+    if "norm" in dataset:
+        expected["position"] = dataset["norm"].isel(depth=0, drop=True).notnull()
     if "token_position" in dataset:
         expected["token"] = dataset["token_position"].notnull()
     if "pair_position" in dataset:

@@ -23,8 +23,8 @@ class Measure:
         formula: states -> values, for variables that depend on the states alone.
         windowed: whether the formula takes the size of a window as its second argument.
         raw: whether the formula takes the states before the final norm.
-        variant: "raw": the last block is taken before the final norm; "vju": the sides of the bases are swapped; a key of
-            `KINDS`: across tokens; "": none of these.
+        variant: "raw": the last block is taken before the final norm; "normed": the last state is taken after it; "vju": the
+            sides of the bases are swapped; a key of `KINDS`: across tokens; "": none of these.
         base: the variable that this one is a variant of; "" if it is none.
         curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
         null: the variable with its null level; "" if it has none.
@@ -35,7 +35,7 @@ class Measure:
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
-            values at an early, a middle and a late block over training. Its variant "raw" shares the charts.
+            values at an early, a middle and a late block over training. Its variant "normed" shares the charts.
         axis: the scale of its axis in charts.
     """
 

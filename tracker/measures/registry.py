@@ -16,7 +16,7 @@ from tracker.measures import trajectory
 from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.declaration import Measure
-from tracker.measures.families import BEFORE_NORM, EXTRAS, KINDS, across_tokens, couplings, jacobians
+from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians
 
 __all__ = [
     "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
@@ -25,21 +25,32 @@ __all__ = [
 
 POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
 HIDDEN_STATE = "units of the hidden state"
+NORMED = "_normed"  # ends the names of variables whose last state includes the final norm
 
 
 def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False, **more: Any) -> tuple[Measure, ...]:
-    """Return a variable of `TRAJECTORY`, with quartiles as its curve if it has one, and if `both` also before the final norm."""
+    """Return a variable of `TRAJECTORY`, with quartiles as its curve if it has one.
+
+    Args:
+        both: the variable is of the states before the final norm; also return the one with it, NAME_normed.
+    """
     if "curve" in more:
         more |= {"metric": f"trajectory/{name}", "logged": ("",), "shown": True}
     measure = Measure(name, dims, label, option="trajectory", **more)
     if not both:
         return (measure,)
-    base, window, _ = name.partition("_window")
-    raw_name = f"{base}_raw{window}"
-    raw = replace(
-        measure, name=raw_name, label=f"{label}, {BEFORE_NORM}", variant="raw", base=name, raw=True, charts=()
+    normed = replace(
+        measure,
+        name=f"{name}{NORMED}",
+        label=f"{label}, with the final norm",
+        variant="normed",
+        base=name,
+        metric=f"{measure.metric}{NORMED}" if measure.metric else "",
+        shown=False,
+        dashboard="",
+        charts=(),
     )
-    return measure, replace(raw, metric=f"trajectory/{raw_name}" if measure.metric else "")
+    return replace(measure, raw=True), normed
 
 
 IN_WINDOW = "Over a window of states around each block; near the ends no window fits."

@@ -19,6 +19,7 @@ from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.linalg.transfer import to_arrays, to_device
 from tracker.measures import trajectory
+from tracker.measures.declaration import Measure
 from tracker.measures.registry import DIMS, TRAJECTORY
 from tracker.measures.settings import Settings
 
@@ -59,8 +60,9 @@ def measure_states(
     scalars = d
     requested: list[StateMeasure] = []
     if settings.includes("trajectory"):
+        measures = [measure for measure in TRAJECTORY if measure.variant != "normed" or states is not raw]
         requested.append(
-            lambda b, part: _trajectory(states.states(b, part, device), raw.states(b, part, device), window)
+            lambda b, part: _trajectory(measures, states.states(b, part, device), raw.states(b, part, device), window)
         )
     if settings.includes("pca"):
         mean, axes = _principal_axes(states.calls[-1].y.to(device), valid)
@@ -135,9 +137,9 @@ def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n
     return torch.stack([torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
 
 
-def _trajectory(states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
+def _trajectory(measures: Sequence[Measure], states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
     values = {}
-    for measure in TRAJECTORY:
+    for measure in measures:
         assert measure.formula is not None
         X = raw if measure.raw else states
         values[measure.name] = measure.formula(X, window) if measure.windowed else measure.formula(X)

@@ -79,8 +79,8 @@ def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
 def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     """Return the prompts' lengths, the first prompt's paths on its principal plane, and the response to noise."""
     found: dict[Hashable, xr.DataArray] = {}
-    if "norm_raw" in results:
-        found["length"] = results["norm_raw"].isel(depth=0, drop=True).notnull().sum("position")
+    if "norm" in results:
+        found["length"] = results["norm"].isel(depth=0, drop=True).notnull().sum("position")
     if "pca" in results:
         plane = results["pca"].isel(prompt=0, drop=True)
         others = set(plane.dims) - {"position"}

@@ -42,7 +42,7 @@ def _measure(measure: Measure) -> dict[str, Any]:
 def _chart(measure: Measure, i: int) -> dict[str, Any]:
     """Return a chart's specification: the first has its variable's name as its id, others have the chart's name added."""
     chart = measure.charts[i]
-    raw = next((m.name for m in MEASURES if m.base == measure.name and m.variant == "raw"), None)
+    normed = next((m.name for m in MEASURES if m.base == measure.name and m.variant == "normed"), None)
     return {
         "id": measure.name if i == 0 else f"{measure.name}_{chart}",
         "chart": chart,
@@ -51,6 +51,6 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
         "unit": "" if measure.unit == "1" else measure.unit,
         "axis": measure.axis,
         "windowed": measure.windowed,
-        "variants": {"raw": raw or measure.name, "folded": measure.name},
-        "both": raw is not None,
+        "variants": {"raw": measure.name, "folded": normed or measure.name},
+        "both": normed is not None,
     }

@@ -23,7 +23,7 @@ function emphasised(x, middle, faint, low = null, high = null) {
 }
 
 function byDepth(chart) {
-  const has = () => model().depth[variableOf(chart)];
+  const has = () => valuesBy(model().depth, chart);
   return {
     has: () => Boolean(has()),
     draw() {
@@ -43,7 +43,7 @@ function byDepth(chart) {
 
 // Over training, at an early, a middle and a late block (Figs 28, 29).
 function atBlocks(chart) {
-  const has = () => model().depth[variableOf(chart)];
+  const has = () => valuesBy(model().depth, chart);
   return {
     has: () => Boolean(has()) && threeBlocks(has()).length > 0 && model().steps.length > 1,
     draw: () => ({

@@ -59,13 +59,14 @@ function onsetSaid(begun) {
 }
 
 // The charts that the registry of measures declares, each of one variable, before or after the final norm.
-const variableOf = (chart) => chart.variants[state.last];
+// Results that leave the norm out have the values before it alone.
+const valuesBy = (values, chart) => values[chart.variants[state.last]] || values[chart.variants.raw];
 const titleOf = (chart) => chart.title + (chart.windowed ? ` of ${model().window} states` : "") + (chart.both ?
   `, ${LAST[state.last]}` : "");
 const valuesOf = (chart) => ({ scale: chart.axis, title: { text: chart.unit } });
 
 function overTraining(chart) {
-  const has = (m) => m.trajectory[variableOf(chart)];
+  const has = (m) => valuesBy(m.trajectory, chart);
   return {
     has: () => data.models.some(has),
     draw: () => ({
