@@ -10,13 +10,16 @@ import xarray as xr
 
 import tracker
 from checkpoints.files import Lock
+from tracker.measures import names
 from tracker.results import Store
+
+SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
 
 
 def unit(step, positions=3, **attributes):
     values = np.arange(2 * positions, dtype=np.float32).reshape(2, positions) + step
     coords = {"step": step, "commit": f"c{step}", "position": range(positions)}
-    return xr.Dataset({"lss": (("prompt", "position"), values)}, coords, {"suite": "toy", **attributes})
+    return xr.Dataset({"lss": (("prompt", "position"), values)}, coords, {**SHARED, **attributes})
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def test_units_are_joined_in_ascending_steps_with_ragged_positions(store):
     assert list(ds.step.values) == [3, 20, 100] and list(ds.commit.values) == ["c3", "c20", "c100"]
     np.testing.assert_array_equal(ds.lss.sel(step=100).values, unit(100).lss.values)
     assert np.isnan(ds.lss.sel(step=3).values[:, 2]).all()
-    assert ds.attrs == {"suite": "toy"}  # attributes that differ between units are dropped
+    assert ds.attrs == SHARED  # attributes that differ between units are dropped
 
 
 def test_other_settings_are_refused_once_results_exist(store):
@@ -103,7 +106,10 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
+from tracker.measures import names
 from tracker.results import Store
+
+SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
 claim = Store(sys.argv[1]).claim(3)
 print("claimed", flush=True)
 time.sleep(60)
