@@ -25,10 +25,10 @@ PROMPTS = (1, 2, 4, 8, 16, 32)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
     description = (Benchmark.__doc__ or "").split("Args:")[0]
-    parser = ArgumentParser(prog="python -m benchmarks.coupling", description=description)
+    parser = Parser(prog="python -m benchmarks.coupling", description=description)
     parser.add_class_arguments(Benchmark, as_group=False)
     settings = Benchmark(**parser.parse_args(arguments).as_dict())
     for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk", "memory_budget"):

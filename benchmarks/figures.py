@@ -70,9 +70,9 @@ def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(prog="python -m benchmarks.figures", description="Draw the cost of a measurement.")
+    parser = Parser(prog="python -m benchmarks.figures", description="Draw the cost of a measurement.")
     results = Path(__file__).parent / "results"
     parser.add_argument(
         "results", type=Path, nargs="?", default=results, help="directory with JSON files of benchmarks"

@@ -51,10 +51,10 @@ class Streaming:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
     description = (Streaming.__doc__ or "").partition("\n")[0]
-    parser = ArgumentParser(prog="python -m benchmarks.streaming", description=description)
+    parser = Parser(prog="python -m benchmarks.streaming", description=description)
     parser.add_class_arguments(Streaming, as_group=False)
     settings = Streaming(**parser.parse_args(arguments).as_dict())
     from benchmarks.machine import keep

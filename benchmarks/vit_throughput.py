@@ -26,13 +26,12 @@ SAMPLED_EVERY = 100  # milliseconds
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
-
+    from tracker.cli import Parser
     from tracker.provenance import describe, usable_device
     from vit.model import build
     from vit.recipe import Recipe
 
-    parser = ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--batch_size", type=int, default=512)
     parser.add_argument("--batches", type=int, default=60, help="timed batches, after ten to warm up")

@@ -21,26 +21,34 @@ from checkpoints.suites import Checkpoint, Suite, find_suite
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from argparse import ArgumentParser
+    from checkpoints.arguments import Parser
 
-    parser = ArgumentParser(prog="python -m checkpoints", description=__doc__ and __doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = Parser(prog="python -m checkpoints", description=__doc__ and __doc__.partition("\n")[0])
+    commands = parser.add_subcommands()
     for name, description in (
         ("list", "print revisions, steps, tokens, formats, sizes and defects"),
         ("verify", "compare the hashes of cached files with those that the hub lists"),
     ):
-        command = commands.add_parser(name, help=description, description=description)
-        command.add_argument("model", help="a Pythia size, a repository id, a directory of checkpoints, or nano")
-        command.add_argument("--steps", default="all", help="all (default), paper, log2, or numbers such as 128,512")
-        command.add_argument("--revisions", help="a regular expression with a group named step, for other names")
-        command.add_argument("--stage", help="the stage of a suite trained in several; default: the first")
-    parsed = parser.parse_args(arguments)
+        command = Parser(description=description)
+        command.add_argument(
+            "model", type=str, help="a Pythia size, a repository id, a directory of checkpoints, or nano"
+        )
+        command.add_argument(
+            "--steps", type=str, default="all", help="all (default), paper, log2, or numbers such as 128,512"
+        )
+        command.add_argument(
+            "--revisions", type=str, help="a regular expression with a group named step, for other names"
+        )
+        command.add_argument("--stage", type=str, help="the stage of a suite trained in several; default: the first")
+        commands.add_subcommand(name, command, help=description)
+    chosen_command = parser.parse_args(arguments)
+    parsed = chosen_command[chosen_command.subcommand]
     suite = find_suite(parsed.model, revisions=parsed.revisions, stage=parsed.stage, notify=_notify)
     chosen = suite.select(parsed.steps)
     examination = examine(suite, chosen, _notify)
     for notice in filter(None, (suite.notice, examination.offline)):
         _notify(f"note: {notice}")
-    return (show if parsed.command == "list" else verify)(suite, chosen, examination)
+    return (show if chosen_command.subcommand == "list" else verify)(suite, chosen, examination)
 
 
 def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:

@@ -232,7 +232,7 @@ def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: 
                 f"can't get {what}: the hub has no such repository (or it is private and you are not logged in)"
             ) from error
         except OfflineModeIsEnabled as error:
-            raise Unreachable(f"can't get {what}: offline mode is on") from error
+            raise Unreachable(f"can't get {what}: offline mode is on (HF_HUB_OFFLINE)") from error
         except httpx.HTTPError as error:
             pause_or_raise(error, attempt, what, notify, stop)
 

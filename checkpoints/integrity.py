@@ -53,7 +53,7 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: hub.Notify = pri
     try:
         commits, offline = hub.list_branches(suite.source, notify)
     except hub.Unreachable as error:  # the table of known defects works offline
-        commits, offline = {}, str(error)
+        commits, offline = {}, str(error.__cause__)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     found = {c.name: commits[c.name] for c in compared if c.name in commits}

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.hub import CheckpointError, first_line
+from checkpoints.hub import CheckpointError, first_line, list_branches
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+TOKENIZER_REMEDY = (
+    "add --tokenizer NAME (a directory, or a repository on the hub), or --inputs FILE: what the model's forward takes in place "
+    "of prompts, saved with torch.save"
+)
 # Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
@@ -23,14 +28,15 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged or missing.
     """
-    from transformers import AutoTokenizer
-
-    model = load_model(directory)
-    with _readable(directory):
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    if len(tokenizer) == 0:
-        raise CheckpointError(f"{directory} has no tokenizer; put the tokenizer's files into the same directory")
-    return model, tokenizer
+    if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
+        raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
+    try:
+        tokenizer = _tokenizer(directory)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the tokenizer in {directory} can't be loaded ({first_line(error)}); {TOKENIZER_REMEDY}"
+        ) from error
+    return load_model(directory), tokenizer
 
 
 def load_model(directory: Path) -> "PreTrainedModel":
@@ -110,19 +116,44 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """Load a tokenizer from a repository or directory.
+    """Load a tokenizer from a directory or a repository; a cached one is loaded without asking the hub.
 
     Raises:
         ValueError: if there is none.
     """
+    try:
+        if Path(name).is_dir():
+            return _tokenizer(Path(name))
+        try:
+            return _tokenizer(name, local_files_only=True)
+        except (OSError, ValueError):
+            list_branches(name)  # transformers would try for a minute to reach the hub
+            return _tokenizer(name)
+    except (CheckpointError, OSError, ValueError) as error:
+        raise ValueError(
+            f"--tokenizer {name}: no such tokenizer ({first_line(error)}); give a directory or a repository on the hub"
+        ) from error
+
+
+def _tokenizer(source: Path | str, **options: Any) -> "PreTrainedTokenizerBase":
+    """Load a tokenizer.
+
+    Raises:
+        OSError, ValueError: if it can't be loaded, or has no vocabulary: from the configuration of a model alone, transformers
+            builds a tokenizer without words.
+    """
+    from huggingface_hub import try_to_load_from_cache
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--tokenizer {name}: no such tokenizer ({first_line(error)}); give a repository or a directory"
-        ) from error
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    vocabularies = [*tokenizer.vocab_files_names.values(), "tokenizer.json"]
+    if isinstance(source, Path):
+        found = [file for file in vocabularies if (source / file).is_file()]
+    else:
+        found = [file for file in vocabularies if isinstance(try_to_load_from_cache(source, file), str)]
+    if tokenizer.vocab_files_names and not found:  # a tokenizer of bytes needs no file
+        raise ValueError(f"there is none of {', '.join(dict.fromkeys(vocabularies))}")
+    return tokenizer
 
 
 @contextmanager

@@ -5,8 +5,8 @@ model on Python's source code and fine-tunes it on Python's documentation, offli
 It writes results/finetune_lm/report.html.
 """
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -60,4 +60,8 @@ def main(source: str | None = None, text: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", metavar="MODEL")
+    parser.add_argument("text", nargs="?", metavar="TEXT.txt")
+    given = parser.parse_args()
+    main(given.model, given.text)

@@ -4,6 +4,7 @@ The task: which of eight symbols occurs most often in a sequence of 32? The scri
 minutes at most on two CPU cores and writes results/transformer_encoder/report.html.
 """
 
+import argparse
 import shutil
 
 import lightning
@@ -69,4 +70,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--k", type=INTEGERS, default=[10, 30, 50], help="numbers of singular vectors to show, as measured"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the workspace; needs no account and no network")
+    parser.add_argument("--dry_run", action="store_true", help="print the workspace; needs no account and no network")
     parsed = parser.parse_args(arguments)
     if not parsed.entity.strip() or not parsed.project.strip():
         raise ValueError("--entity and --project are names; one is empty")
@@ -89,7 +89,7 @@ def _save(workspace: "Workspace") -> None:
 
     try:
         if not wandb.login(prompt=False):
-            raise ValueError("saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry-run")
+            raise ValueError("saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry_run")
         workspace.save()
     except wandb.Error as error:
         raise CommandFailure(f"nothing was saved to {workspace.entity}/{workspace.project}: {error}") from error

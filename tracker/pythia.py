@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING
 from checkpoints import nano
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from checkpoints.hub import CheckpointError, first_line
-from checkpoints.integrity import describe_repeat, find_repeats
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
+from tracker.walk.failures import Failures, nothing_cached, unavailable
+from tracker.walk.overview import headline, print_overview, print_repeats
 from tracker.walk.plan import Output, Plan, make_plan
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from tracker.loggers.protocol import Row
     from tracker.walk.summaries import Summaries
 
@@ -72,7 +71,13 @@ def run(walk: Walk) -> int:
     for step in store.steps():
         _read(summaries, step)
     missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in summaries.by_step]
-    _print_overview(plan, len(missing))
+    failures, lacking = Failures(), unavailable(selection, missing)
+    if lacking and len(lacking) == len(missing) and not summaries.by_step:
+        raise CommandFailure(nothing_cached(selection))
+    print_overview(plan, len(missing))
+    for checkpoint, reason in lacking.items():
+        failures.add(checkpoint, reason)
+    missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
         _check_selection(plan, summaries)
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
@@ -84,8 +89,8 @@ def run(walk: Walk) -> int:
             for step in list(summaries.by_step):
                 _rescore(plan.output, summaries, step)
                 log(summaries.row(step))
-            failed = _measure_missing(plan, missing, summaries, shown, log, interrupts)
-        _print_repeats(summaries.by_step)
+            _measure_missing(plan, missing, summaries, failures, shown, log, interrupts)
+        print_repeats(summaries.by_step)
         _write_page(summaries)
     except BrokenPipeError:
         raise
@@ -94,9 +99,9 @@ def run(walk: Walk) -> int:
             f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
             "disk space or give another --out, and run the same command again"
         ) from error
-    for step, reason in failed.items():
-        print(f"failed: step {step}: {reason}", file=sys.stderr)
-    return FAILED if failed else OK
+    for line in failures.lines():
+        print(line, file=sys.stderr)
+    return FAILED if failures else OK
 
 
 def _remember_interrupts() -> list[int]:
@@ -135,12 +140,12 @@ def _measure_missing(
     plan: Plan,
     missing: Sequence[Checkpoint],
     summaries: "Summaries",
+    failures: Failures,
     shown: Progress,
     log: "Callable[[Row | None], None]",
     interrupts: Sequence[int],
-) -> dict[int, str]:
-    """Measure the missing checkpoints into the store; return the steps that failed, and why."""
-    failed: dict[int, str] = {}
+) -> None:
+    """Measure the missing checkpoints into the store; record those that fail."""
 
     def measured_elsewhere(step: int) -> None:
         summaries.read(step)
@@ -158,8 +163,8 @@ def _measure_missing(
             # This revision can't be fetched or loaded, or does not fit into memory; the others may.
             except (CheckpointError, FloatingPointError, MemoryError, OSError, RuntimeError) as error:
                 _stop_without_device(checkpoint.step, error)
-                failed[checkpoint.step] = f"{type(error).__name__}: {error}"
-                shown.advance(f"step {checkpoint.step}: FAILED, {error}")
+                kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, f'{kind}{error}')}")
                 continue
             summary = summaries.write(checkpoint.step, unit)
             del unit  # frees memory before the next is measured
@@ -167,8 +172,7 @@ def _measure_missing(
                 kept, budget = (summary.attrs[name] for name in ("weights_kept", "memory_budget"))
                 shown.notify(f"weights are kept {kept}; memory budget {budget}")
             log(summaries.row(checkpoint.step))
-            shown.advance(f"step {checkpoint.step}: {_headline(summary)}  ({time.perf_counter() - started:.1f} s)")
-    return failed
+            shown.advance(f"step {checkpoint.step}: {headline(summary)}  ({time.perf_counter() - started:.1f} s)")
 
 
 def _stop_without_device(step: int, error: Exception) -> None:
@@ -194,41 +198,6 @@ def _write_page(summaries: "Summaries") -> None:
             store.remove_abandoned()  # claims on steps that were finished before their walk was killed
             page = write_page(summaries.reader, [store.path], store.path / "report.html")
             print(f"page: {page}", flush=True)
-
-
-def _print_overview(plan: Plan, missing: int) -> None:
-    """Print what is measured, and which checkpoints are suspect."""
-    selection, measurement = plan.selection, plan.measurement
-    count = len(selection.checkpoints)
-    print(
-        f"{selection.suite.name}: {count} checkpoints, {count - missing} already measured; {len(measurement.inputs)} "
-        f"prompts; {measurement.device}, {measurement.settings.dtype}; results in {plan.output.store.path}",
-        flush=True,
-    )
-    for notice in plan.notices:
-        print(f"note: {notice}", flush=True)
-    if selection.offline:
-        print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
-    for action, suspect in (
-        ("left out", selection.excluded),
-        ("measured, and marked as suspect", selection.suspect),
-    ):
-        if suspect:
-            print(f"{len(suspect)} of the selected revisions are suspect; they are {action}:")
-            for step, reason in suspect.items():
-                print(f"  step {step:>7}  {reason}", flush=True)
-    if selection.excluded:
-        print("--allow_suspect measures them too", flush=True)
-
-
-def _print_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
-    fingerprints = {
-        step: str(summary.coords["fingerprint"].item())
-        for step, summary in summaries.items()
-        if "fingerprint" in summary.coords
-    }
-    for step, earlier in find_repeats(fingerprints).items():
-        print(f"note: {describe_repeat(step, earlier)}", flush=True)
 
 
 def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
@@ -261,17 +230,6 @@ def _read(summaries: "Summaries", step: int) -> None:
         summaries.store.file(step).unlink(missing_ok=True)
     finally:
         claim.release(remove=True)
-
-
-def _headline(summary: "xr.Dataset") -> str:
-    parts = []
-    if "miscoupling" in summary:
-        at = {"k": int(summary["k"][0]), "pairs": "mean_offdiag"}
-        value, null = float(summary["miscoupling"].sel(at)), float(summary["miscoupling_null"].sel(at))
-        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
-    if "lss" in summary:
-        parts.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
-    return "  ".join(parts) or "measured"
 
 
 @contextmanager

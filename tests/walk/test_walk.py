@@ -450,3 +450,51 @@ def test_directory_of_checkpoints_is_walked(walker, suite, tmp_path):
     status, _, err = walker.run(model=str(tmp_path / "run"))
     assert status == 0, err
     assert Store(walker.directory / "out").steps() == [1, 4]
+
+
+def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
+    """Copy checkpoints, their weights and configuration alone."""
+    for step in steps:
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name)
+
+
+def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, suite, tmp_path, capsys):
+    """One line for all of them; --tokenizer and --inputs measure them, and the results are those of their own tokenizer."""
+    run, tokenizer = tmp_path / "run", str(snapshots(suite) / commit(suite, 0))
+    without_tokenizer(suite, run, 1, 4, 8)
+    assert pythia.main(walker.arguments(model=str(run))) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith(
+        f"failed: 3 checkpoints, steps 1, 4, 8: {run}/checkpoint-* has no tokenizer; add --tokenizer "
+    )
+    assert "--inputs FILE" in line and printed.out.count("has no tokenizer") == 1
+    assert "step 4: FAILED, for the same reason as step 1" in printed.out
+
+    named = walker.arguments("--tokenizer", tokenizer, "--out", str(tmp_path / "named"), model=str(run))
+    assert pythia.main(named) == 0 and pythia.main(named) == 0
+    assert Store(tmp_path / "named").read_settings()["tokenizer"] == str(Path(tokenizer).resolve())
+    own = tmp_path / "own"
+    for step in (1, 4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), own / f"checkpoint-{step}")
+    assert pythia.main(walker.arguments("--out", str(tmp_path / "expected"), model=str(own))) == 0
+    of_named, expected = (tracker.open_results(tmp_path / name) for name in ("named", "expected"))
+    assert np.array_equal(of_named.miscoupling, expected.miscoupling)
+
+    torch.save(torch.tensor([[5, 6, 7]]), tmp_path / "inputs.pt")
+    inputs = walker.arguments("--inputs", str(tmp_path / "inputs.pt"), "--out", str(tmp_path / "ids"), model=str(run))
+    assert pythia.main(inputs) == 0
+
+
+def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
+    """transformers makes a tokenizer without words of it."""
+    run = tmp_path / "run"
+    without_tokenizer(suite, run, 8)
+    (run / "checkpoint-8" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPTNeoXTokenizer"}))
+    assert pythia.main(walker.arguments(model=str(run))) == 1
+    err = capsys.readouterr().err
+    assert "there is none of" in err and "tokenizer.json); add --tokenizer" in err
+    assert pythia.main(walker.arguments("--tokenizer", str(run / "checkpoint-8"), model=str(run))) == 2
+    assert "no such tokenizer" in capsys.readouterr().err

@@ -106,7 +106,7 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
     assert pythia.main(walker.arguments(*budget)) == 1
     out, err = capsys.readouterr()
-    assert "failed: step 2: CheckpointError: model-00002" in err and "Traceback" not in err
+    assert "failed: step 2: model-00002" in err and "Traceback" not in err
     for reason in ("RemoteProtocolError", "429 Too Many Requests; trying again in 1 s", "503 Service Unavailable"):
         assert reason in out
     assert Store(walker.directory / "out").steps() == [0, 1, 4, 8]
@@ -146,7 +146,40 @@ def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(walker,
     assert "offline mode is on" in capsys.readouterr().out
     weights.unlink()
     assert pythia.main(walker.arguments("--out", str(walker.directory / "third"))) == 1
-    assert f"step0 lacks {SHARDS[0]} in the cache" in capsys.readouterr().err
+    assert "none of the 1 checkpoints is complete in the cache" in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert pythia.main(walker.arguments(model="70m")) == 1
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert "the hub can't be reached (ConnectError" in line and "none of the 12 checkpoints is complete" in line
+    assert "HF_HUB_CACHE" in line and "--model nano" in line
+    assert all("trying again" in line for line in printed.out.splitlines())
+
+
+def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_line(walker, served, capsys, monkeypatch):
+    assert pythia.main(walker.arguments("--steps", "0,2")) == 0
+    for step in (1, 4, 8):
+        (snapshots(walker.directory / "cache").parent / "refs" / f"step{step}").write_text(commit(served.root, step))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    capsys.readouterr()
+    again = walker.directory / "again"
+    assert pythia.main(walker.arguments("--out", str(again))) == 1
+    assert Store(again).steps() == [0, 2] and (again / "report.html").exists()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("failed: 3 checkpoints, steps 1, 4, 8: block-coupling/nano at step* lacks ")
+    assert "FAILED" not in printed.out and printed.out.count("note: can't get the branches") == 1
+
+
+def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys):
+    """Each revision is tried: the hub may come back."""
+    served.fail("GET .*safetensors", status=503, times=10_000)
+    assert pythia.main(walker.arguments()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("failed: 5 checkpoints, steps 0, 1, 2, 4, 8: can't get model") and "503" in line
 
 
 def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):

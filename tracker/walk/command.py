@@ -34,7 +34,8 @@ class Walk:
         disk_budget: bytes of disk for downloads. Default: no limit.
         scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
-        tokenizer: tokenizer for Lightning checkpoints, a repository or directory; the module's forward takes its output.
+        tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. Lightning
+            checkpoints need one; the module's forward takes its output.
         inputs: .pt file with the inputs of the model's forward, instead of prompts.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with

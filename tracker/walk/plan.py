@@ -173,7 +173,11 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     if identity["k"]:
         identity["k"] = sorted(set(identity["k"]))
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
-    identity |= {"module": walk.module, "tokenizer": walk.tokenizer} if walk.module else {}
+    if walk.module:
+        identity |= {"module": walk.module, "tokenizer": walk.tokenizer}
+    elif walk.tokenizer and walk.inputs is None:
+        directory = Path(walk.tokenizer)
+        identity |= {"tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer}
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
@@ -204,12 +208,10 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     """Return the function that loads a directory or file."""
     from checkpoints import load
 
-    if walk.module is None:
-        if walk.inputs is None:
-            return load.load
-        return lambda directory: (load.load_model(directory), None)
     if walk.inputs is None and walk.tokenizer is None:
-        raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
-    load_file = load.lightning_loader(walk.module)
+        if walk.module:
+            raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
+        return load.load
+    load_file = load.lightning_loader(walk.module) if walk.module else load.load_model
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
     return lambda file: (load_file(file), tokenizer)

@@ -74,10 +74,6 @@ class Prefetched:
         repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
         listing = selection.listings.get(revision)
         if listing is None:
-            if selection.offline:
-                raise CheckpointError(
-                    f"{selection.offline}, and {repo} at {revision} is not in the cache {self.disk.cache}"
-                )
             raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub")
         if selection.offline:
             return fetch(repo, revision, listing, cache_dir, offline=selection.offline)

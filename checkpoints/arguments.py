@@ -1,0 +1,49 @@
+"""The argument parser of all command lines: one spelling of flags, and one message for an argument that is not allowed."""
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from checkpoints.cli import USAGE
+
+
+class Parser(ArgumentParser):
+    """A jsonargparse parser that reports an error as the commands do: `error: --k 'ten'; give whole numbers ...`.
+
+    Flags are declared with underscores and may be given with hyphens: `--dry-run` is `--dry_run`. A boolean flag needs no
+    value: `--allow_suspect` is `--allow_suspect true`.
+    """
+
+    def add_argument(self, *names: str, **options: Any) -> Any:
+        """Declare an argument."""
+        if options.get("type") is bool:
+            options |= {"nargs": "?", "const": True}
+        return super().add_argument(*names, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
+        """Read a command line."""
+        return super().parse_args(_with_underscores(sys.argv[1:] if args is None else args), *more, **options)
+
+    def error(self, message: str, ex: Any = None) -> NoReturn:
+        """Print a message and leave with status USAGE."""
+        message = re.sub(
+            r"^(?:argument (--\w+): |Parser key \"(\w+)\":\s+)", lambda m: f"{m[1] or '--' + m[2]} ", message
+        )
+        message = re.sub(
+            r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S*)",
+            lambda m: f"{m[2]}; choose from {m[1].replace(chr(39), '')}",
+            message,
+        )
+        message = re.sub(r"Expected a <class 'bool'>\. Got value: (\S*)", r"\1; choose from true, false", message)
+        message = re.sub(r"(arguments are required: )\w+\.", r"\1", message)
+        self.exit(USAGE, f"error: {message}\n({self.prog} --help lists the options)\n")
+
+
+def _with_underscores(arguments: Sequence[str]) -> list[str]:
+    """Write underscores for hyphens in the names of flags, up to an argument `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags = (re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), one) for one in arguments[:end])
+    return [*flags, *arguments[end:]]

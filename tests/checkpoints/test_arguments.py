@@ -1,0 +1,71 @@
+"""Flags of all command lines: hyphens and underscores, booleans without a value, one style of errors."""
+
+import re
+
+import pytest
+
+from checkpoints import __main__ as checkpoints
+from checkpoints.arguments import Parser
+from tests.conftest import ROOT
+from tracker.walk.command import parse
+from vit.train import recipe_of
+
+
+@pytest.mark.parametrize("flag", ["--memory-budget", "--memory_budget"])
+def test_hyphens_and_underscores(flag):
+    assert parse(["--model", "nano", flag, "3GB"]).options["memory_budget"] == 3_000_000_000
+    assert parse(["--model", "nano", f"{flag}=3GB"]).options["memory_budget"] == 3_000_000_000
+    assert recipe_of([flag, "3GB", "--drop-path=0.1"]).drop_path == 0.1
+
+
+def test_values_keep_their_hyphens():
+    walk = parse(["--model=70m-deduped", "--suffix= --step-by-step", "--out", "my-run", "--max-tokens", "5"])
+    assert (walk.model, walk.suffix, str(walk.out), walk.max_tokens) == ("70m-deduped", " --step-by-step", "my-run", 5)
+    parser = Parser()
+    parser.add_argument("names", nargs="*", type=str)
+    assert parser.parse_args(["--", "--a-b"]).names == ["--a-b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], False),
+        (["--allow_suspect"], True),
+        (["--allow-suspect"], True),
+        (["--allow_suspect", "true"], True),
+        (["--allow-suspect=true"], True),
+        (["--allow_suspect", "false"], False),
+        (["--allow_suspect", "--device", "cpu"], True),
+    ],
+)
+def test_a_boolean_flag_needs_no_value(given, expected):
+    assert parse(["--model", "nano", *given]).allow_suspect is expected
+
+
+def test_a_boolean_that_is_true_by_default_is_switched_off_by_its_value():
+    assert recipe_of(["--keep_checkpoint", "false"]).keep_checkpoint is False
+    assert recipe_of(["--keep-checkpoint"]).keep_checkpoint is True
+
+
+ERRORS = [
+    (parse, ["--model", "nano", "--allow_suspect", "perhaps"], "--allow_suspect perhaps; choose from true, false"),
+    (parse, ["--model", "nano", "--k", "ten"], "--k 'ten'; give whole numbers"),
+    (checkpoints.main, ["list"], "the following arguments are required: model"),
+    (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2"),
+]
+
+
+@pytest.mark.parametrize(("command", "given", "message"), ERRORS)
+def test_an_error_is_one_message(command, given, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command(given)
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and err.startswith(f"error: {message}") and "usage:" not in err
+
+
+def test_every_command_line_uses_this_parser():
+    """Only the commands for a bare GPU machine, which may lack jsonargparse, have argparse's."""
+    for package in ("checkpoints", "tracker", "vit", "benchmarks"):
+        for file in (ROOT / package).rglob("*.py"):
+            if file.parent.name != "gpu" and file.name != "arguments.py":
+                assert not re.search(r"\bArgumentParser\b", file.read_text()), file

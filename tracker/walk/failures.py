@@ -1,0 +1,74 @@
+"""The checkpoints that a walk could not measure, grouped by cause."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from checkpoints.disk import missing_files
+from checkpoints.hub import repo_dir
+from checkpoints.suites import Checkpoint, join_names
+from tracker.walk.plan import Selection
+
+CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
+NUMBERS = r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?"  # commits, and numbers that differ between steps
+
+
+class Failures:
+    """The messages of failed checkpoints. Messages that differ only in names and numbers have one cause."""
+
+    def __init__(self) -> None:
+        self._by_cause: dict[str, dict[int, str]] = {}  # messages by step
+
+    def __bool__(self) -> bool:
+        return bool(self._by_cause)
+
+    def add(self, checkpoint: Checkpoint, message: str) -> str:
+        """Record a failure; return its message, or the step that failed before for the same cause."""
+        shown = message.replace(checkpoint.name, re.sub(r"\d+", "*", checkpoint.name))
+        found = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
+        first = next(iter(found), None)
+        found[checkpoint.step] = shown if found else message
+        return message if first is None else f"for the same reason as step {first}"
+
+    def lines(self) -> list[str]:
+        """Return a line for each cause, with the steps that it stopped."""
+        lines = []
+        for found in self._by_cause.values():
+            steps, messages = list(found), list(found.values())
+            counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {join_names(steps)}"
+            lines.append(f"failed: {counted}: {messages[-1]}")
+        return lines
+
+
+def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:
+    """Return which checkpoints can't be measured because the hub can't be reached, and what the cache lacks of each."""
+    if not selection.offline:
+        return {}
+    cache = cache_of(selection)
+    lacking = {}
+    for checkpoint in checkpoints:
+        listing = selection.listings.get(checkpoint.name)
+        if listing is None:
+            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} is not in the cache {cache}; {CONNECT}"
+            continue
+        repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
+        missing = missing_files(repository / "snapshots" / listing.commit, listing)
+        if missing:
+            names = ", ".join(file.name for file in missing)
+            lacking[checkpoint] = (
+                f"{checkpoint.source} at {checkpoint.name} lacks {names} in the cache {cache}; {CONNECT}"
+            )
+    return lacking
+
+
+def cache_of(selection: Selection) -> Path:
+    """Return the hub's cache that a walk reads."""
+    return repo_dir(selection.suite.source, selection.suite.cache_dir).parent
+
+
+def nothing_cached(selection: Selection) -> str:
+    """Describe that the hub can't be reached and that the cache holds none of the checkpoints."""
+    return (
+        f"{selection.offline}, and none of the {len(selection.checkpoints)} checkpoints is complete in the cache "
+        f"{cache_of(selection)}; {CONNECT}. --model nano is trained here and needs no connection"
+    )

@@ -1,0 +1,58 @@
+"""What a walk prints on standard output: its plan, each checkpoint's result, and repeated weights."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from checkpoints.integrity import describe_repeat, find_repeats
+from tracker.walk.plan import Plan
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def print_overview(plan: Plan, missing: int) -> None:
+    """Print what is measured, and which checkpoints are suspect."""
+    selection, measurement = plan.selection, plan.measurement
+    count = len(selection.checkpoints)
+    print(
+        f"{selection.suite.name}: {count} checkpoints, {count - missing} already measured; {len(measurement.inputs)} "
+        f"prompts; {measurement.device}, {measurement.settings.dtype}; results in {plan.output.store.path}",
+        flush=True,
+    )
+    for notice in plan.notices:
+        print(f"note: {notice}", flush=True)
+    if selection.offline:
+        print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
+    for action, suspect in (
+        ("left out", selection.excluded),
+        ("measured, and marked as suspect", selection.suspect),
+    ):
+        if suspect:
+            print(f"{len(suspect)} of the selected revisions are suspect; they are {action}:")
+            for step, reason in suspect.items():
+                print(f"  step {step:>7}  {reason}", flush=True)
+    if selection.excluded:
+        print("--allow_suspect measures them too", flush=True)
+
+
+def print_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
+    """Print which steps have the same weights."""
+    fingerprints = {
+        step: str(summary.coords["fingerprint"].item())
+        for step, summary in summaries.items()
+        if "fingerprint" in summary.coords
+    }
+    for step, earlier in find_repeats(fingerprints).items():
+        print(f"note: {describe_repeat(step, earlier)}", flush=True)
+
+
+def headline(summary: "xr.Dataset") -> str:
+    """Return the result of a checkpoint in a few words."""
+    parts = []
+    if "miscoupling" in summary:
+        at = {"k": int(summary["k"][0]), "pairs": "mean_offdiag"}
+        value, null = float(summary["miscoupling"].sel(at)), float(summary["miscoupling_null"].sel(at))
+        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
+    if "lss" in summary:
+        parts.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
+    return "  ".join(parts) or "measured"
