@@ -5,7 +5,8 @@ import warnings
 from pathlib import Path
 
 WITHIN = str(Path(__file__).parent) + "/"
-FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.")
+# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
+FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
 
 
 def warn_caller(message: str) -> None:

@@ -22,7 +22,7 @@ from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.training.target import find_target
 
-pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* is measured over the full sequence")
+pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
 
 L, WIDTH, CPU = 3, 8, torch.device("cpu")
 

@@ -4,7 +4,6 @@ Prompts are never padded: each has its own forward pass.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.errors import UsageError
+from tracker.notices import warn_caller
 from tracker.values import whole_numbers
 
 
@@ -76,7 +76,7 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
     if max_tokens is not None and tokens > max_tokens:
         if max_tokens < 1:
             raise UsageError(f"max_tokens={max_tokens}; give at least 1, so that every prompt has a token")
-        warnings.warn(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} (max_tokens)", stacklevel=4)
+        warn_caller(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} (max_tokens)")
         encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
     ids = encoded["input_ids"]
     try:

@@ -16,6 +16,9 @@ Many blocks compute routers, norms, softmax or rotary positions in float32, what
 (single rows, another kernel), such a block in float64 differs by float32's rounding, and its tolerance is `ROUNDED`. That the
 difference is not noise is checked: replayed exactly as it was recorded, the block gives the same output to the tolerance of
 float64.
+
+A Jacobian that is computed again in float64 uses the keys and values that the float32 pass recorded, so it carries their
+rounding, and its tolerance is `ROUNDED` too.
 """
 
 from collections.abc import Sequence
@@ -42,14 +45,25 @@ from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_erro
 from tracker.linalg.jacobian import LinearOperator
 from tracker.linalg.transfer import read, standard_normal
 
-ROUNDED = 1e-5  # tolerance in float64 of a block that rounds to float32 inside: some hundred roundings of float32
+ROUNDED = (
+    1e-5  # tolerance in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
+)
 FAST = 5e-2  # tolerance of products in TF32 or bfloat16
 WINDOW = 16  # tokens
 
 
 def tolerance(dtype: torch.dtype, rounded: bool) -> float:
-    """Return the largest allowed error on another path; `rounded`: the block's own code may round to less than this dtype."""
+    """Return the largest allowed error on another path.
+
+    Args:
+        rounded: whether the block's own code, or the recording, may round to less than this dtype.
+    """
     return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
+
+
+def recorded_coarser(call: BlockCall) -> bool:
+    """Whether the call's keys and values were recorded in a lower precision than it is computed in."""
+    return call.x.dtype != call.replica.dtype
 
 
 def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
@@ -101,7 +115,7 @@ def _largest(errors: Sequence[float]) -> float:
 
 
 def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[Tensor, bool]:
-    """Return the error, and whether the block's code rounds to a lower precision."""
+    """Return the error, and whether the block's code or the recording rounds to a lower precision."""
     x = rows.select_sources(call.x)
     u = standard_normal(x.shape, x)
     block = linearize_rows(restrict([(call, rows)], row_attention), x)
@@ -110,7 +124,7 @@ def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttentio
     with replay_errors(call):
         expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
-    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded
+    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded or recorded_coarser(call)
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:

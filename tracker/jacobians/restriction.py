@@ -65,7 +65,7 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     arguments = divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     if len({len(call.attention) for call, _ in selections}) > 1:
-        raise NotSliceable("samples that do not pass through the same attentions")
+        raise NotSliceable("its samples do not pass through the same attentions")
     recorded = [
         [(past, rows) for past, (_, rows) in zip(at_once, selections, strict=True)]
         for at_once in zip(*(call.attention for call, _ in selections), strict=True)
@@ -80,13 +80,13 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
             frozen = next(expected, [])
             own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
             if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
-                raise NotSliceable("attention over something other than the block's own tokens")
+                raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
         with intercept_attention(handler):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
-            raise NotSliceable("attention that happens in the full sequence does not happen in a single row")
+            raise NotSliceable("its attention in the full sequence does not happen in a single row")
         return y
 
     return f

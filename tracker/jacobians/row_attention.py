@@ -49,7 +49,7 @@ def by_formula(
         NotSliceable: if the formula is not known.
     """
     if attention.formula is None or query.shape[1] % key.shape[1]:
-        raise NotSliceable("an attention whose formula is not known")
+        raise NotSliceable("the formula of its attention is not known")
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)

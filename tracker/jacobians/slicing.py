@@ -225,7 +225,7 @@ def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
     """Return row t of a recorded attention's mask, (R, H or 1, 1, n): causal if it was causal without a mask."""
     mask, n = past.mask, past.key.shape[-2]
     if mask is not None and not isinstance(mask, Tensor):
-        raise NotSliceable(f"an attention mask of type {type(mask).__name__}")
+        raise NotSliceable(f"how its attention mask of type {type(mask).__name__} divides into rows is not known")
     if mask is None:
         return (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None] if past.causal else None
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)

@@ -8,7 +8,6 @@ the random state. Step s is the state after s optimizer steps.
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Unpack
 
@@ -26,6 +25,7 @@ from tracker.loggers.protocol import Row
 from tracker.measurement import to_dataset
 from tracker.measures.options import accepts_options, documented, settings_from
 from tracker.measures.settings import Options
+from tracker.notices import warn_caller
 from tracker.provenance import settings_digest
 from tracker.results import Store
 from tracker.training import probe as probes
@@ -211,10 +211,9 @@ class CouplingCallback(Callback):
         """Measure after the last step."""
         if self.ends and 0 <= self.last_measured < trainer.global_step:
             if self.weights == "raw" and replaces_raw_weights(self, trainer):
-                warnings.warn(
+                warn_caller(
                     "the last step is not measured: averaged weights have replaced the raw ones; list CouplingCallback "
-                    "before the averaging callback",
-                    stacklevel=2,
+                    "before the averaging callback"
                 )
             else:
                 self._measure_if_due(trainer, pl_module, force=True, thin=False)
@@ -292,7 +291,7 @@ class CouplingCallback(Callback):
             try:
                 self.store.write(row.step, unit)
             except OSError as error:
-                warnings.warn(f"step {row.step} is measured but not stored: {error}; training continues", stacklevel=2)
+                warn_caller(f"step {row.step} is measured but not stored: {error}; training continues")
         if self.on_measure is not None:
             self.on_measure(unit)
 

@@ -1,7 +1,8 @@
 """The share of a training run's time that measuring takes."""
 
 import time
-import warnings
+
+from tracker.notices import warn_caller
 
 MIN_SECONDS = 30.0  # of measuring before a warning: a shorter total is no cost worth one
 REMEDY = "measure less often, on fewer samples or tokens, or set thin=True"
@@ -47,6 +48,4 @@ class Overhead:
         if self.warned or self.limit is None or share <= self.limit or self.total <= MIN_SECONDS:
             return
         self.warned = True
-        warnings.warn(
-            f"measuring took {share:.0%} of {period}, more than max_overhead={self.limit:g}: {REMEDY}", stacklevel=2
-        )
+        warn_caller(f"measuring took {share:.0%} of {period}, more than max_overhead={self.limit:g}: {REMEDY}")

@@ -5,7 +5,6 @@ contain it and a resumed run measures the same inputs.
 """
 
 import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tracker.capture.inputs import Batch, batches
 from tracker.errors import UsageError
+from tracker.notices import warn_caller
 from tracker.provenance import digest
 from tracker.training.target import Forward, WithForward
 
@@ -43,9 +43,7 @@ def resolve(given: Any, loaded: Any, batch: Any, max_samples: int) -> Any:
     if loaded is None:
         return first_samples(batch, max_samples) if given is None else given
     if given is not None and digest(given) != digest(loaded):
-        warnings.warn(
-            "the given probe is not that of the checkpoint; the checkpoint's is measured, as before", stacklevel=2
-        )
+        warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
     return loaded
 
 

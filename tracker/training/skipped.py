@@ -1,7 +1,6 @@
 """The scheduled steps of a training run that could not be measured, and why."""
 
-import warnings
-
+from tracker.notices import warn_caller
 from tracker.results import Store
 
 
@@ -22,15 +21,15 @@ class Skipped:
         reason = self.reasons[step] = f"{type(error).__name__}: {error}"
         if type(error) not in self.warned:
             self.warned.add(type(error))
-            warnings.warn(f"step {step} is not measured ({reason}); training continues", stacklevel=2)
+            warn_caller(f"step {step} is not measured ({reason}); training continues")
         if self.store is not None:
             try:
                 self.store.write_skipped(self.store.skipped() | {step: reason})
             except OSError as why:
-                warnings.warn(f"{self.store.path} can't record that step {step} is not measured: {why}", stacklevel=2)
+                warn_caller(f"{self.store.path} can't record that step {step} is not measured: {why}")
 
     def summarize(self) -> None:
         """Warn, at the end of the training, of all steps if more were skipped than were named."""
         if len(self.reasons) > len(self.warned):
             steps, last = ", ".join(map(str, self.reasons)), list(self.reasons.values())[-1]
-            warnings.warn(f"{len(self.reasons)} steps were not measured: {steps} (the last: {last})", stacklevel=2)
+            warn_caller(f"{len(self.reasons)} steps were not measured: {steps} (the last: {last})")

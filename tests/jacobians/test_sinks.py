@@ -1,0 +1,103 @@
+"""Attention sinks: tokens whose state is far larger than what a block adds to it, as at position 0 of trained models."""
+
+import pytest
+import torch
+
+import tracker
+import tracker.jacobians.restriction
+import tracker.jacobians.rows
+from tests import brute_force
+from tests.jacobians.test_brute_force import measured_jacobians
+from tests.models import Size, build
+from tracker.blocks.find import find_blocks
+from tracker.linalg.comparison import FLOOR
+
+SINK = 3  # the id of the token with large states
+FAMILIES = (
+    "llama, grouped keys",
+    "llama, eager",
+    "gpt2",
+    "gpt_neox",
+    "qwen2",
+    "qwen3, q/k norms",
+    "gemma, one key head",
+    "gemma2, soft cap",
+    "opt",
+)
+
+
+def with_sink(name, dimensions=slice(None), scale=1e4, length=7):
+    """Return a model and inputs whose first token has large states, in all dimensions or in some."""
+    model, inputs = build(name, Size(tokens=length))
+    inputs = inputs.clamp(min=SINK + 1)
+    inputs[:, 0] = SINK
+    with torch.no_grad():
+        model.get_input_embeddings().weight[SINK, dimensions] *= scale
+    return model, inputs
+
+
+def by_brute_force(model, inputs, ds, rows):
+    """Return, by layer, the Jacobians at rows of (sample, position) by autograd through the full sequence in float64."""
+    norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    blocks = [model.get_submodule(name) for name in find_blocks(model).names]
+    expected = brute_force.run(model.double().eval(), inputs, blocks, norm, batch_first=True)
+    return [torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows]) for l in range(len(blocks))]
+
+
+@pytest.mark.filterwarnings("error:.*computed over the full sequence")
+@pytest.mark.parametrize("dimensions", [slice(None), slice(5, 6)], ids=["all dimensions", "one dimension"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
+    model, inputs = with_sink(name, dimensions)
+    ds = tracker.measure(model, inputs, k=4, tokens=[0])
+    assert ds.sliced.all(), ds.attrs["fallbacks"]
+    rows = [(0, 0), (1, 0), (1, 6)]
+    seen = measured_jacobians(model, inputs, ds, rows, torch.float32)
+    truth = by_brute_force(model, inputs, ds, rows)
+    size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])  # root mean square of s
+    hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I
+    assert hidden.any() and not (size[:, 2] < FLOOR[torch.float32]).any()
+    for J, expected in zip(seen, truth, strict=True):
+        error = torch.linalg.matrix_norm(J - expected) / torch.linalg.matrix_norm(expected)
+        assert float(error.max()) < 1e-4
+    values = torch.from_numpy(ds.singular_value.values[:, 0])
+    expected = torch.stack([torch.linalg.svdvals(J[:2])[:, :4] for J in truth], 1)
+    torch.testing.assert_close(values.double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama, grouped keys", "gpt_neox"])
+def test_sinks_in_sequences_that_are_checked_in_windows(name):
+    model, inputs = with_sink(name, length=40)
+    ds = tracker.measure(model, inputs, k=4, tokens=[0, 1, -1])
+    assert ds.sliced.all(), ds.attrs["fallbacks"]
+
+
+PLANTED = [(name, planted) for name in ("llama, grouped keys", "gpt_neox", "opt") for planted in ("key", "value")]
+
+
+@pytest.mark.parametrize("name, planted", [*PLANTED, ("llama, grouped keys", "rotary"), ("gpt_neox", "rotary")])
+@pytest.mark.parametrize("length", [7, 40])
+def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
+    model, inputs = with_sink(name, length=length)
+    if planted == "rotary":
+        slice_argument = tracker.jacobians.restriction.slice_argument
+
+        def shifted(argument, value, call, rows):
+            moved = tracker.jacobians.rows.Rows(rows.sample, (rows.token + 1) % call.x.shape[1])
+            return slice_argument(argument, value, call, moved if argument == "position_embeddings" else rows)
+
+        monkeypatch.setattr(tracker.jacobians.restriction, "slice_argument", shifted)
+    else:
+
+        def detached(row_attention):
+            def attention(attend, query, key, value, frozen):
+                key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
+                return row_attention(attend, query, key, value, frozen)
+
+            return attention
+
+        paths = {path: detached(honest) for path, honest in tracker.jacobians.rows.PATHS.items()}
+        monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
+    with pytest.warns(UserWarning, match="failed its derivative check"):
+        ds = tracker.measure(model, inputs, k=4, tokens=[0])
+    assert not ds.sliced.any()
