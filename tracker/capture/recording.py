@@ -58,6 +58,11 @@ class BlockCall:
         for attention in self.attention:
             yield from (attention.key, attention.value)
 
+    @property
+    def recorded_coarser(self) -> bool:
+        """Whether the keys and values were recorded in a lower precision than the dtype that the call has now."""
+        return self.x.dtype != self.replica.dtype
+
     def to(self, dtype: torch.dtype, device: torch.device) -> "BlockCall":
         """Return the same call with its recorded tensors in this dtype and on this device."""
         if all(t.dtype == dtype and t.device == device for t in self.recorded_tensors()):

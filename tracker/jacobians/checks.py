@@ -61,11 +61,6 @@ def tolerance(dtype: torch.dtype, rounded: bool) -> float:
     return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
 
 
-def recorded_coarser(call: BlockCall) -> bool:
-    """Whether the call's keys and values were recorded in a lower precision than it is computed in."""
-    return call.x.dtype != call.replica.dtype
-
-
 def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
     """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d).
 
@@ -124,7 +119,7 @@ def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttentio
     with replay_errors(call):
         expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
-    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded or recorded_coarser(call)
+    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded or call.recorded_coarser
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:

@@ -22,14 +22,7 @@ from tracker.capture.recording import BlockCall
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
-from tracker.jacobians.checks import (
-    FAST,
-    quality,
-    recorded_coarser,
-    require_finite,
-    require_reproduction,
-    tolerance,
-)
+from tracker.jacobians.checks import FAST, quality, require_finite, require_reproduction, tolerance
 from tracker.jacobians.restriction import (
     RowAttention,
     Selection,
@@ -229,7 +222,7 @@ class Jacobians:
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-        checks, keys, allowed = [], 0, recorded_coarser(selections[0][0]) or (block.rounded and rounded)
+        checks, keys, allowed = [], 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors = read(
             [
                 _value_error(call, rows, y, self.replica.dtype)
