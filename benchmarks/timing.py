@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Run = Callable[[nn.Module, Benchmark, Clock], Any]
 
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
-    ("forward", "tracker.measurement", "record"),
+    ("forward", "tracker.measures.calls", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
     ("checks", "tracker.jacobians.check_cache", "derivative_error"),  # called within the stage before, like the next
     ("checks", "tracker.jacobians.check_cache", "find_mixing"),

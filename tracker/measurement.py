@@ -9,33 +9,59 @@ half of it for their couplings.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 import torch
 import xarray as xr
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, Named, find_blocks
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import Batch, batches, positions
+from tracker.capture.inputs import Batch, batches
 from tracker.capture.reachability import check_reachability
-from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.replicas.sharded import gathering_together
-from tracker.capture.spans.recording import record_spans
-from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
-from tracker.measures import trajectory
+from tracker.measures.calls import record_call
+from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
 from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
+from tracker.measures.estimate import estimate
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
-from tracker.measures.states import NOISE, measure_states
 from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
 from tracker.progress import Progress, progress_bar
 from tracker.provenance import describe, digest, has_float64, usable_device
+
+
+@overload
+def measure(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
+    device: torch.device | str | None = None,
+    blocks: Named | Blocks | None = None,
+    max_tokens: int | None = None,
+    progress: bool | None = None,
+    dry_run: Literal[False] = False,
+    **options: Unpack[Options],
+) -> xr.Dataset: ...
+
+
+@overload
+def measure(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
+    device: torch.device | str | None = None,
+    blocks: Named | Blocks | None = None,
+    max_tokens: int | None = None,
+    dry_run: Literal[True],
+    **options: Unpack[Options],
+) -> Cost: ...
 
 
 @accepts_options
@@ -48,8 +74,9 @@ def measure(
     blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
     progress: bool | None = None,
+    dry_run: bool = False,
     **options: Unpack[Options],
-) -> xr.Dataset:
+) -> xr.Dataset | Cost:
     """Measure transformer block coupling and token trajectories of one model (Aubry et al., ICLR 2025).
 
     The model is only read: its parameters, dtypes, modes, gradients and hooks and the random state stay as they were, also
@@ -64,6 +91,7 @@ def measure(
         blocks: an argument or a result of `find_blocks`, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
         progress: whether to show a progress bar after three seconds. Default: on a terminal and in a notebook.
+        dry_run: return the expected seconds and bytes, estimated from one block, instead of measuring.
         **options: measurement options.
 
     Returns:
@@ -71,6 +99,7 @@ def measure(
         In the matrix of layer pairs, `layer` is the block of the Jacobian and `layer_other` the block of the basis.
         Positions that a shorter prompt lacks and undefined values are NaN; `undefined` counts the latter. Norm-like values
         are in the units of the hidden state; couplings and scores have no unit. Attributes state the provenance.
+        With `dry_run`, a `Cost`: print it.
 
     Raises:
         UsageError: for inputs, options or models that can't be measured; the message says what to do.
@@ -82,6 +111,8 @@ def measure(
     found = find_blocks(model, blocks)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
+    if dry_run:
+        return estimate_cost(model, found, calls, settings, device)
     with progress_bar(progress) as shown:
         samples = measure_samples(model, found, calls, settings, device, shown)
     return to_dataset(samples, model, found, settings, device, inputs, started)
@@ -105,6 +136,23 @@ def measure_samples(
         progress = progress or Progress()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance)
         return _measure_batches(jacobians, calls, settings, new_replica, progress)
+
+
+def estimate_cost(
+    model: nn.Module,
+    blocks: Blocks,
+    calls: Sequence[Batch],
+    settings: "Settings",
+    device: torch.device,
+    depth: int | None = None,
+) -> Cost:
+    """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
+    with preserve_global_state(device), gathering_together(model) as gather:
+        jacobians = Jacobians(
+            Replica(model, blocks, settings.torch_dtype, device, gather), settings.precision, settings.memory(4)
+        )
+
+        return estimate(jacobians, calls, settings, model, blocks, depth)
 
 
 def to_dataset(
@@ -154,7 +202,7 @@ def _measure_batches(
     steps = 0  # of the progress, for the calls recorded so far
     for i, batch in enumerate(calls):
         available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
-        recording, rows, of_batch = _record(jacobians.replica, batch, settings, max(0, available))
+        recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
             check_reachability(
                 jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
@@ -197,69 +245,3 @@ def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings
         if sample.basis_layers:
             steps += tokenwise_steps(sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
     return steps
-
-
-def _record(replica: Replica, batch: Batch, settings: Settings, memory: int) -> tuple[Recording, Rows, list[Sample]]:
-    """Record one forward call; return its requested rows and its samples, measured but for their couplings.
-
-    Args:
-        memory: number of scalars to keep in memory; the rest go to files.
-    """
-    recording = (record_spans if replica.description.spans else record)(
-        replica,
-        batch.arguments,
-        batch.keywords,
-        memory * settings.torch_dtype.itemsize,
-    )
-    convention = settings.convention(recording, replica.description.include_final_norm)
-    norm, final_norm = recording.final_norm or ("", None)
-    if convention == "drop":
-        recording = recording.without_last_block()
-    raw, depth = recording, len(recording.calls)
-    if convention == "include":
-        recording = recording.fold_final_norm()
-    B, n, d = raw.calls[0].x.shape
-    if B != len(batch.labels):
-        raise UsageError(
-            f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
-            "(tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
-        )
-    valid = _valid(batch, B, n)
-    valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
-    tokens = settings.chosen_tokens(replica.description)
-    chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
-    window = settings.window or trajectory.default_width(depth)
-    if settings.window is not None and window > depth + 1:
-        raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
-    ks = settings.ks(d)
-
-    attributes = {
-        "final_norm": convention,
-        "final_norm_module": norm,
-        "window": window,
-        "width": d,
-        "blocks": ", ".join(call.name for call in recording.calls),
-    }
-    samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
-    basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
-    read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
-    for sample, values, at in zip(samples, read, valid, strict=True):
-        sample.values |= values
-        sample.basis_layers = basis_layers
-        if basis_layers:
-            sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
-    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
-    return recording, Rows(*rows.unbind(1)), samples
-
-
-def _valid(batch: Batch, B: int, n: int) -> Tensor:
-    """Return a mask of the blocks' tokens that are not padding."""
-    if batch.valid is None or batch.valid.all():
-        return torch.ones(B, n, dtype=torch.bool)
-    decoded = batch.keywords.get("decoder_input_ids")
-    if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
-        raise UsageError(
-            f"the attention mask leaves out padding among {batch.valid.shape[1]} tokens, but which of the blocks' {n} tokens "
-            "those are is not known; give samples of one length, without padding"
-        )
-    return batch.valid.cpu()

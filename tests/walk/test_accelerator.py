@@ -18,6 +18,7 @@ from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots
 from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
+from tracker.measures.memory import weights_memory
 from tracker.walk import memory, plan, unit
 from tracker.walk.command import parse
 
@@ -73,7 +74,7 @@ def checkpoint(pretend, walker, runs):
 
 def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pretend, checkpoint):
     model = load_model(checkpoint[-1])
-    weights = memory.weights_memory(model, find_blocks(model), torch.float32)
+    weights = weights_memory(model, find_blocks(model), torch.float32)
     del model
     kept = {}
     for lacking in (0, 1):
@@ -146,7 +147,7 @@ def pythia_12b():
 def test_12b_stays_on_a_device_beside_the_default_budget(monkeypatch, pythia_12b, total, budget, stays):
     device = torch.device("cuda")
     monkeypatch.setattr(memory, "_free_and_total", lambda device: (total * GB * 0.99, total * GB))
-    weights = memory.weights_memory(pythia_12b, find_blocks(pythia_12b), torch.float32)
+    weights = weights_memory(pythia_12b, find_blocks(pythia_12b), torch.float32)
     assert 23.7 * GB < weights < 27.5 * GB  # in float16, and in float32 what is outside the blocks, and one block
     found = memory.default_budget(device, weights)
     assert found == pytest.approx(budget * GB, rel=0.01)

@@ -4,29 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-
-    from tracker.blocks.find import Blocks
-
-
-def weights_memory(model: "nn.Module", blocks: "Blocks", dtype: "torch.dtype") -> int:
-    """Return the bytes that a model's weights take on an accelerator.
-
-    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block.
-    """
-    from tracker.blocks.find import unwrap
-
-    model = unwrap(model)
-    stored, converted = _bytes(model, dtype)
-    of_blocks = [_bytes(model.get_submodule(name), dtype)[1] for name in ([] if blocks.spans else blocks.names)]
-    return stored + converted - sum(of_blocks) + max(of_blocks, default=0)
-
-
-def _bytes(module: "nn.Module", dtype: "torch.dtype") -> tuple[int, int]:
-    """Return the bytes of a module's weights as stored, and of copies of those in another dtype in `dtype`."""
-    tensors = [*module.parameters(), *module.buffers()]
-    other = sum(t.numel() for t in tensors if t.is_floating_point() and t.dtype != dtype)
-    return sum(t.nbytes for t in tensors), other * dtype.itemsize
 
 
 def default_budget(device: "torch.device", weights: int) -> int:

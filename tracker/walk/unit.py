@@ -72,7 +72,8 @@ def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any)
     """Measure a loaded model; return its Dataset, and whether all weights were on the device."""
     from tracker.blocks.find import find_blocks
     from tracker.measurement import measure
-    from tracker.walk.memory import default_budget, stays_on_device, weights_memory
+    from tracker.measures.memory import weights_memory
+    from tracker.walk.memory import default_budget, stays_on_device
 
     settings, device = measurement.settings, measurement.device
     blocks = find_blocks(model)

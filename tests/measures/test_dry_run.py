@@ -1,0 +1,119 @@
+"""`tracker.measure(..., dry_run=True)`: what it reports, and its estimates against actual times."""
+
+import time
+from statistics import median
+
+import pytest
+import torch
+
+import tracker
+from tests.models import images, neox, timm_vit, tokens
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians
+from tracker.measures.cost import Cost
+
+WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, "num_hidden_layers": 4}
+SHAPES = {  # models and options for which the blocks take most of the time
+    "full": {"svd": "full"},
+    "krylov": {"svd": "krylov", "k": 10},
+    "matrix-free": {"svd": "matrix-free", "k": 10, "measures": ["coupling"]},
+    "tokenwise": {"measures": ["tokenwise"], "k": 10, "pair_tokens": 3},
+}
+
+
+def dry_run(model, inputs, **options) -> Cost:
+    cost = tracker.measure(model, inputs, dry_run=True, **options)
+    assert isinstance(cost, Cost)
+    return cost
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_estimate_is_within_a_factor_of_four(case):
+    model, x = neox(**WIDE), tokens(1)
+    expected, actual = [], []
+    for _ in range(3):  # in turn, as other processes take part of the machine
+        expected.append(dry_run(model, x, **SHAPES[case]).seconds)
+        started = time.perf_counter()
+        tracker.measure(model, x, **SHAPES[case])
+        actual.append(time.perf_counter() - started)
+    assert 1 / 4 < median(expected) / median(actual) < 4
+
+
+@pytest.mark.parametrize("svd", ["full", "matrix-free"])
+def test_one_block_is_timed_and_one_to_warm_up(svd, monkeypatch):
+    used = set()
+    for name in ("__call__", "sketch"):
+        real = getattr(Jacobians, name)
+
+        def counting(self, selections, real=real):
+            used.add(selections[0][0].name)
+            return real(self, selections)
+
+        monkeypatch.setattr(Jacobians, name, counting)
+    dry_run(neox(**WIDE), tokens(), svd=svd, k=10)
+    assert 1 <= len(used) <= 2
+
+
+def test_the_report_states_what_would_be_measured():
+    cost = dry_run(neox(), tokens(4), k=[2, 4], tokens=[0, -1], measures=["coupling", "trajectory", "entropy"])
+    assert (cost.samples, cost.tokens, cost.rows, cost.k, cost.width) == (4, (7, 7), 8, (2, 4), 32)
+    assert cost.final_norm == ("include", "gpt_neox.final_layer_norm")
+    assert set(cost.stages) == {"forward passes", "trajectory", "entropy", "Jacobians", "singular vectors", "pairs"}
+    assert cost.not_counted == ("vju", "matrices", "tokenwise", "pca", "noise")
+    assert not cost.refused and not cost.warnings
+    assert 0 < cost.peak_bytes < cost.memory_budget
+    assert cost.seconds == sum(cost.stages.values()) > 0
+    text = str(cost)
+    assert repr(cost) == text and max(map(len, text.splitlines())) <= 80
+    for shown in ("3 blocks", "4 of 7 tokens; Jacobians at 8 in all", "2, 4 of width 32", "not counted  vju"):
+        assert shown in text
+
+
+@pytest.mark.parametrize(
+    "options, method",
+    [
+        ({"svd": "full"}, "full decomposition"),
+        ({"svd": "krylov", "k": 10}, "krylov"),
+        ({"svd": "matrix-free", "k": 10}, "matrix-free"),
+        ({"memory_budget": 1 << 20}, "two passes"),
+        ({"measures": ["trajectory"]}, "no Jacobians"),
+    ],
+)
+def test_the_report_names_the_method(options, method):
+    assert method in dry_run(neox(**WIDE), tokens(), **options).method
+
+
+def test_all_measures_have_a_stage():
+    cost = dry_run(neox(), tokens(), measures="all")
+    assert {"trajectory", "entropy", "pca", "noise", "tokenwise"} < set(cost.stages)
+
+
+def test_what_would_be_refused_is_reported():
+    cost = dry_run(timm_vit(), images(), measures=["entropy"])
+    assert "no unembedding was found" in cost.refused
+    assert "refused      measures='entropy', but no unembedding" in str(cost)
+    assert "k=1000" in dry_run(neox(), tokens(), k=1000).refused
+    with pytest.raises(UsageError, match="svd"):  # not even an option
+        dry_run(neox(), tokens(), svd="fast")
+
+
+def test_a_jacobian_beyond_the_budget_is_a_warning():
+    (warning,) = dry_run(neox(), tokens(), memory_budget=4096).warnings
+    assert warning.startswith("one Jacobian takes 0.0041 MB, more than half of the memory budget")
+
+
+def test_prompts_of_several_lengths_count_by_their_tokens():
+    torch.manual_seed(0)
+
+    def tokenizer(prompt, return_tensors):
+        return {"input_ids": tokens(1, len(prompt))}
+
+    cost = dry_run(neox(), ["a" * 3, "b" * 5, "c" * 7], tokenizer=tokenizer, tokens="all", k=2)
+    assert (cost.samples, cost.tokens, cost.rows) == (3, (3, 7), 15)
+
+
+def test_measuring_after_a_dry_run_gives_the_same_numbers():
+    model, x = neox(), tokens()
+    before = tracker.measure(model, x)
+    dry_run(model, x)
+    assert before.miscoupling.equals(tracker.measure(model, x).miscoupling)

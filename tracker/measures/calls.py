@@ -1,0 +1,85 @@
+"""Record one forward call, and measure what is read off its states."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracker.capture.inputs import Batch, positions
+from tracker.capture.recorder import record
+from tracker.capture.recording import Recording
+from tracker.capture.replicas.replica import Replica
+from tracker.capture.spans.recording import record_spans
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Rows
+from tracker.measures import trajectory
+from tracker.measures.dataset import Sample
+from tracker.measures.settings import Settings
+from tracker.measures.states import NOISE, measure_states
+
+
+def record_call(
+    replica: Replica, batch: Batch, settings: Settings, memory: int
+) -> tuple[Recording, Rows, list[Sample]]:
+    """Record one forward call; return its requested rows and its samples, measured but for their couplings.
+
+    Args:
+        memory: number of scalars to keep in memory; the rest go to files.
+    """
+    recording = (record_spans if replica.description.spans else record)(
+        replica,
+        batch.arguments,
+        batch.keywords,
+        memory * settings.torch_dtype.itemsize,
+    )
+    convention = settings.convention(recording, replica.description.include_final_norm)
+    norm, final_norm = recording.final_norm or ("", None)
+    if convention == "drop":
+        recording = recording.without_last_block()
+    raw, depth = recording, len(recording.calls)
+    if convention == "include":
+        recording = recording.fold_final_norm()
+    B, n, d = raw.calls[0].x.shape
+    if B != len(batch.labels):
+        raise UsageError(
+            f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
+            "(tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
+        )
+    valid = _valid(batch, B, n)
+    valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
+    tokens = settings.chosen_tokens(replica.description)
+    chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
+    window = settings.window or trajectory.default_width(depth)
+    if settings.window is not None and window > depth + 1:
+        raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
+    ks = settings.ks(d)
+
+    attributes = {
+        "final_norm": convention,
+        "final_norm_module": norm,
+        "window": window,
+        "width": d,
+        "blocks": ", ".join(call.name for call in recording.calls),
+    }
+    samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
+    basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
+    read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
+    for sample, values, at in zip(samples, read, valid, strict=True):
+        sample.values |= values
+        sample.basis_layers = basis_layers
+        if basis_layers:
+            sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
+    rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
+    return recording, Rows(*rows.unbind(1)), samples
+
+
+def _valid(batch: Batch, B: int, n: int) -> Tensor:
+    """Return a mask of the blocks' tokens that are not padding."""
+    if batch.valid is None or batch.valid.all():
+        return torch.ones(B, n, dtype=torch.bool)
+    decoded = batch.keywords.get("decoder_input_ids")
+    if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
+        raise UsageError(
+            f"the attention mask leaves out padding among {batch.valid.shape[1]} tokens, but which of the blocks' {n} tokens "
+            "those are is not known; give samples of one length, without padding"
+        )
+    return batch.valid.cpu()

@@ -1,0 +1,286 @@
+"""Estimate the cost of a measurement from one forward pass and one timed block.
+
+The seconds of a stage are those of the timed block, at up to `ROWS` token rows, times the number of blocks and rows. What is
+done once per block, the check of its derivative, is timed apart from what is done for every row. The estimate leaves out
+what does not grow with the model: imports, and the assembly of the Dataset.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from math import ceil
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tracker.blocks.find import Blocks
+from tracker.capture.inputs import Batch
+from tracker.capture.recording import BlockCall, Recording
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Jacobians, Rows
+from tracker.linalg.costs import krylov_is_cheaper
+from tracker.linalg.krylov import basis_fits, basis_size
+from tracker.measures import depthwise
+from tracker.measures.calls import record_call
+from tracker.measures.choices import choices
+from tracker.measures.cost import Cost, size
+from tracker.measures.dataset import Sample
+from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
+from tracker.measures.memory import bytes_of, converted_block
+from tracker.measures.settings import Settings
+from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
+
+ROWS = 4  # token rows at most that are timed together
+BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
+OF_STATES = ("trajectory", "entropy", "pca", "noise")
+SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is measured, resolved on one recorded call."""
+
+    jacobians: Jacobians
+    recording: Recording  # with the model's number of blocks
+    rows: Rows
+    sample: Sample
+    settings: Settings
+    total_rows: int
+    samples: int
+
+    @property
+    def memory(self) -> int:
+        return self.settings.memory(2)
+
+    @property
+    def together(self) -> int:
+        """The number of rows that are measured together."""
+        at_once = depthwise.rows_at_once(self.recording, self.sample.ks, self.settings.svd, self.memory)
+        return max(1, min(at_once, self.total_rows))
+
+    @property
+    def matrix_free(self) -> bool:
+        return depthwise.is_matrix_free(self.recording, self.together, self.sample.ks, self.settings.svd, self.memory)
+
+    @property
+    def kept(self) -> bool:
+        """Whether the Jacobians of all blocks are kept together."""
+        L, d = len(depthwise.measured_calls(self.recording)), self.sample.attributes["width"]
+        return not self.matrix_free and L * d**2 <= self.memory
+
+
+def estimate(
+    jacobians: Jacobians,
+    calls: Sequence[Batch],
+    settings: Settings,
+    model: nn.Module,
+    blocks: Blocks,
+    depth: int | None = None,
+) -> Cost:
+    """Estimate the cost of measuring some forward calls.
+
+    Args:
+        depth: the number of blocks of the measured model, if `model` has fewer, all alike.
+    """
+    sizes = [_size(batch) for batch in calls]
+    batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
+    scale = sum(sizes) / _size(batch)
+    states_alone = replace(settings, measures=("coupling",), **({"window": None} if depth else {}))
+    stages: dict[str, float] = {}
+    refused, warnings, case = "", [], None
+    record = partial(record_call, jacobians.replica, batch, memory=settings.memory(4))
+    try:
+        seconds, (recording, rows, samples) = _timed_again(partial(record, states_alone))
+        recorded = len(recording.calls)
+        if depth is not None:
+            recording = _deepened(recording, depth)
+        deeper = len(recording.calls) / recorded
+        stages["forward passes"] = seconds * scale * deeper
+        count = sum(len(call.labels) for call in calls)
+        total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
+        case = _Case(jacobians, recording, rows, samples[0], settings, total_rows, count)
+        for measure in OF_STATES:
+            if settings.includes(measure):
+                one = replace(states_alone, measures=(measure,))
+                both, _ = _timed(partial(record, one))
+                stages[measure] = max(0.0, both - seconds) * scale * deeper
+        if settings.includes("coupling"):
+            stages |= _coupling(case)
+        if settings.includes("tokenwise"):
+            stages |= _tokenwise(case)
+    except (UsageError, FloatingPointError) as error:
+        refused = str(error)
+    lengths = [_length(batch) for batch in calls]
+    chosen: dict[str, Any] = {"final_norm": ("", ""), "k": (), "width": 0, "method": ""}
+    weights, peak = bytes_of(model, settings.torch_dtype)[0], 0
+    if case is not None:
+        lengths = [round(case.sample.length * length / _length(batch)) for length in lengths]
+        norms = case.sample.attributes["final_norm"], case.sample.attributes["final_norm_module"]
+        chosen = {"final_norm": norms, "k": case.sample.ks, "width": case.sample.attributes["width"]}
+        chosen["method"] = _method(case)
+        peak = _peak(case, len(calls)) + converted_block(model, blocks, settings.torch_dtype)
+        one = chosen["width"] ** 2 * settings.torch_dtype.itemsize
+        if settings.forms_jacobians and one > settings.memory_budget // 2:
+            warnings.append(
+                f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
+                "the budget is exceeded; raise it, or choose svd='matrix-free'"
+            )
+    included = {measure for measure in choices() if settings.includes(measure)}
+    return Cost(
+        blocks=str(blocks),
+        samples=sum(len(call.labels) for call in calls),
+        tokens=(min(lengths), max(lengths)),
+        rows=case.total_rows if case is not None else 0,
+        **chosen,
+        stages=stages,
+        timed=_timed_text(case, jacobians),
+        weights_bytes=weights,
+        peak_bytes=peak,
+        memory_budget=settings.memory_budget,
+        not_counted=tuple(measure for measure in choices() if measure not in included),
+        warnings=tuple(warnings),
+        refused=refused,
+    )
+
+
+def _coupling(case: _Case) -> dict[str, float]:
+    """Return the seconds of the Jacobians, their singular vectors and the pairs of all blocks."""
+    recording, settings = case.recording, case.settings
+    calls = depthwise.measured_calls(recording)
+    R, L, K = min(case.together, ROWS), len(calls), max(case.sample.ks)
+    row = case.rows.subset(slice(0, 1))
+    middle, other = _middle(calls)
+
+    def form(call: BlockCall) -> Any:
+        selections = [(call, row)] * R
+        if case.matrix_free:
+            return matrix_free_layer(case.jacobians, selections, K, settings.svd, case.memory)
+        return case.jacobians(selections)
+
+    once, formed = _timed_after_warm_up(form, middle, other)
+    every = once
+    if case.total_rows > R:  # without what is done once per block
+        every, formed = _timed(lambda: form(middle if once >= BRIEF else other))
+    factor = case.total_rows / R
+    seconds = L * (max(0.0, once - every) + factor * every)
+    if case.matrix_free:
+        layer, stages = formed, {"singular vectors": seconds}
+    else:
+        stages = {"Jacobians": seconds}
+        J = torch.cat([J for J, _ in formed])
+        parallel = min(L, torch.get_num_threads()) if case.kept and J.device.type == "cpu" else 1
+        how = (K, settings.svd, case.memory, case.jacobians.advance)
+        seconds, (triplets, *_) = _timed_again(lambda: triplets_of_jacobians([J] * parallel, *how))
+        stages["singular vectors"] = L * factor * seconds / parallel
+
+        def product(V: Tensor) -> Tensor:
+            if depthwise.fits(recording, case.memory):
+                return J @ V
+            return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
+
+        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], True)
+    bases = [layer.triplets] * L
+    seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
+    stages["pairs"] = L * factor * seconds
+    return stages
+
+
+def _tokenwise(case: _Case) -> dict[str, float]:
+    """Return the seconds of the couplings across tokens, from one block in its own basis."""
+    settings, recording = case.settings, case.recording
+    L, n = len(recording.calls), case.sample.length
+    tokens, basis_layers = settings.pair_positions(range(n)), settings.basis_layers(L)
+    if not basis_layers:
+        return {}
+    few, middle = tokens[: max(2, min(3, len(tokens)))], L // 2 + 1
+    how = (case.sample.ks, settings.svd, settings.includes("matrices"), case.memory)
+    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, recording, 0, few, {middle: middle}, *how))
+    steps = tokenwise_steps(tokens, basis_layers) / tokenwise_steps(few, {middle: middle})
+    return {"tokenwise": case.samples * steps * seconds}
+
+
+def _method(case: _Case) -> str:
+    svd, x, K = case.settings.svd, case.recording.calls[0].x, max(case.sample.ks)
+    if case.matrix_free:
+        chosen = "matrix-free: products with Jacobians that are not formed"
+    else:
+        d = x.shape[-1]
+        iterates = basis_fits(d, K) and (
+            svd == "krylov" or (svd != "full" and krylov_is_cheaper(d, K, x.dtype, case.jacobians.replica.device))
+        )
+        chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
+        if not depthwise.fits(case.recording, case.memory):
+            chosen += ", in two passes over the blocks, as the Jacobians of one token do not fit the budget together"
+    return f"{chosen} (svd={svd!r})" if case.settings.forms_jacobians else "no Jacobians"
+
+
+def _peak(case: _Case, calls: int) -> int:
+    """Return the bytes beside the weights: recordings, Jacobians or bases, and the larger of products and decompositions."""
+    d, K, L = case.sample.attributes["width"], max(case.sample.ks), len(depthwise.measured_calls(case.recording))
+    settings, itemsize = case.settings, case.settings.torch_dtype.itemsize
+    together = max(1, ceil(case.together / len(case.rows)))
+    recordings = min(settings.memory(4), case.recording.scalars() * min(together, calls))
+    if not settings.forms_jacobians:
+        return recordings * itemsize
+    bases = 3 * case.together * L * d * K
+    products = min(settings.memory(4), 16 * d * max(256, case.together))
+    if case.matrix_free:
+        return (recordings + bases + case.together * 2 * d * basis_size(d, K) + products) * itemsize
+    parallel = min(L, torch.get_num_threads()) if case.kept else 1
+    kept = case.together * d**2 * (L if case.kept else 1)
+    return (recordings + bases + kept + max(products, parallel * SVD_COPIES * d**2)) * itemsize
+
+
+def _timed_text(case: _Case | None, jacobians: Jacobians) -> str:
+    device, dtype = jacobians.replica.device, str(jacobians.replica.dtype).removeprefix("torch.")
+    if case is None or not case.settings.forms_jacobians:
+        return f"one forward pass, on {device} in {dtype}"
+    name = _middle(depthwise.measured_calls(case.recording))[0].name
+    rows = min(case.together, ROWS)
+    return f"one forward pass, and {name} at {rows} token{'s' if rows > 1 else ''}, on {device} in {dtype}"
+
+
+def _middle(calls: Sequence[BlockCall]) -> tuple[BlockCall, BlockCall]:
+    """Return the block to time, and another one, if there is one."""
+    at = (len(calls) - 1) // 2
+    return calls[at], calls[max(0, at - 1)] if at else calls[-1]
+
+
+def _deepened(recording: Recording, depth: int) -> Recording:
+    """Return the recording of a model with `depth` blocks like these; the last stays the last."""
+    inner = cycle([*recording.calls[:-1], recording.raw_last or recording.calls[-1]])
+    return replace(recording, calls=[*islice(inner, depth - 1), recording.calls[-1]])
+
+
+def _length(batch: Batch) -> int:
+    tensors = [v for v in (*batch.arguments, *batch.keywords.values()) if isinstance(v, Tensor)]
+    return tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 1
+
+
+def _size(batch: Batch) -> int:
+    return len(batch.labels) * _length(batch)
+
+
+def _timed(function: Callable[[], T]) -> tuple[float, T]:
+    started = time.perf_counter()
+    result = function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, result
+
+
+def _timed_again(function: Callable[[], T]) -> tuple[float, T]:
+    """Time a function; a brief one again, as libraries start up in the first call."""
+    seconds, result = _timed(function)
+    return _timed(function) if seconds < BRIEF else (seconds, result)
+
+
+def _timed_after_warm_up(function: Callable[[BlockCall], T], call: BlockCall, other: BlockCall) -> tuple[float, T]:
+    """Time a function of a block; if it is brief, of another block, which has not been checked either."""
+    seconds, result = _timed(lambda: function(call))
+    return _timed(lambda: function(other)) if seconds < BRIEF else (seconds, result)
