@@ -256,8 +256,12 @@ class TestNumbers:
         np.testing.assert_allclose(numbers(drawn), expected, rtol=1e-6)
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]
-        by_prompt = ds.miscoupling.sel(k=4).where(apart).mean(("token", "layer", "layer_other"))
-        np.testing.assert_allclose(-numbers(drawn), by_prompt, rtol=1e-6)
+        above = (ds.miscoupling_null - ds.miscoupling).sel(k=4).where(apart)
+        np.testing.assert_allclose(numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6)
+        assert named(shown(page, "prompts"), "null level")["y"] == [0, 0]
+        points = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
+        drawn = named(shown(page, "scatter"), "a point a step")["y"]
+        np.testing.assert_allclose(numbers(drawn), points.miscoupling_null - points.miscoupling)
         noise = ds.noise_similarity.sel(depth=1).mean(("prompt", "position"))
         np.testing.assert_allclose(numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6)
 
@@ -280,14 +284,17 @@ class TestNumbers:
         (drawn,) = shown(page, "token_matrix")
         stored = ds.fixed_output_miscoupling.sel(k=4, layer=1).mean("prompt").values
         np.testing.assert_allclose(numbers(drawn["z"]), stored, **TO_16_BITS)
-        assert page.inner_text("#token_matrix-title") == "Tokens in block 1, in bases of block 2, step 2,000"
+        assert (
+            page.inner_text("#token_matrix-title")
+            == "Mis-coupling of pairs of tokens: block 1, in bases of block 2, step 2,000"
+        )
         assert drawn["text"][0][2] == "token 0 in block 1, in the basis of token 6 in block 2"
         blocks = page.eval_on_selector_all("#block option", "(options) => options.map((option) => option.value)")
         assert blocks == ["1", "2"], "no block lends its basis to the last"
         curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
         expected = ds.fixed_output_miscoupling.sel(k=4).mean()
         assert curve[3] == pytest.approx(float(expected), rel=1e-6)
-        title = "Tokens, fixed output: mis-coupling m_K, K = 4, l′ = l + 1"
+        title = "Coupling across tokens over training, fixed output: mis-coupling m_K, K = 4, l′ = l + 1"
         assert page.inner_text("#token_curves-title") == title
         (drawn,) = shown(page, "token_absolute")
         A = abs(ds.fixed_output_matrix) / ds.fixed_output_singular_value.sel(rank=1)
@@ -296,7 +303,10 @@ class TestNumbers:
         for t, u in np.ndindex(3, 3):
             tile = seen[5 * t : 5 * t + 4, 5 * u : 5 * u + 4]
             np.testing.assert_allclose(tile, A[t, u], atol=np.ptp(A[t, u]) / 500)
-        assert page.inner_text("#token_absolute-title") == "|A| of token pairs, l = 1, l′ = 2, step 2,000"
+        assert (
+            page.inner_text("#token_absolute-title")
+            == "Coupling matrices |A| of pairs of tokens, l = 1, l′ = 2, step 2,000"
+        )
         assert "layers compared across tokensl' = l + 1" in page.text_content("body")
 
     def test_undefined_values_are_gaps(self, page, results):
@@ -322,6 +332,79 @@ class TestNumbers:
                 and float(row["q75"]) == stored.miscoupling_q75.values[i]
             )
             assert float(table["null level", step]["value"]) == stored.miscoupling_null.values[i]
+
+    def test_every_chart_gives_its_numbers(self, page, results):
+        tables = page.evaluate(
+            """() => Object.fromEntries(Object.keys(figures).filter((id) => !$(`${id}-figure`).hidden)
+              .map((id) => [id, csv(id)]))"""
+        )
+        assert len(tables) > 20
+        for name, table in tables.items():
+            rows = list(csv.DictReader(table.splitlines()))
+            assert any(row["value"] for row in rows), name
+        L = tracker.open_results(results).sizes["layer"]
+        assert len(tables["graph"].splitlines()) == 1 + L * (L - 1) / 2
+
+
+class TestFirstLook:
+    """What coupling is, what was measured, and every chart's title are in the page before anything is drawn."""
+
+    pytestmark = browser_test
+
+    def test_the_page_begins_with_what_coupling_is(self, page):
+        said = page.locator("header .introduction > div").first
+        assert said.locator("p").count() == 3
+        assert all(text.count(". ") == 0 and text.endswith(".") for text in said.locator("p").all_inner_texts())
+        assert said.locator("a").get_attribute("href") == "https://arxiv.org/abs/2407.07810"
+        assert page.locator(".picture svg").count() == 3
+        before = "document.querySelector('.introduction').compareDocumentPosition(document.getElementById('controls'))"
+        assert page.evaluate(before) == 4  # follows
+
+    def test_titles_are_there_before_their_charts_are_drawn(self, open_page, written):
+        page = open_page(written["one"])
+        titles = page.evaluate(f"{VISIBLE}.map((c) => [c.id, document.getElementById(`${{c.id}}-title`).textContent])")
+        drawn = page.evaluate(f"{VISIBLE}.filter((c) => c.data).map((c) => c.id)")
+        assert len(titles) > 20 > len(drawn)
+        assert all(title for _, title in titles) and len({title for _, title in titles}) == len(titles)
+
+    def test_prompts_are_listed(self, open_page, page, several, tmp_path):
+        assert "2 inputs; the results hold no text of them. Jacobians" in page.inner_text("#of-prompts")
+        store = Store(generated(tmp_path / "run", (0, 8), prompts=23))
+        for step in (0, 8):
+            texts = [f"Question {i}: <b>what is {i}?</b>" for i in range(22)] + ["word " * 100]
+            unit = store.read(step).assign_coords(prompt_text=("prompt", texts), prompt_source=("prompt", ["arc"] * 23))
+            store.write(step, unit.assign_attrs(tokens="last"))
+        page = open_page(write_report(store.path, tmp_path / "page.html"))
+        said = page.inner_text("#of-prompts")
+        assert "23 prompts. Jacobians, and therefore mis-couplings, are those at the last token of each prompt." in said
+        assert "Question 3: <b>what is 3?</b>12 tokens, arc" in said.replace("\n", "") and "3 more" in said
+        assert "Question 21" not in said
+        page.locator(".more > summary").click()
+        assert "Question 21" in page.inner_text("#of-prompts")
+        assert page.locator("#prompts-listed li").count() == 23
+
+    @pytest.mark.parametrize("which", ["one", "six"])
+    def test_prints_whole(self, shared, which):
+        page = shared(which, color_scheme="dark")
+        page.evaluate(
+            f"""() => addEventListener("beforeprint", () => {{ window.printed = {{
+              charts: {VISIBLE}.map((c) => [c.id, c.querySelectorAll(".main-svg").length, c._fullLayout.width,
+                c.parentElement.clientWidth]),
+              ink: document.getElementById("coupling").layout.font.color,
+              closed: document.querySelectorAll("details:not([open], .more)").length,
+            }}; }}, {{ once: true }})"""
+        )
+        visible = page.evaluate(f"{VISIBLE}.map((c) => c.id)")
+        pdf = page.pdf(format="A4")
+        assert pdf.count(b"/Type /Page\n") > 5
+        printed = page.evaluate("window.printed")
+        assert [name for name, *_ in printed["charts"]] == visible
+        for name, drawn, width, column in printed["charts"]:
+            assert drawn and width <= column < 700, name
+        assert printed["ink"] == "#1a1d21" and printed["closed"] == 0
+        shown(page, "coupling")
+        ink, width = page.evaluate("[$('coupling').layout.font.color, $('coupling')._fullLayout.width]")
+        assert ink != "#1a1d21" and width > 1000, "afterwards it is as before"
 
 
 class TestChoices:
@@ -350,7 +433,8 @@ class TestChoices:
         page.select_option("#pairs", "mean_adjacent")
         stored = ds.offdiag_normalized_vju.sel(k=8).isel(step=3).astype(float).mean(("prompt", "token")).values
         np.testing.assert_allclose(numbers(shown(page, "matrix")[0]["z"]), stored, **TO_16_BITS)
-        assert page.inner_text("#coupling-title") == "off-diagonal, normalized, sides swapped, K = 8, adjacent"
+        said = "How coupled blocks are over training: off-diagonal, normalized, sides swapped, K = 8, adjacent blocks"
+        assert page.inner_text("#coupling-title") == said
         drawn = named(shown(page, "coupling"), "mean over prompts")["y"]
         assert drawn == contents(summary(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
 
@@ -365,7 +449,9 @@ class TestChoices:
             said = page.inner_text("#matrix-figure figcaption")
             assert ("the last block with the final norm in it" in said) == (name == "miscoupling")
         shown(page, "coupling")
-        assert page.inner_text("#coupling-title") == "mis-coupling m_K, before final norm, K = 4, l ≠ l′"
+        assert page.inner_text("#coupling-title").endswith(
+            ": mis-coupling m_K, before final norm, K = 4, pairs of different blocks"
+        )
         assert np.nanmax(abs(drawn[0] - drawn[1])[:-1, :-1]) < 1e-4 < np.nanmax(abs(drawn[0] - drawn[1])[-1])
 
     def test_a_pair_is_picked_by_click_by_keyboard_and_by_number(self, page, results):
@@ -448,7 +534,7 @@ class TestChoices:
                 )
             )
         links, controls = ["A"] * 6, ["measure", "k", "pairs", "score", "axis", "last", "step"]
-        first = ["skip", "theme", "doubts", *links, *controls, "csv"]
+        first = ["skip", "theme", "A", "doubts", *links, *controls, "csv"]
         assert reached[: len(first)] == first
         assert reached.index("l") < reached.index("m") < reached.index("matrix") < reached.index("kind")
         page.locator(".skip").focus()
@@ -478,9 +564,10 @@ class TestSeveral:
     def test_prompts_against_their_difficulty(self, shared, several):
         page, ds = shared("six"), tracker.open_results(several[0]).isel(step=-1)
         line = named(shown(page, "difficulty"), "prompts")
-        couplings = [-np.nanmean(off_diagonal(A)) for A in ds.miscoupling.sel(k=4).values[:, 0].astype(float)]
+        above = (ds.miscoupling_null - ds.miscoupling).sel(k=4).astype(float).values
+        couplings = [np.nanmean(off_diagonal(A)) for A in above[:, 0]]
         assert line["x"] == [3, 1, 4]
-        np.testing.assert_allclose(line["y"], couplings, rtol=1e-6)
+        np.testing.assert_allclose(line["y"], couplings, atol=1e-6)
 
     def test_what_differs_is_said(self, shared):
         page = shared("two")
@@ -517,11 +604,17 @@ class TestBetween:
         page.select_option("#k", "8")
         for pairs in ("mean_offdiag", "mean"):
             page.select_option("#pairs", pairs)
-            whole = [ds.offdiag_normalized.sel(k=8).values.astype(float)[:, 0] for ds in last]
-            couplings = [-np.nanmean(off_diagonal(A.mean(0))) if pairs == "mean_offdiag" else -A.mean() for A in whole]
+            above = [
+                ds.offdiag_normalized_null.where(ds.layer != ds.layer_other, 0) - ds.offdiag_normalized for ds in last
+            ]
+            whole = [A.sel(k=8).mean(("prompt", "token")).astype(float).values for A in above]
+            couplings = [np.nanmean(off_diagonal(A)) if pairs == "mean_offdiag" else A.mean() for A in whole]
             assert_line(page, "fit", couplings, score)
             assert "Blocks, width and parameters controlled for: R² = " in page.inner_text("#fit-caption")
-        assert page.inner_text("#fit-title") == "Score against coupling, off-diagonal, normalized, K = 8, all pairs"
+        assert (
+            page.inner_text("#fit-title")
+            == "Score against coupling: off-diagonal, normalized, K = 8, all pairs of blocks"
+        )
         for name, x in of.items():
             page.select_option("#against", name)
             assert_line(page, "fit", x, score)
@@ -537,7 +630,8 @@ class TestBetween:
         page.select_option("#measure", "offdiag_normalized")
         _, table = score_against_coupling(results, 4)
         dots = [line for line in shown(page, "fit") if line["mode"] == "markers"]
-        np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"])
+        level = [tracker.open_results(path).isel(step=-1).sel(k=4).offdiag_normalized_null.mean() for path in several]
+        np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"] + level, rtol=1e-6)
         bars = [line["error_x"]["array"][0] for line in dots]
         np.testing.assert_allclose(bars, table["coupling, K = 4 high"] - table["coupling, K = 4"], atol=1e-6)
         _, table = subsets(results, 4)
@@ -736,7 +830,10 @@ class TestHonesty:
         (drawn,) = shown(page, "token_matrix")
         stored = ds.self_miscoupling.sel(k=4, layer=2).mean("prompt").values
         np.testing.assert_allclose(numbers(drawn["z"]), off_diagonal(stored), **TO_16_BITS)
-        assert page.inner_text("#token_matrix-title") == "Tokens in block 2, in bases of the same block, step 1"
+        assert (
+            page.inner_text("#token_matrix-title")
+            == "Mis-coupling of pairs of tokens: block 2, in bases of the same block, step 1"
+        )
         curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
         apart = ds.pair_token != ds.pair_token_other
         assert curve[1] == pytest.approx(float(ds.self_miscoupling.where(apart).mean()), rel=1e-6)

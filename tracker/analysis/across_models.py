@@ -1,6 +1,9 @@
 """Comparison of several results: one point per result, after its last step, and fits of one property on another.
 
-    coupling = -mis-coupling; the score is the mean over the benchmarks that all results share
+    coupling = null level - mis-coupling; the score is the mean over the benchmarks that all results share
+
+Null levels differ between models (except for offdiag_normalized, where they depend on K alone), so couplings of several models
+are distances from them.
 
 `tracker.figures.model_comparisons` draws these numbers for print; the page draws those of `compare_models`. Fits are those of
 `regression`; each is repeated with one point per cluster where results are not independent (`clusters`). Intervals of a
@@ -75,7 +78,7 @@ def architecture(ds: xr.Dataset) -> str:
 
 
 def final_couplings(points: Results) -> xr.DataArray:
-    """Collect couplings after the last step, for the measures and K that all results have.
+    """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
     Args:
         points: for each result, the Dataset of `statistics.curves` or of the page's summary.
@@ -94,7 +97,9 @@ def final_couplings(points: Results) -> xr.DataArray:
         raise UsageError(
             "the results share no K and measure of coupling; measure again with the same --k and --measures"
         )
-    chosen = [-ds[names].sel(k=ks, pairs=list(PAIRS)).to_array("measure") for ds in last]
+    pairs = {"k": ks, "pairs": list(PAIRS)}
+    chosen = [xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names}).sel(pairs) for ds in last]
+    chosen = [couplings.to_array("measure") for couplings in chosen]
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
 
@@ -238,8 +243,9 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
     ends = []
     for ds in compared.values():
-        by_prompt = -ds[f"{measure}_by_prompt"].sel(k=k).isel(step=-1).values
-        ends.append(mean_interval(by_prompt, sources(ds)))
+        at = ds.sel(k=k).isel(step=-1)
+        by_prompt = at[f"{measure}_null_by_prompt"] - at[f"{measure}_by_prompt"]
+        ends.append(mean_interval(by_prompt.values, sources(ds)))
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 

@@ -264,7 +264,7 @@ _DECLARATIONS = (
         "definitions",
         "Correlation of the score with coupling, by mis-coupling, K and layer pairs",
         model_comparisons.definitions,
-        f"not in the paper; all definitions, {HOLM}; {LAST}, means over prompts and tokens",
+        f"not in the paper; null level minus mis-coupling, all definitions, {HOLM}; {LAST}, means over prompts and tokens",
     ),
 )
 FIGURES = {figure.number: figure for figure in _DECLARATIONS}

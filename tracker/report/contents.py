@@ -93,7 +93,7 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
-    departure = (at[f"{name}_null_by_prompt"] - at[f"{name}_by_prompt"]).transpose("step", "prompt").values
+    departure = _coupling(at, name).transpose("step", "prompt").values
     return jsonable(asdict(onset(at["step"].values, departure, sources(at))))
 
 
@@ -136,18 +136,30 @@ def _singular(ds: xr.Dataset) -> dict[str, Any]:
     }
 
 
-def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[str, Any] | None:
-    if "length" not in ds or not names:
-        return None
-    lengths = ds["length"].max("step").values.astype(int).tolist()
-    texts = [str(text) for text in ds["prompt_text"].values] if "prompt_text" in ds.coords else [""] * len(lengths)
-    by_prompt = {
-        name: {k: pack(ds[f"{name}_by_prompt"].sel(k=k).transpose("step", "prompt").values, 32) for k in ks}
+def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[str, Any]:
+    coupling = {
+        name: {k: pack(_coupling(ds.sel(k=k), name).transpose("step", "prompt").values, 32) for k in ks}
         for name in MISCOUPLINGS
         if name in names
     }
-    difficulty = _numbers(ds["difficulty"]) if "difficulty" in ds.coords else None
-    return {"lengths": lengths, "texts": texts, "difficulty": difficulty, "values": by_prompt}
+    return {
+        "tokens": str(ds.attrs.get("tokens", "")),
+        "count": ds.sizes["prompt"],
+        "lengths": ds["length"].max("step").values.astype(int).tolist() if "length" in ds else None,
+        "texts": _texts(ds, "prompt_text"),
+        "sources": _texts(ds, "prompt_source"),
+        "difficulty": _numbers(ds["difficulty"]) if "difficulty" in ds.coords else None,
+        "coupling": coupling,
+    }
+
+
+def _texts(ds: xr.Dataset, name: str) -> list[str] | None:
+    return [str(text) for text in ds[name].values] if name in ds.coords else None
+
+
+def _coupling(ds: xr.Dataset, name: str) -> xr.DataArray:
+    """Return the coupling of each prompt: its null level minus its mis-coupling, means over l != l'."""
+    return ds[f"{name}_null_by_prompt"] - ds[f"{name}_by_prompt"]
 
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from tracker.figures.palette import DIVERGING, SERIES
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
 
-PAIRS = {"mean": "all pairs", "mean_offdiag": "l ≠ l′", "mean_adjacent": "adjacent"}
+PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
 LAST_BLOCK = {"raw": "before the final norm", "folded": "as measured"}
 AT_BLOCKS = "At an early, a middle and a late block."
 

@@ -23,7 +23,18 @@ if TYPE_CHECKING:
     import xarray as xr
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("numbers", "state", "chart", "training", "pair", "depth", "tokens", "across", "page")  # in this order
+SCRIPTS = (
+    "numbers",
+    "state",
+    "chart",
+    "training",
+    "pair",
+    "depth",
+    "prompts",
+    "tokens",
+    "across",
+    "page",
+)  # in this order
 SHORTEST = 2.0  # seconds between looks at the stores
 RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
 
@@ -114,6 +125,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
+    from tracker.report.picture import picture
     from tracker.report.texts import texts
     from tracker.results import Store
 
@@ -152,6 +164,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
+        picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
         summary=_items([_summary(name if several else "", ds) for name, ds in summaries.items()]),

@@ -40,6 +40,8 @@ function points(x, y, fit, interval, exponential) {
 
 figures.fit = {
   has: () => Boolean(couplingAcross()),
+  title: () =>
+    `Score against ${state.against === "coupling" ? `coupling: ${chosen()}, ${PAIRS[state.pairs]}` : state.against}`,
   draw() {
     const a = data.across,
       c = couplingAcross(),
@@ -52,31 +54,32 @@ figures.fit = {
       ` Exponential: ${c.exponential.r2 === null ? "no fit" : `R² = ${c.exponential.r2.toFixed(2)}`}. Blocks, width and parameters controlled for: ${controlled}.` +
       averaged(c.controlled) + (c.interval ? " Bars: 95 % interval over prompts." : "") : "") + ` ${a.independence}`;
     return {
-      title: `Score against ${of ? `coupling, ${chosen()}, ${PAIRS[state.pairs]}` : state.against}`,
       traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
-      layout: { xaxis: { title: { text: of ? "coupling (minus mis-coupling)" : state.against } }, yaxis: {
+      layout: { xaxis: { title: { text: of ? COUPLING : state.against } }, yaxis: {
           title: { text: "mean score" } } }
     };
   },
 };
 
+const sizeShown = () => (state.against === "coupling" ? "blocks" : state.against);
 figures.sizes = {
   has: () => Boolean(couplingAcross()),
+  title: () => `Coupling against ${sizeShown()}: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const a = data.across,
       c = couplingAcross(),
-      name = state.against === "coupling" ? "blocks" : state.against;
+      name = sizeShown();
     $("sizes-caption").textContent = `${said(c.size_fits[name])} ${a.independence}`;
     return {
-      title: `Coupling against ${name}, ${chosen()}, ${PAIRS[state.pairs]}`,
       traces: points(a.sizes[name], c.values, c.size_fits[name]),
-      layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+      layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: COUPLING } } }
     };
   },
 };
 
 figures.definitions = {
   has: () => Boolean(data.across),
+  title: () => "Correlation of score and coupling, by definition of coupling",
   draw() {
     const a = data.across.coupling,
       measures = Object.keys(a),
@@ -84,7 +87,6 @@ figures.definitions = {
       kinds = measures.flatMap((measure) => Object.keys(PAIRS).map((pairs) => [measure, pairs]));
     const fit = (measure, pairs, k) => a[measure][k][pairs].fit;
     return {
-      title: "r of score and coupling, by definition",
       traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m].label}, ${PAIRS[pairs]}`),
         kinds.map(([m, pairs]) => ks.map((k) => fit(m, pairs, k).r)), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
           colorscale: SIGNED,
@@ -100,11 +102,11 @@ figures.definitions = {
 
 figures.subsets = {
   has: () => Boolean(couplingAcross()),
+  title: () => `R² of score and coupling in subsets of the results: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const s = couplingAcross().subsets,
       y = s.subset.map((name, i) => `${name} (n = ${s.n[i]})`);
     return {
-      title: `R² of score and coupling in subsets, ${chosen()}, ${PAIRS[state.pairs]}`,
       traces: [{ x: s.r2, y, name: "R²", mode: "markers", marker: { size: 9, color: colour(0) }, text: s.p_holm.map(p),
           error_x: { type: "data", symmetric: false, color: colour(0), thickness: 1.5, array: s.r2_high.map((
             high, i) => high - s.r2[i]), arrayminus: s.r2_low.map((low, i) => s.r2[i] - low) },

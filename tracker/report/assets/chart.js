@@ -4,7 +4,9 @@ const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", 
 const DASHES = ["solid", "dash", "dashdot", "longdash", "longdashdot", "8px,2px,2px,2px,2px,2px", "solid"];
 const colour = (i) => { const of = data.texts.colours[dark() ? "dark" : "light"]; return of [i % of.length]; };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const narrow = () => window.innerWidth < 760;
+const PAPER = 680; // pixels, the width of a printed page
+const width = () => (printing ? PAPER : window.innerWidth);
+const narrow = () => width() < 760;
 const stepName = (step) => step.toLocaleString("en");
 
 // A logarithmic axis has no 0: step 0 stands at half the first positive step, and steps between the two in between.
@@ -17,7 +19,7 @@ const at = (step) => (step >= earliest || state.axis === "linear" ? step : left 
 function stepAxis(more = []) {
   if (state.axis === "linear") return { title: { text: "training step" } };
   const steps = union([all((m) => m.steps), more]).sort((a, b) => a - b),
-    room = window.innerWidth < 1100 ? 6 : 12,
+    room = width() < 1100 ? 6 : 12,
     ticks = [];
   const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;
   for (const step of steps)
@@ -127,18 +129,20 @@ const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   ...more
 });
 
-const figures = {}; // id -> { has, draw }; draw gives { title, traces, layout, says }
+const figures = {}; // id -> { has, title, draw }; draw gives { traces, layout, says }
 const seen = new Set(),
   stale = new Set();
 
 function draw(id) {
   stale.delete(id);
-  const { title, traces: lines, layout = {}, says = "" } = figures[id].draw();
-  $(`${id}-title`).textContent = title;
+  const { traces: lines, layout = {}, says = "" } = figures[id].draw(),
+    title = figures[id].title();
   const area = $(id);
   if (area.getAttribute("role") === "img") area.setAttribute("aria-label", `${title}. ${says || describe(lines)}`);
   const { xaxis, yaxis, yaxis2, ...rest } = layout;
   const base = {
+    width: area.clientWidth, // said, because Plotly keeps its first size when the page is laid out for paper
+    height: area.clientHeight,
     margin: { l: 56, r: 14, t: 8, b: 44 },
     font: { size: 13, color: css("--ink"), family: getComputedStyle(document.body).fontFamily },
     hovermode: "closest",
@@ -152,7 +156,7 @@ function draw(id) {
   };
   const axes = { xaxis: styled(xaxis), yaxis: styled(scaled(yaxis, lines)), ...(yaxis2 ? { yaxis2: styled(yaxis2, { overlaying: "y", side: "right", showgrid: false,
         tickmode: "auto", nticks: 6 }) } : {}) };
-  Plotly.react(area, lines, { ...base, ...rest, ...axes }, { responsive: true, displaylogo: false,
+  Plotly.react(area, lines, { ...base, ...rest, ...axes }, { displaylogo: false,
     displayModeBar: false });
 }
 
@@ -176,7 +180,9 @@ function csv(id) {
   const table = [
     ["series", "x", "y", "value", "q25", "q75"]
   ];
-  for (const trace of figures[id].draw().traces) {
+  const { traces: lines, table: rows = [] } = figures[id].draw();
+  table.push(...rows);
+  for (const trace of rows.length ? [] : lines) {
     if (trace.meta && trace.meta.part) continue;
     const { low = [], high = [] } = trace.meta || {}, x = trace.customdata || trace.x;
     if (trace.z) trace.z.forEach((line, i) => line.forEach((value, j) => table.push([trace.name, trace.x[j], trace
@@ -214,6 +220,8 @@ function refresh(ids = Object.keys(figures)) {
   for (const id of ids) {
     const has = figures[id].has();
     $(`${id}-figure`).hidden = !has;
+    // Titles are there before their charts are drawn, for a search in the page.
+    $(`${id}-title`).textContent = has ? figures[id].title() : "";
     if (has) stale.add(id);
     else stale.delete(id);
   }

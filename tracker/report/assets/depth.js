@@ -26,13 +26,13 @@ function byDepth(chart) {
   const has = () => valuesBy(model().depth, chart);
   return {
     has: () => Boolean(has()),
+    title: () => `${ofModel()}${titleOf(chart, "by depth")}, step ${stepName(state.step)}`,
     draw() {
       const d = has(),
         count = d.median.shape[1],
         x = range(count, d.first);
       const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
       return {
-        title: `${ofModel()}${titleOf(chart)}, step ${stepName(state.step)}`,
         traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
         layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
           yaxis: valuesOf(chart) }
@@ -46,8 +46,8 @@ function atBlocks(chart) {
   const has = () => valuesBy(model().depth, chart);
   return {
     has: () => Boolean(has()) && threeBlocks(has()).length > 0 && model().steps.length > 1,
+    title: () => `${ofModel()}${titleOf(chart, "over training, at three blocks")}`,
     draw: () => ({
-      title: `${ofModel()}${titleOf(chart)}, at fixed blocks`,
       traces: threeBlocks(has()).flatMap((l, i) => {
         const d = has(),
           of = (statistic) => model().steps.map((_, s) => finite(atStep(d[statistic], s).values[l - 1]));
@@ -79,6 +79,7 @@ for (const chart of data.texts.charts) {
 
 figures.singular = {
   has: () => Boolean(model().singular),
+  title: () => `${ofModel()}Singular values of the Jacobians by depth, step ${stepName(state.step)}`,
   draw() {
     const m = model(),
       { ranks, values, r2, n, slope, intercept } = m.singular,
@@ -87,7 +88,6 @@ figures.singular = {
     $("singular-fit").textContent = fit === null ? "" :
       ` Dashed: 1 / s₁ against depth by a straight line, R² = ${fit.toFixed(2)} over ${n[stepIndex()]} blocks.`;
     return {
-      title: `${ofModel()}Singular values, step ${stepName(state.step)}`,
       traces: [...ranks.map((rank, r) => traces.line(blocks(), of [r], `s${rank}`, r)), ...(fit === null ? [] : [
         { x: blocks(), y: blocks().map((l) => intercept[stepIndex()] + slope[stepIndex()] * l).map((inverse) => (
             inverse > 0 ? 1 / inverse : null)), name: "fit of 1 / s₁", mode: "lines",
@@ -100,13 +100,13 @@ figures.singular = {
 
 figures.plane = {
   has: () => Boolean(model().plane && model().plane.shape[1]),
+  title: () => `${ofModel()}Paths of tokens through the blocks, on a plane, ${ofStep(model().plane)}`,
   draw() {
     const m = model(),
-      { values, index } = atStep(m.plane, stepIndex()),
+      { values } = atStep(m.plane, stepIndex()),
       [, paths, depths] = m.plane.shape;
     const path = (p, c) => range(depths).map((d) => finite(values[(p * depths + d) * 2 + c]));
     return {
-      title: `${ofModel()}Tokens on the principal plane, ${ofStep(index)}`,
       traces: range(paths).map((p) => ({
         x: path(p, 0),
         y: path(p, 1),
@@ -126,39 +126,13 @@ figures.plane = {
 
 figures.noise = {
   has: () => Boolean(model().noise),
+  title: () => `${ofModel()}Response to noise on the embeddings, step ${stepName(state.step)}`,
   draw() {
     const { levels, depths, values } = model().noise, at = values[stepIndex()];
     return {
-      title: `${ofModel()}Response to noise, step ${stepName(state.step)}`,
       traces: depths.map((depth, i) => traces.line(levels, at[i], `after block ${depth}`, i)),
       layout: { xaxis: { ...logarithmic(levels), title: { text: "noise / embedding" } },
         yaxis: { title: { text: "cosine similarity" } } }
     };
   },
 };
-
-// Coupling of each prompt against one of its properties.
-function ofPrompts(id, property, axis, values, hover) {
-  figures[id] = {
-    has: () => here() && Boolean(model().prompts && values(model().prompts) && (model().prompts.values[state
-      .measure] || {})[state.k]),
-    draw() {
-      const { texts, values: packed } = model().prompts, x = values(model().prompts), y = Array.from(atStep(packed[
-        state.measure][state.k], stepIndex()).values, (v) => finite(-v));
-      const text = texts.map((t, i) => (t ? (t.length > 60 ? t.slice(0, 57) + "…" : t) : `input ${i + 1}`));
-      const level = -model().curves[state.measure][state.k].mean_offdiag.null[stepIndex()];
-      return {
-        title: `${ofModel()}Coupling of each prompt against its ${property}, step ${stepName(state.step)}`,
-        traces: [{ x: [Math.min(...x), Math.max(...x)], y: [level, level], name: "null level", mode: "lines",
-            line: { color: colour(0), dash: "dot", width: 2 } },
-          { x, y, text: text.map((t) => t.replaceAll("<", "&lt;")), name: "prompts", mode: "markers",
-            marker: { size: 8, color: colour(0) }, hovertemplate: `%{text}<br>${hover}: %{y:.4f}<extra></extra>` }
-        ],
-        layout: { xaxis: { title: { text: axis } },
-          yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
-      };
-    },
-  };
-}
-ofPrompts("prompts", "length", "tokens", (of) => of.lengths, "%{x} tokens");
-ofPrompts("difficulty", "difficulty", "difficulty", (of) => of.difficulty, "difficulty %{x}");

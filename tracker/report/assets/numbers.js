@@ -49,9 +49,12 @@ for (const { matrices } of data.models) {
   }
 }
 
-// One step's values, and the index of the step that they are of: the last carried one that is not later.
+// The place of the step that an array is shown at: the last carried one that is not later.
+const placeOf = (packed, index) => Math.max(0, packed.steps.findLastIndex((kept) => kept <= index));
+
+// One step's values, and the index of the step that they are of.
 function atStep(packed, index) {
-  const place = Math.max(0, packed.steps.findLastIndex((kept) => kept <= index));
+  const place = placeOf(packed, index);
   const size = packed.shape.slice(1).reduce((a, b) => a * b, 1);
   return { values: unpacked(packed).subarray(place * size, (place + 1) * size), index: packed.steps[place] };
 }

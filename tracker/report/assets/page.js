@@ -37,6 +37,7 @@ function offer() {
     m: layers.length < 2 || !coupling
   };
   for (const [id, hide] of Object.entries(hidden)) $(id).closest("label").hidden = hide;
+  listPrompts();
   $("last-note").hidden = hidden.last || model().final_norm !== "exclude";
 }
 
@@ -50,7 +51,7 @@ function show(ids) {
   for (const span of document.querySelectorAll(".at-step")) span.textContent = stepName(state.step);
   refresh(ids);
   for (const section of document.querySelectorAll("main section")) {
-    section.hidden = ![...section.querySelectorAll("figure")].some((figure) => !figure.hidden);
+    section.hidden = ![...section.querySelectorAll("figure, .listed")].some((part) => !part.hidden);
     document.querySelector(`nav a[href="#${section.id}"]`).parentElement.hidden = section.hidden;
   }
 }
@@ -117,10 +118,30 @@ for (const link of document.querySelectorAll('a[href^="#"]')) {
   });
 }
 
-let width = window.innerWidth;
+let drawnFor = window.innerWidth;
 window.addEventListener("resize", () => {
-  if (window.innerWidth === width) return;
-  width = window.innerWidth;
+  if (printing || window.innerWidth === drawnFor) return;
+  drawnFor = window.innerWidth;
+  refresh();
+});
+
+// Charts that were not in sight are drawn for print; a chart is as wide as its column on paper.
+let unfolded = [];
+window.addEventListener("beforeprint", () => {
+  if (printing) return;
+  printing = true;
+  document.documentElement.classList.add("printing");
+  unfolded = [...document.querySelectorAll("details:not([open], .more)")];
+  for (const details of unfolded) details.open = true;
+  paint();
+  refresh();
+  for (const id of [...stale]) draw(id);
+});
+window.addEventListener("afterprint", () => {
+  printing = false;
+  document.documentElement.classList.remove("printing");
+  for (const details of unfolded) details.open = false;
+  paint();
   refresh();
 });
 

@@ -4,11 +4,12 @@ const levelOf = (m, index) => atStep(m.levels[state.measure][state.k], index).va
 const here = () => coupled(model());
 const blocks = () => range(model().layers, 1);
 const ofModel = () => (several ? `${model().name}, ` : "");
-const ofStep = (index) => {
-  const step = model().steps[index];
+const ofStep = (packed) => {
+  const step = model().steps[packed.steps[placeOf(packed, stepIndex())]];
   return step === state.step ? `step ${stepName(step)}` :
     `step ${stepName(step)}, the last carried before ${stepName(state.step)}`;
 };
+const ofMatrix = () => ofStep(model().matrices[state.measure][state.k]);
 const spans = {}; // colour ranges over all steps
 
 function span(packed, key) {
@@ -29,6 +30,7 @@ const square = (title, otherTitle, count, first = 1) => ({
 
 figures.matrix = {
   has: here,
+  title: () => `${ofModel()}How coupled each pair of blocks is: ${chosen()}, ${ofMatrix()}`,
   draw() {
     const m = model(),
       packed = m.matrices[state.measure][state.k],
@@ -45,7 +47,6 @@ figures.matrix = {
       :
       `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
     return {
-      title: `${ofModel()}${chosen()}, ${ofStep(index)}`,
       traces: [heatmap(blocks(), blocks(), rows(values, m.layers), [low, high],
         "block %{y} in the basis of block %{x}: %{z:.4f}", state.measure, { reversescale: true })],
       layout: { ...square("block l", "basis of block l′", m.layers), shapes: [box], dragmode: false },
@@ -59,6 +60,7 @@ const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "unde
 const alike = (m) => coupled(m) && m.layers === model().layers;
 figures.history = {
   has: figures.matrix.has,
+  title: () => `One pair over training: block ${state.l} in the basis of block ${state.m}`,
   draw() {
     const lines = shown(alike).flatMap(([m, i]) => {
       const packed = m.matrices[state.measure][state.k],
@@ -78,7 +80,6 @@ figures.history = {
       ];
     });
     return {
-      title: `Block ${state.l} in the basis of block ${state.m}, over training`,
       traces: lines,
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] }
     };
@@ -89,10 +90,12 @@ const now = () => ({ type: "line", x0: at(state.step), x1: at(state.step), y0: 0
 
 figures.absolute = {
   has: () => Boolean(model().absolute),
+  title: () =>
+    `Coupling matrix |A| of block ${state.l} in the basis of block ${state.m}, K = ${model().absolute.shape[3]}, ${ofStep(model().absolute)}`,
   draw() {
     const m = model(),
       packed = m.absolute,
-      { values, index } = atStep(packed, stepIndex()),
+      { values } = atStep(packed, stepIndex()),
       K = packed.shape[3],
       size = K * K;
     const tile = (l, other) => values.subarray(((l - 1) * m.layers + other - 1) * size, ((l - 1) * m.layers +
@@ -103,7 +106,6 @@ figures.absolute = {
     $("absolute-largest").textContent =
       `Largest entry: ${digits(top)}; of block ${state.l} in its own basis, where A is its singular values: ${digits(own)}.`;
     return {
-      title: `|A| of block ${state.l} in the basis of block ${state.m}, K = ${K}, ${ofStep(index)}`,
       traces: [heatmap(range(K, 1), range(K, 1), rows(tile(state.l, state.m), K), [0, top || 1],
         "|A| at row %{y}, column %{x}: %{z:.4g}", "|A|")],
       layout: square("row", "column", K),
@@ -113,6 +115,7 @@ figures.absolute = {
 
 figures.distance = {
   has: figures.matrix.has,
+  title: () => `Mis-coupling by the distance between blocks, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,
@@ -126,7 +129,6 @@ figures.distance = {
     const levels = x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((
       i) => level[Math.floor(i / L)])));
     return {
-      title: `By distance |l − l′|, ${ofStep(index)}`,
       traces: [...emphasised(x, profile, profile), { x, y: levels, name: "null level", mode: "lines",
         line: { color: colour(0), dash: "dot", width: 2 } }],
       layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" } }
@@ -136,6 +138,7 @@ figures.distance = {
 
 figures.layers = {
   has: figures.matrix.has,
+  title: () => `Mis-coupling of each block with all others, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,
@@ -144,7 +147,6 @@ figures.layers = {
       column = (l) => mean(range(L).map((i) => values[i * L + l]));
     const levels = Array.from(levelOf(m, index), finite);
     return {
-      title: `By block, ${ofStep(index)}`,
       traces: [traces.line(blocks(), range(L).map(row), "its Jacobian in the others' bases", 0), traces.line(
         blocks(), range(L).map(column), "the others' Jacobians in its basis", 1),
         { x: blocks(), y: levels, name: "null level of block l", mode: "lines",
@@ -168,6 +170,7 @@ function gains(m, index) {
 }
 figures.graph = {
   has: figures.matrix.has,
+  title: () => `Which blocks are coupled, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,
@@ -198,8 +201,8 @@ figures.graph = {
     };
     const bare = { visible: false, range: [-1.15, 1.15] };
     return {
-      title: `Blocks and their coupling above null, ${ofStep(index)}`,
       traces: [...edges, nodes],
+      table: gains(m, index).map(([a, b, gain]) => ["null level − mis-coupling", a + 1, b + 1, finite(gain), "", ""]),
       says: `The strongest line is ${Number(strongest[key].toPrecision(3))} below its null level.`,
       layout: { xaxis: { ...bare, constrain: "domain" }, yaxis: { ...bare, scaleanchor: "x" }, showlegend: false }
     };

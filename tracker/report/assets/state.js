@@ -66,7 +66,8 @@ function stored(theme) {
     return null;
   }
 }
-const dark = () => (state.theme || (system.matches ? "dark" : "light")) === "dark";
+let printing = false; // then charts are drawn for paper: all of them, light, at the width of a page
+const dark = () => !printing && (state.theme || (system.matches ? "dark" : "light")) === "dark";
 state.theme = valid(state.theme, ["light", "dark"], valid(stored(), ["light", "dark"], ""));
 
 function paint() {

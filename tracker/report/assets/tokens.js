@@ -12,10 +12,14 @@ const tokenAxes = (count, size = 1) => {
     title: { text: "token t" }, autorange: "reversed", scaleanchor: "x" } };
 };
 
+const tokenLayers = () => union(shown(hasTokens).map(([m]) => m.token_layers.said));
 figures.token_curves = {
   has: () => data.models.some(hasTokens),
+  title: () =>
+    `Coupling across tokens over training, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()].label}, K = ${state.k}` +
+    (tokenLayers().length > 1 ? "" : `, ${tokenLayers()[0]}`),
   draw() {
-    const layers = union(shown(hasTokens).map(([m]) => m.token_layers.said));
+    const layers = tokenLayers();
     const lines = shown(hasTokens).flatMap(([m, i]) => {
       const c = tokensOf(m).curves[baseMeasure()][state.k],
         name = labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
@@ -25,24 +29,26 @@ figures.token_curves = {
         traces.null(m, c.null, i)
       ];
     });
-    const measured = `${MEASURES[baseMeasure()].label}, K = ${state.k}${layers.length > 1 ? "" : `, ${layers[0]}`}`;
-    return { title: `Tokens, ${state.kind.replace("_", " ")}: ${measured}`, traces: lines,
+    return { traces: lines,
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
   },
 };
 
+const otherBlock = () => model().token_layers.others[state.block - 1];
+const tokenMatrices = () => tokensOf(model()).matrices[baseMeasure()][state.k];
 figures.token_matrix = {
   has: () => hasTokens(model()),
+  title: () =>
+    `Mis-coupling of pairs of tokens: block ${state.block}, in bases of ${otherBlock() === state.block ? "the same block" : `block ${otherBlock()}`}, ${ofStep(tokenMatrices())}`,
   draw() {
-    const packed = tokensOf(model()).matrices[baseMeasure()][state.k],
-      { values, index } = atStep(packed, stepIndex()),
+    const packed = tokenMatrices(),
+      { values } = atStep(packed, stepIndex()),
       T = packed.shape[2],
-      other = model().token_layers.others[state.block - 1],
+      other = otherBlock(),
       own = other === state.block;
     const z = rows(values.subarray((state.block - 1) * T * T, state.block * T * T), T).map((row, i) => row.map((
       value, j) => (own && i === j ? null : value)));
     return {
-      title: `Tokens in block ${state.block}, in bases of ${own ? "the same block" : `block ${other}`}, ${ofStep(index)}`,
       traces: [heatmap(range(T), range(T), z, [], "%{text}: %{z:.4f}", state.kind, {
         reversescale: true,
         text: range(T).map((i) => range(T).map((j) =>
@@ -55,9 +61,13 @@ figures.token_matrix = {
 
 figures.token_absolute = {
   has: () => Boolean(tokensOf(model()) && tokensOf(model()).absolute),
+  title() {
+    const { middle, others } = model().token_layers;
+    return `Coupling matrices |A| of pairs of tokens, l = ${middle}, l′ = ${others[middle - 1]}, ${ofStep(tokensOf(model()).absolute)}`;
+  },
   draw() {
     const packed = tokensOf(model()).absolute,
-      { values, index } = atStep(packed, stepIndex()),
+      { values } = atStep(packed, stepIndex()),
       [, T, , K] = packed.shape,
       side = T * (K + 1) - 1;
     const z = range(side).map(() => Array(side).fill(null));
@@ -66,9 +76,7 @@ figures.token_absolute = {
         for (const i of range(K))
           for (const j of range(K)) z[a * (K + 1) + i][b * (K + 1) + j] = finite(values[((a * T + b) * K + i) * K
             + j]);
-    const { middle, others } = model().token_layers;
     return {
-      title: `|A| of token pairs, l = ${middle}, l′ = ${others[middle - 1]}, ${ofStep(index)}`,
       traces: [heatmap(range(side), range(side), z, [0, 1], "%{z:.3f}", "|A| / s₁")],
       layout: tokenAxes(T, K + 1)
     };

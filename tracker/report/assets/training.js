@@ -5,6 +5,7 @@ const chosen = () => `${MEASURES[state.measure].label}, K = ${state.k}`;
 
 figures.coupling = {
   has: () => data.models.some(coupled),
+  title: () => `How coupled blocks are over training: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const lines = shown(coupled).flatMap(([m, i]) => {
       const c = m.curves[state.measure][state.k][state.pairs],
@@ -34,7 +35,6 @@ figures.coupling = {
       + (data.differences.length ? " These results are not measured alike: see the top of the page." : "") + (
         absent.length ? ` Not measured in ${absent.join(", ")}.` : "");
     return {
-      title: `${chosen()}, ${PAIRS[state.pairs]}`,
       traces: [...lines, ...scored],
       layout: {
         shapes,
@@ -61,7 +61,8 @@ function onsetSaid(begun) {
 // The charts that the registry of measures declares, each of one variable, before or after the final norm.
 // Results that leave the norm out have the values before it alone.
 const valuesBy = (values, chart) => values[chart.variants[state.last]] || values[chart.variants.raw];
-const titleOf = (chart) => chart.title + (chart.windowed ? ` of ${model().window} states` : "") + (chart.both ?
+const titleOf = (chart, where) =>
+  `${chart.title}${chart.windowed ? ` of ${model().window} states` : ""} ${where}` + (chart.both ?
   `, ${LAST[state.last]}` : "");
 const valuesOf = (chart) => ({ scale: chart.axis, title: { text: chart.unit } });
 
@@ -69,8 +70,8 @@ function overTraining(chart) {
   const has = (m) => valuesBy(m.trajectory, chart);
   return {
     has: () => data.models.some(has),
+    title: () => titleOf(chart, "over training"),
     draw: () => ({
-      title: titleOf(chart),
       traces: shown(has).flatMap(([m, i]) => {
         const s = has(m);
         return [traces.band(m.steps.map(at), s.q25, s.q75, i),
@@ -84,10 +85,10 @@ function overTraining(chart) {
 
 figures.scores = {
   has: () => Object.keys(model().score).length > 0,
+  title: () => `Scores over training${several ? `, ${model().name}` : ""}`,
   draw() {
     const tasks = Object.entries(model().score);
     return {
-      title: `Scores${several ? `, ${model().name}` : ""}`,
       traces: tasks.map(([task, y], i) => traces.training(model(), y, task, i, { visible: i < 8 ? true
           : "legendonly" })),
       layout: { xaxis: stepAxis(), showlegend: true },
@@ -95,24 +96,35 @@ figures.scores = {
   },
 };
 
+// Coupling: how far a mis-coupling is below its null level; 0 is that of unrelated blocks.
+const COUPLING = "null level − mis-coupling";
+const above = (values, levels) => values.map((value, i) => (value === null || levels[i] === null ? null : levels[i] -
+  value));
+const noCoupling = (x) => {
+  const there = x.filter(Number.isFinite);
+  return { x: [Math.min(...there), Math.max(...there)], y: [0, 0], name: "null level", mode: "lines", hoverinfo: "skip",
+    line: { color: css("--faint"), dash: "dot", width: 2 } };
+};
+
+const scatterTask = () => {
+  const tasks = union(shown(coupled).map(([m]) => Object.keys(m.score)));
+  return valid(state.score, tasks, tasks[0]);
+};
 figures.scatter = {
   has: () => data.models.some((m) => coupled(m) && Object.keys(m.score).length),
+  title: () => `Coupling against ${scatterTask()}, a point for each step`,
   draw() {
-    const tasks = union(shown(coupled).map(([m]) => Object.keys(m.score)));
-    const task = valid(state.score, tasks, tasks[0]);
-    const minus = (list) => list.map((value) => (value === null ? null : -value));
-    const lines = shown((m) => coupled(m) && m.score[task]).flatMap(([m, i]) => {
+    const task = scatterTask(),
+      scored = shown((m) => coupled(m) && m.score[task]);
+    const lines = scored.map(([m, i]) => {
       const { value, null: level } = m.curves[state.measure][state.k][state.pairs];
-      return [traces.line(m.score[task], minus(value), labelled(m, "a point a step"), i, { text: m.steps.map((
-            step) => `step ${stepName(step)}`),
-          hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } }),
-        { ...traces.null(m, minus(level), i), x: m.score[task], customdata: undefined }
-      ];
+      return traces.line(m.score[task], above(value, level), labelled(m, "a point a step"), i, { text: m.steps.map((
+          step) => `step ${stepName(step)}`),
+        hovertemplate: "%{text}: score %{x:.4g}, coupling %{y:.4g}", line: { width: 1 } });
     });
     return {
-      title: `Coupling against ${task}`,
-      traces: lines,
-      layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: "coupling (minus mis-coupling)" } } }
+      traces: [...lines, noCoupling(scored.flatMap(([m]) => m.score[task]))],
+      layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: COUPLING } } }
     };
   },
 };
