@@ -53,14 +53,14 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
     return replace(measure, raw=True), normed
 
 
-IN_WINDOW = "Over a window of states around each block; near the ends no window fits."
+IN_WINDOW = "As over training, but over a window of states around each block; near the ends no window fits."
 TRAJECTORY = (
     *_of_states(
         "lss",
         POSITION,
         "line-shape score",
         formula=trajectory.lss,
-        text="1 is a straight trajectory.",
+        text="How straight a token's path through the blocks is: 1 is a straight line, higher is more winding.",
         curve="quartiles",
         counted=True,
         dashboard="Trajectory",
@@ -72,7 +72,8 @@ TRAJECTORY = (
         "expodistance",
         both=True,
         formula=trajectory.expodistance,
-        text="0 is exponential growth of the norm with depth. It diverges where the mean growth rate nears zero.",
+        text="How unevenly the norm of a token's state grows from block to block: 0 is exponential growth. It diverges "
+        "where the mean growth rate nears zero.",
         curve="quartiles",
         counted=True,
         dashboard="Trajectory",
@@ -85,7 +86,7 @@ TRAJECTORY = (
         "mean growth rate α",
         both=True,
         formula=trajectory.alpha_mean,
-        text="Mean over depth of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
+        text="How much the norm of a token's state grows in a block: the mean over blocks of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
         curve="quartiles",
         counted=True,
         dashboard="Trajectory",
@@ -97,7 +98,8 @@ TRAJECTORY = (
         "variation of step lengths",
         both=True,
         formula=trajectory.equidistance,
-        text="Coefficient of variation over depth of the length of the steps between states; 0 is equal steps.",
+        text="How unequal the steps of a token's state from block to block are: standard deviation over mean of their lengths; "
+        "0 is equal steps.",
         curve="quartiles",
         counted=True,
         dashboard="Trajectory",
@@ -141,7 +143,7 @@ TRAJECTORY = (
         both=True,
         unit=HIDDEN_STATE,
         formula=trajectory.norms,
-        text="‖xˡ‖.",
+        text="‖xˡ‖, the length of a token's state after l blocks.",
         charts=("depth",),
         axis="logarithmic",
     ),

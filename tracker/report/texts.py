@@ -7,7 +7,7 @@ from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measur
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
 LAST_BLOCK = {"raw": "before the final norm", "folded": "as measured"}
-AT_BLOCKS = "At an early, a middle and a late block."
+AT_BLOCKS = "The same at an early, a middle and a late block."
 
 
 def texts() -> dict[str, Any]:
