@@ -33,7 +33,7 @@ def test_results_equal_those_of_the_cpu(pretend):
         lambda device, host: torch.cat([device, host]),
         lambda device, host: torch.stack([device[0, 0], host[0, 0]]),
         lambda device, host: host[device.long()],
-        lambda device, host: device.index_add_(0, torch.tensor([0]), device[:1]),
+        lambda device, host: device.index_add_(0, torch.tensor([0]), device[:1].clone()),
         lambda device, host: torch.where(host > 0, device, device),
         lambda device, host: torch.nn.functional.linear(device, host),
         lambda device, host: torch.nn.functional.conv1d(device[None], host[None]),
