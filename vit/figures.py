@@ -8,8 +8,7 @@ import pandas as pd
 import xarray as xr
 from matplotlib.figure import Figure
 
-from tracker.analysis.regression import MIN_POINTS
-from tracker.figures.drawing import PAIR_WORDS, panels, shades, training_axis
+from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, panels, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
 from tracker.figures.palette import BLUE, GREY, ORANGE
 
@@ -34,7 +33,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
         points = panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=22, zorder=3)
         fit = fits.loc[fits["drop_path"] == f"{rate:g}"].iloc[0]
         title = f"stochastic depth {rate:g}"
-        if np.isfinite(fit.r2):
+        if fit.n >= FEWEST_POINTS and np.isfinite(fit.r2):
             ends = np.array([x.min(), x.max()])
             panel.plot(ends, y.mean() + fit.slope * (ends - x.mean()), color=ORANGE, lw=1.2)
             sign = "+" if fit.r > 0 else "−"
@@ -42,7 +41,7 @@ def accuracy_against_coupling(grid: xr.Dataset, table: pd.DataFrame, at: dict[st
             if np.isfinite(fit.get("cluster_p", np.nan)):
                 title += f"\nseeds averaged: R² = {fit.cluster_r2:.2f}, p = {fit.cluster_p:.2g}"
         else:
-            title += f"\nno line: fewer than {MIN_POINTS} cells, or no spread"
+            title += f"\nno line: fewer than {FEWEST_POINTS} cells, or no spread"
         panel.set_title(title, fontsize=8)
     figure.supxlabel(coupling_label(at), fontsize=9)
     figure.supylabel("test accuracy", fontsize=9)

@@ -1,11 +1,15 @@
 """`tracker.plot`: what it draws is what the figures' command line draws."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 import tracker
 from tests.models import neox, tokens
 from tracker.analysis.statistics import curves
+from tracker.figures.overview import NAMES
+from tracker.figures.registry import FIGURES
+from tracker.figures.selection import lack
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +28,50 @@ def course(measured):
 
 
 def test_a_measurement_is_a_heat_map(measured):
-    axes = tracker.plot(measured, k=4).axes[0]
+    axes, bar = tracker.plot(measured, k=4).axes
     expected = measured.miscoupling.sel(k=4).mean(("prompt", "token")).values
-    np.testing.assert_allclose(axes.images[0].get_array(), expected)
-    assert "K = 4" in axes.get_title()
+    (image,) = axes.images
+    drawn, others = image.get_array(), ~np.eye(len(expected), dtype=bool)
+    np.testing.assert_allclose(drawn[others], expected[others])
+    assert np.ma.getmaskarray(drawn).diagonal().all()
+    null = measured.miscoupling_null.sel(k=4).mean().item()
+    low, high = image.get_clim()
+    assert low == pytest.approx(min(expected[others].min(), null)) > 0
+    assert high == pytest.approx(max(expected[others].max(), null))
+    assert "K = 4" in axes.get_title() and f"null level {null:.2f}" in bar.get_ylabel()
+
+
+def test_a_measurement_allows_the_figures_that_need_one_step(measured):
+    for name, figure in FIGURES.items():
+        if lack(figure, {"model": measured.expand_dims(step=[float("nan")])}):
+            continue
+        for axes in tracker.plot(measured, name).axes:
+            assert not axes.axison or (axes.get_ylabel() and (axes.get_xlabel() or not axes.get_xticks().size)), name
+            assert "nan" not in axes.get_title(), name
+    with pytest.raises(tracker.UsageError, match="Figures that can be drawn: heatmap, 1c, 9, 34, table1$"):
+        tracker.plot(measured, "27")
+
+
+def test_a_figure_is_drawn_into_given_axes(measured, course):
+    figure, (left, right) = plt.subplots(1, 2)
+    assert tracker.plot(measured, ax=left) is figure and left.images and not right.has_data()
+    assert tracker.plot(course, "1b", ax=right) is figure and right.get_ylabel().startswith("Coupling: ")
+    assert figure.get_suptitle() == ""
+    with pytest.raises(tracker.UsageError, match="takes a figure of one panel, and this one has 3; leave ax out"):
+        tracker.plot(course, "curves", ax=left)
+    plt.close(figure)
+
+
+def test_results_of_different_conventions_are_refused(measured):
+    other = tracker.measure(neox(), tokens(3), k=[2, 4], final_norm="exclude")
+    with pytest.raises(tracker.UsageError, match=r"differ in final_norm \(a: include, b: exclude\)"):
+        tracker.plot({"a": measured, "b": other}, "1c")
 
 
 def test_several_steps_are_curves(course):
     coupling, lss, _ = tracker.plot(course).axes
     points = curves(course)
-    (line,) = [line for line in coupling.lines if line.get_label() == "miscoupling"]
+    (line,) = [line for line in coupling.lines if line.get_label() == NAMES["miscoupling"]]
     np.testing.assert_allclose(line.get_ydata(), points.miscoupling.sel(k=2, pairs="mean_offdiag"))
     np.testing.assert_allclose(lss.lines[0].get_ydata(), points.lss.sel(statistic="median"))
 
@@ -52,10 +90,13 @@ def test_one_step_of_a_store(measured):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("34", r"ds.assign_coords\(step=512\)"),
+        ("27", r"needs 2 training steps or more, and GPTNeoXForCausalLM has one training step; .* xarray.concat"),
+        ("33", "does not state its training step, but the figure shows the untrained model"),
+        ("3", 'lacks matrix; measure again with measures="coupling,trajectory,matrices"'),
+        ("1a", "no scores; give stores of several models with scores"),
         ("99", "unknown figure '99'; choose from all, list, curves, heatmap, 1a"),
         ("6", "vit.analysis"),
-        ("heatmap", "--k 3 was not measured"),
+        ("heatmap", "k=3 was not measured"),
     ],
 )
 def test_what_can_not_be_drawn(measured, name, message):

@@ -15,7 +15,16 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.onset import Onset, onset
 from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.statistics import null_matrix, over_pairs, sources
-from tracker.figures.drawing import evenly_spaced, fitted_line, mean_line, panels, shades, training_axis
+from tracker.figures.drawing import (
+    at_step,
+    evenly_spaced,
+    fitted_line,
+    label_y,
+    mean_line,
+    panels,
+    shades,
+    training_axis,
+)
 from tracker.figures.palette import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -24,12 +33,13 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
 
 
-def over_training(results: Results, k: int) -> "Plotted":
+def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b)."""
-    figure, axes = panels(len(results), sharey=True)
+    figure, axes = panels(len(results), given, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         by_prompt = coupling_of_prompts(ds, k)
@@ -47,7 +57,7 @@ def over_training(results: Results, k: int) -> "Plotted":
         columns |= {"onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    figure.supylabel(_label(k), fontsize=9)
+    label_y(axes, _label(k))
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -62,10 +72,10 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
     panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
 
 
-def layer_graph(results: Results, k: int) -> "Plotted":
+def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw layers as nodes on a circle; width and opacity of an edge show how far the coupling is above its null level."""
     shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 3)]
-    figure, axes = panels(len(shown))
+    figure, axes = panels(len(shown), given)
     rows = []
     for name, ds, i in shown:
         at = ds.isel(step=i).sel(k=k)
@@ -73,7 +83,7 @@ def layer_graph(results: Results, k: int) -> "Plotted":
         gain = (gain + gain.T) / 2  # an edge has no direction
         first, second = np.triu_indices(len(gain), 1)
         edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": gain[first, second]}
-        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **edges}))
+        rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
     top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
     for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
@@ -85,15 +95,17 @@ def layer_graph(results: Results, k: int) -> "Plotted":
         panel.scatter(x, y, s=90, color="white", edgecolor=GREY, zorder=2)
         for layer in range(len(x)):
             panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
-        panel.set(aspect="equal", title=f"{name}, step {int(ds['step'][i]):,}")
+        panel.set(aspect="equal", title=at_step(name, ds, i))
         panel.title.set_fontsize(8)
         panel.axis("off")
+    axes[0].plot([], [], color=BLUE, lw=2.8, label=f"{top:.2f} below the null level; thinner: less")
+    axes[0].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
     return figure, table
 
 
-def by_layer(results: Results, k: int) -> "Plotted":
+def by_layer(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the mean coupling of each layer with all others after the last step, one line per result."""
-    figure, (axes,) = panels(1)
+    figure, (axes,) = panels(1, given)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
@@ -101,17 +113,17 @@ def by_layer(results: Results, k: int) -> "Plotted":
         columns = mean_line(axes, others, sources(ds), colour, name)
         columns = {"layer": columns["layer"], "coupling": columns.pop("mean"), **columns}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    axes.set_xlabel("layer", fontsize=8)
+    axes.set_xlabel("Block l", fontsize=8)
     axes.set_ylabel(_label(k), fontsize=8)
     axes.legend(fontsize=7)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_prompt(results: Results, k: int) -> "Plotted":
+def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
     tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, k)}) for name, ds in results.items()}
     shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
-    figure, axes = panels(len(shown))
+    figure, axes = panels(len(shown), given)
     points = [(tables[name][x].to_numpy(), tables[name]["coupling"].to_numpy()) for name, x in shown]
     fits = [linear_fit(x, y) for x, y in points]
     corrected = holm(np.array([fit["p"] for fit in fits]))
@@ -122,8 +134,8 @@ def by_prompt(results: Results, k: int) -> "Plotted":
         if count > 1:
             text += f"\np treats prompts of {count} sources as independent"
         panel.set_title(f"{name}\n{text}", fontsize=8)
-        panel.set_xlabel(against, fontsize=8)
-    axes[0].set_ylabel(_label(k), fontsize=8)
+        panel.set_xlabel(AGAINST[against], fontsize=8)
+    label_y(axes, _label(k))
     return figure, pd.concat(tables.values(), ignore_index=True)
 
 
@@ -147,4 +159,4 @@ def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.Dataset:
 
 
 def _label(k: int) -> str:
-    return f"−{MEASURE}, K = {k}"
+    return f"Coupling: −‖A − Diag A‖ / ‖A‖, K = {k}"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tracker.analysis.across_models import Results
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tracker.figures.drawing import Plotted
 
 
@@ -16,7 +18,7 @@ class Declaration:
 
     Attributes:
         number: its name on the command line, for figures of the paper their number.
-        draw: the function that draws it from results and K.
+        draw: the function that draws it from results, K and the axes to draw into, if the caller gives them.
         differs: how it differs from the paper's figure.
         needs: variables that each result must have.
         also: numbers of further figures of the paper that show the same.
@@ -29,7 +31,7 @@ class Declaration:
 
     number: str
     title: str
-    draw: "Callable[[Results, int], Plotted]"
+    draw: "Callable[[Results, int, Axes | None], Plotted]"
     differs: str
     needs: tuple[str, ...] = ()
     also: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import xarray as xr
 
 from tracker.analysis.regression import mean_interval
 from tracker.analysis.statistics import quartiles
+from tracker.errors import UsageError
 from tracker.figures.palette import ORANGE
 from tracker.measures.registry import BY_NAME
 
@@ -20,14 +21,26 @@ if TYPE_CHECKING:
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
 LETTERS_OF_LABEL = 34
+FEWEST_POINTS = 8  # of a statistic that figures print
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
-def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of `count` small panels, four per row; `options` are those of `Figure.subplots`."""
+def panels(count: int, given: "Axes | None" = None, **options: Any) -> "tuple[Figure, list[Axes]]":
+    """Return a figure of `count` small panels, four per row; `options` are those of `Figure.subplots`.
+
+    Args:
+        given: the caller's axes, which become the only panel.
+
+    Raises:
+        UsageError: if axes are given and the figure has several panels.
+    """
     from matplotlib.figure import Figure
 
+    if given is not None:
+        require_panels(count, given)
+        given.grid(alpha=0.3)
+        return given.get_figure(root=True), [given]  # type: ignore[return-value]
     columns = min(count, 4)
     rows = -(-count // columns)
     figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
@@ -39,6 +52,25 @@ def panels(count: int, **options: Any) -> "tuple[Figure, list[Axes]]":
         panel.tick_params(labelsize=7)
         panel.locator_params(axis="x", nbins=5)
     return figure, list(axes[:count])
+
+
+def require_panels(count: int, given: "Axes | None") -> None:
+    """Raise UsageError if axes are given and the figure does not consist of one panel."""
+    if given is not None and count != 1:
+        raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
+
+
+def label_y(axes: "Sequence[Axes]", label: str) -> None:
+    """Label the y axis that panels share, once for each row of panels."""
+    for panel in axes:
+        if panel.get_subplotspec() is None or panel.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            panel.set_ylabel(label, fontsize=8)
+
+
+def at_step(name: str, ds: xr.Dataset, i: int) -> str:
+    """Return the name of a result, with the training step of its unit i if it is known."""
+    step = ds["step"].values[i]
+    return name if np.isnan(step) else f"{name}, step {int(step):,}"
 
 
 def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
@@ -63,14 +95,15 @@ def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
         axes.set_xticks(shown[ticks])
         axes.minorticks_off()
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("training step")
+    axes.set_xlabel("Training step")
     axes.grid(alpha=0.3)
 
 
 def axis_label(variable: str) -> str:
     """Return the label of a measured variable, with its unit unless it is a pure number."""
     measure = BY_NAME[variable]
-    return fill(measure.label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
+    label = measure.label[0].upper() + measure.label[1:]
+    return fill(label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
 
 
 def axis_scale(variable: str) -> str:
@@ -110,11 +143,13 @@ def fitted_line(
 ) -> str:
     """Draw the straight line of `regression.linear_fit`, and return its R^2, interval and p as text.
 
+    Of fewer than `FEWEST_POINTS` points, no line is drawn and the text says so.
+
     Args:
         corrected: p corrected for multiple tests, if there are several.
     """
-    if not np.isfinite(fit["r2"]):
-        return "no line: fewer than 4 points, or no spread"
+    if fit["n"] < FEWEST_POINTS or not np.isfinite(fit["r2"]):
+        return fit_text(fit)
     ends = np.array([np.min(x), np.max(x)])
     panel.plot(ends, np.mean(y) + fit["slope"] * (ends - np.mean(x)), color=ORANGE, lw=1.2)
     text = fit_text(fit)
@@ -122,9 +157,11 @@ def fitted_line(
 
 
 def fit_text(fit: Mapping[str, float]) -> str:
-    """Return R^2 with its interval, and p, as text."""
+    """Return R^2 with its interval, and p, as text; of fewer than `FEWEST_POINTS` points, their number instead."""
+    if fit["n"] < FEWEST_POINTS:
+        return f"n = {fit['n']}: fewer than {FEWEST_POINTS} points, no fit"
     if not np.isfinite(fit["r2"]):
-        return "undefined: too few points, or no spread"
+        return "no fit: the points have no spread"
     return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
 
 

@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import inverse_fit, largest_singular_values, middle_layers
-from tracker.figures.drawing import panels, shades
+from tracker.figures.drawing import FEWEST_POINTS, at_step, panels, shades
 from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Grid:
     common: Mapping[str, int]  # what all tiles share
 
 
-def matrix_grid(results: Results, _: int, variable: str) -> "Plotted":
+def matrix_grid(results: Results, _: int, given: "Axes | None" = None, *, variable: str) -> "Plotted":
     """Draw |A| of the first prompt at the first and the last step, at most eight tiles along a side.
 
     Tiles are pairs of layers, about the middle one, at the first token measured, or pairs of tokens in the layers l and l' in the
@@ -48,17 +48,16 @@ def matrix_grid(results: Results, _: int, variable: str) -> "Plotted":
     largest singular value of the row's Jacobian; the table holds |A| itself.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
-    figure, axes = panels(len(shown))
+    figure, axes = panels(len(shown), given)
     tables = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
-        step = int(ds["step"][i])
         _draw_grid(panel, grid)
-        panel.set_title(f"{name}, step {step:,}\n{grid.title}", fontsize=8)
+        panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}", fontsize=8)
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
         columns = {grid.index: grid.labels[row], f"{grid.index}_other": grid.labels[column], **grid.common}
         columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
-        tables.append(pd.DataFrame({"result": name, "step": step, **columns}))
+        tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label = "|A| relative to the largest\nsingular value of the row's Jacobian"
     bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     bar.ax.tick_params(labelsize=7)
@@ -73,7 +72,7 @@ def _layer_grid(at: xr.Dataset, variable: str) -> Grid:
     largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0][part]  # in its own basis, A is diag(s)
     title = f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'"
     return Grid(
-        A[part, part], largest, "block", at["layer"].values[part], title, "l: the Jacobian", "l': the basis", {}
+        A[part, part], largest, "block", at["layer"].values[part], title, "Block l (Jacobian)", "Block l' (basis)", {}
     )
 
 
@@ -110,13 +109,15 @@ def _draw_grid(panel: "Axes", grid: Grid) -> None:
     panel.set_ylabel(grid.rows, fontsize=8)
 
 
-def singular_values(results: Results, _: int, step: Literal["first", "last"]) -> "Plotted":
+def singular_values(
+    results: Results, _: int, given: "Axes | None" = None, *, step: Literal["first", "last"]
+) -> "Plotted":
     """Draw top singular values by layer, medians over prompts and tokens, and 1 / s_1 with its straight line over depth."""
-    figure, axes = panels(2 * len(results))
+    figure, axes = panels(2 * len(results), given)
     rows = []
     for values, inverse, (name, ds) in zip(axes[::2], axes[1::2], results.items(), strict=True):
-        at = ds["singular_value"].isel(step=0 if step == "first" else -1)
-        number, at = int(at["step"]), at.median(("prompt", "token"))
+        i = 0 if step == "first" else -1
+        at = ds["singular_value"].isel(step=i).median(("prompt", "token"))
         layers = at["layer"].values
         ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
         fit = inverse_fit(layers, at.sel(rank=1).values)
@@ -129,14 +130,15 @@ def singular_values(results: Results, _: int, step: Literal["first", "last"]) ->
         text = "no line: fewer than 4 blocks, or no spread"
         if np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
-            text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
-        values.set_title(f"{name}, step {number:,}", fontsize=8)
+            text = f"R² = {fit['r2']:.2f}, " if fit["n"] >= FEWEST_POINTS else ""
+            text += f"n = {fit['n']} blocks"
+        values.set_title(at_step(name, ds, i), fontsize=8)
         values.set_yscale("log")
         values.tick_params(which="minor", labelsize=7)
-        values.set_ylabel("singular value", fontsize=8)
-        inverse.set_title(f"{name}: {text}", fontsize=8)
-        inverse.set_ylabel("1 / s₁", fontsize=8)
+        values.set_ylabel("Singular value of J", fontsize=8)
+        inverse.set_title(text, fontsize=8)
+        inverse.set_ylabel("1 / s₁ (s₁: largest singular value)", fontsize=8)
         for panel in (values, inverse):
-            panel.set_xlabel("layer", fontsize=8)
+            panel.set_xlabel("Block l", fontsize=8)
             panel.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)

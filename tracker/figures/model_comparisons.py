@@ -31,11 +31,12 @@ from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_
 from tracker.analysis.statistics import correlations, curves, sources
 from tracker.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
-from tracker.figures.drawing import PAIR_WORDS, fit_text, fitted_line, panels
+from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, fit_text, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
 from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from tracker.figures.drawing import Plotted
@@ -44,42 +45,44 @@ BENCHMARK = "gsm8k"
 LETTERS_PER_INCH = 19  # of a note below a figure
 
 
-def score_against_coupling(results: Results, k: int, exponential: bool = False) -> "Plotted":
+def score_against_coupling(
+    results: Results, k: int, given: "Axes | None" = None, *, exponential: bool = False
+) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, k)
-    return _scatter(results, properties, [(coupling, "score")], exponential)
+    return _scatter(results, properties, [(coupling, "score")], given, exponential)
 
 
-def score_against_coupling_by_k(results: Results, _: int) -> "Plotted":
+def score_against_coupling_by_k(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
     ks = shared_ks(results)
     properties: dict[str, Property] = {}
     for k in ks:
         properties |= _coupling_and_score(results, k)[1]
-    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks])
+    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks], given)
 
 
-def score_against_sizes(results: Results, k: int) -> "Plotted":
+def score_against_sizes(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
     coupling, properties = _coupling_and_score(results, k)
     shown = [(name, "score") for name in (*SIZES, coupling)]
-    figure, table = _scatter(results, SIZES | properties, shown)
+    figure, table = _scatter(results, SIZES | properties, shown, given)
     fit = controlled_fit(table, coupling)
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, results, table, text)
+    _annotate(figure, results, table, text, given)
     return figure, table
 
 
-def against_training_tokens(results: Results, k: int) -> "Plotted":
+def against_training_tokens(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, k)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown)
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, given)
 
 
-def benchmark_against_mean(results: Results, _: int) -> "Plotted":
+def benchmark_against_mean(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
 
     Raises:
@@ -96,16 +99,17 @@ def benchmark_against_mean(results: Results, _: int) -> "Plotted":
         "mean score": score,
         task: lambda ds: float(ds["score"].isel(step=-1).sel(task=task)),
     }
-    return _scatter(results, properties, [("mean score", task)])
+    return _scatter(results, properties, [("mean score", task)], given)
 
 
-def subsets(results: Results, k: int) -> "Plotted":
+def subsets(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, properties = _coupling_and_score(results, k)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
     fits = subset_fits(table, coupling, "score", "architecture", "parameters", "cluster")
-    figure, (axes,) = panels(1)
-    figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
+    figure, (axes,) = panels(1, given)
+    if given is None:
+        figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
     y = np.arange(len(fits))[::-1]
     ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
     axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
@@ -116,24 +120,29 @@ def subsets(results: Results, k: int) -> "Plotted":
     axes.set_yticks(y, labels, fontsize=7)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4))
     axes.set_xlabel(f"R² of score on {coupling}", fontsize=8)
-    _annotate(figure, results, table)
+    _annotate(figure, results, table, given=given)
     return figure, fits
 
 
-def definitions(results: Results, _: int) -> "Plotted":
+def definitions(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}_raw" for name in MISCOUPLINGS)]
     couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    figure = correlation_heatmap(table, "score")
-    figure.supxlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
+    figure = correlation_heatmap(table, "score", given)
+    if given is None:
+        figure.supxlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
+    else:
+        given.set_xlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
     return figure, table
 
 
-def correlation_heatmap(table: pd.DataFrame, y: str) -> "Figure":
+def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None) -> "Figure":
     """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
+
+    Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
 
     Args:
         table: the rows of `statistics.correlations`.
@@ -143,24 +152,34 @@ def correlation_heatmap(table: pd.DataFrame, y: str) -> "Figure":
 
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
-    figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
-    axes = figure.subplots()
-    r = np.array([[rows.r[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
+    if given is None:
+        figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
+        axes = figure.subplots()
+    else:
+        figure, (axes,) = panels(1, given)
+        axes.grid(False)
+    enough = rows.r.where(rows.n >= FEWEST_POINTS)
+    r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
     colours = LinearSegmentedColormap.from_list("diverging", DIVERGING)
     image = axes.imshow(r, cmap=colours, vmin=-1, vmax=1, aspect="auto")
     for i, j in np.ndindex(r.shape):
         star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
         colour = "white" if abs(r[i, j]) > 0.6 else "black"
-        axes.text(j, i, f"{r[i, j]:.2f}{star}", ha="center", va="center", fontsize=8, color=colour)
+        text = f"{r[i, j]:.2f}{star}" if np.isfinite(r[i, j]) else f"n = {rows.n[(*definitions[i], ks[j])]}"
+        axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
-    figure.colorbar(image, label=f"r of coupling and {y}; *: p < 0.05, corrected")
+    figure.colorbar(image, ax=axes, label=f"Correlation r of coupling and {y} (*: p < 0.05, corrected)")
     return figure
 
 
 def _scatter(
-    results: Results, properties: Mapping[str, Property], shown: Sequence[tuple[str, str]], exponential: bool = False
+    results: Results,
+    properties: Mapping[str, Property],
+    shown: Sequence[tuple[str, str]],
+    given: "Axes | None" = None,
+    exponential: bool = False,
 ) -> "Plotted":
     """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
 
@@ -168,7 +187,7 @@ def _scatter(
         properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
     """
     table = _properties(results, properties)
-    figure, axes = panels(len(shown), sharey=len({y for _, y in shown}) == 1)
+    figure, axes = panels(len(shown), given, sharey=len({y for _, y in shown}) == 1)
     fits = [fit_line(table, x, y) for x, y in shown]
     corrected = holm(np.array([fit["p"] for fit in fits]))
     for panel, (x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
@@ -187,15 +206,21 @@ def _scatter(
         panel.set_title(text, fontsize=8)
         panel.set_xlabel(x_name, fontsize=8)
         panel.set_ylabel(y_name, fontsize=8)
-    _annotate(figure, results, table)
+    _annotate(figure, results, table, given=given)
     return figure, table
 
 
-def _annotate(figure: "Figure", results: Results, table: pd.DataFrame, text: str = "") -> None:
-    """Write a text below a figure, and a note on the independence of the results in the table."""
+def _annotate(
+    figure: "Figure", results: Results, table: pd.DataFrame, text: str = "", given: "Axes | None" = None
+) -> None:
+    """Write a text below a figure or the given axes, and a note on the independence of the results in the table."""
     compared = {name: results[name] for name in table["result"]}
     lines = [*([text] if text else []), independence_note(compared)]
-    figure.supxlabel("\n".join(fill(line, _letters(figure)) for line in lines), fontsize=7)
+    note = "\n".join(fill(line, _letters(figure)) for line in lines)
+    if given is None:
+        figure.supxlabel(note, fontsize=7)
+    else:
+        given.set_xlabel(f"{given.get_xlabel()}\n{note}", fontsize=7)
 
 
 def _letters(figure: "Figure") -> int:

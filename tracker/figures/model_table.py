@@ -6,14 +6,16 @@ import numpy as np
 import pandas as pd
 
 from tracker.analysis.across_models import SIZES, TRAINING_TOKENS, Results, architecture, mean_score, tokens_seen
+from tracker.figures.drawing import panels
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from tracker.figures.drawing import Plotted
 
 
-def table_of_models(results: Results, _: int) -> "Plotted":
+def table_of_models(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.
@@ -32,25 +34,33 @@ def table_of_models(results: Results, _: int) -> "Plotted":
             for name, ds in results.items()
         ]
     )
-    return _draw_table(table, benchmarks), table
+    return _draw_table(table, benchmarks, given), table
 
 
-def _draw_table(table: pd.DataFrame, benchmarks: list[str]) -> "Figure":
+def _draw_table(table: pd.DataFrame, benchmarks: list[str], given: "Axes | None") -> "Figure":
     from matplotlib.figure import Figure
 
     cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
-    figure = Figure(figsize=(1 + 0.1 * sum(widths), 1.2 + 0.25 * len(cells)), layout="constrained")
-    axes = figure.subplots()
+    if given is None:
+        figure = Figure(figsize=(1 + 0.1 * sum(widths), 1.2 + 0.25 * len(cells)), layout="constrained")
+        axes = figure.subplots()
+    else:
+        figure, (axes,) = panels(1, given)
     axes.axis("off")
     shares = [width / sum(widths) for width in widths]
     drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8)
-    notes = [f"score: mean of {', '.join(benchmarks)}"] if benchmarks else ["to add scores: --scores FILE"]
+    notes = (
+        [f"score: mean of {', '.join(benchmarks)}"]
+        if benchmarks
+        else ["scores of benchmarks: joined by a walk, see docs/checkpoints.md"]
+    )
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
-        notes.append("to add training tokens: a pattern for the checkpoints' names, --revisions '...(?P<tokens>...)'")
-    figure.supxlabel("; ".join(notes), fontsize=7)
+        notes.append("training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md")
+    if given is None:
+        figure.supxlabel("; ".join(notes), fontsize=7)
     return figure
 
 

@@ -8,15 +8,20 @@ import xarray as xr
 
 from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
-from tracker.measures.names import with_present_names
+from tracker.figures.wording import PYTHON
 from tracker.results import open_results
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
 def plot(
-    results: xr.Dataset | str | Path | Mapping[str, xr.Dataset], name: str | None = None, *, k: int | None = None
+    results: xr.Dataset | str | Path | Mapping[str, xr.Dataset],
+    name: str | None = None,
+    *,
+    k: int | None = None,
+    ax: "Axes | None" = None,
 ) -> "Figure":
     """Draw one figure of a measurement, a walk or a training run, or of several of them.
 
@@ -25,13 +30,15 @@ def plot(
 
     Args:
         results: a Dataset of `tracker.measure` or `tracker.open_results`; a directory of results; or a mapping from names, which
-            the figure shows, to Datasets.
+            the figure shows, to Datasets. A Dataset without training steps allows the figures that need one step.
         name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` lists them). None
             draws "curves" if there are several training steps, else "heatmap".
         k: the number of singular vectors; None for the smallest measured.
+        ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
-        UsageError: for an unknown figure, or one for which the results do not suffice; the message states what they lack.
+        UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they lack, and
+            which figures they allow), and for results that were measured by different conventions.
     """
     if isinstance(results, (str, Path)):
         results = open_results(results)
@@ -43,9 +50,8 @@ def plot(
         )
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    figure, _ = draw(
-        resolve(name), {label: _with_steps(with_present_names(ds), name) for label, ds in several.items()}, k
-    )
+    with_steps = {label: _with_steps(ds) for label, ds in several.items()}
+    figure, _ = draw(resolve(name), with_steps, k, ax, PYTHON)
     return figure
 
 
@@ -59,15 +65,11 @@ def _name(ds: xr.Dataset) -> str:
     return name if name and not Path(name).is_absolute() else ds.attrs.get("model_class", "").rpartition(".")[2]
 
 
-def _with_steps(ds: xr.Dataset, name: str) -> xr.Dataset:
-    """Return a result with a `step` dimension; of all figures, the heat map alone needs no step."""
+def _with_steps(ds: xr.Dataset) -> xr.Dataset:
+    """Return a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
     if "k" in ds.coords and "k" not in ds.dims:
         k = int(ds["k"])
         raise UsageError(f"this result is the selection K = {k}; give the whole Dataset, and k={k}")
     if "step" in ds.dims:
         return ds
-    if "step" in ds.coords or name == "heatmap":
-        return ds.expand_dims("step")
-    raise UsageError(
-        f"figure {name} shows training steps, and this result has none; set one: ds.assign_coords(step=512)"
-    )
+    return ds.expand_dims("step" if "step" in ds.coords else {"step": [float("nan")]})

@@ -6,8 +6,8 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import curves, suspect
-from tracker.figures.drawing import banded_line, training_axis
+from tracker.analysis.statistics import curves, null_matrix, suspect
+from tracker.figures.drawing import banded_line, panels, require_panels, training_axis
 from tracker.figures.palette import BLUE, GREEN, ORANGE
 
 if TYPE_CHECKING:
@@ -17,38 +17,64 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}
-TRAJECTORY = {"lss": "Line-shape score", "expodistance": "Expodistance, before final norm"}
+NAMES = {"miscoupling": "‖A − S‖ / ‖S‖", "offdiag_normalized": "‖A − Diag A‖ / ‖A‖ (eq. 14)"}
+TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodistance (0: exponential growth)"}
 
 
-def last_heatmap(results: Results, k: int) -> "Plotted":
+def last_heatmap(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw `coupling_heatmap` of the last step of the single result."""
     (ds,) = results.values()
     last = ds.isel(step=-1)
-    return coupling_heatmap(last, k), last["miscoupling"].sel(k=k).mean(("prompt", "token")).to_dataframe()
+    return coupling_heatmap(last, k, given), last["miscoupling"].sel(k=k).mean(("prompt", "token")).to_dataframe()
 
 
-def all_curves(results: Results, k: int) -> "Plotted":
+def all_curves(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw `training_curves` of the single result, its suite as title."""
+    require_panels(3, given)
     (ds,) = results.values()
     points = curves(ds)
     return training_curves(points, k, ds.attrs.get("suite", "")), points.sel(k=k, pairs="mean_offdiag").to_dataframe()
 
 
-def coupling_heatmap(unit: xr.Dataset, k: int, measure: str = "miscoupling") -> "Figure":
-    """Draw the (L, L) matrix of one step: rows are blocks l, columns the blocks l' in whose basis they are expressed."""
-    from matplotlib.figure import Figure
+def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "Figure":
+    """Draw the (L, L) matrix of one step: rows are blocks l, columns the blocks l' in whose basis they are expressed.
 
-    matrix = unit[measure].sel(k=k).mean(("prompt", "token"))
-    L = matrix.sizes["layer"]
-    figure = Figure(figsize=(4.6, 4), layout="constrained")
-    axes = figure.subplots()
-    top = max(1.0, float(matrix.max()))
-    image = axes.imshow(matrix, cmap="viridis_r", vmin=0, vmax=top, extent=(0.5, L + 0.5, L + 0.5, 0.5))
-    after_norm = unit.attrs.get("final_norm") == "include" and not measure.endswith("_raw")
-    title = f"{measure}, K = {k}" + ("\nlast block with the final norm" if after_norm else "")
-    axes.set(xlabel="basis of block l'", ylabel="block l")
-    axes.set_title(title, fontsize=10)
-    figure.colorbar(image, label="0 = perfectly coupled")
+    The diagonal, 0 by definition, is grey and outside of the colour scale, which spans the other entries and their null level.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    samples = ("prompt", "token")
+    at = unit.sel(k=k)
+    others = at["miscoupling"].mean(samples).where(at["layer"] != at["layer_other"])
+    scale = [float(others.min()), float(others.max())]
+    label = "Mis-coupling (0: coupled)"
+    if "miscoupling_null" in unit:
+        null = float(null_matrix(at, "miscoupling").mean(samples).where(others.notnull()).mean())
+        scale.append(null)
+        label = f"Mis-coupling (0: coupled, line: null level {null:.2f})"
+    L = others.sizes["layer"]
+    if given is None:
+        figure = Figure(figsize=(4.8, 4), layout="constrained")
+        axes = figure.subplots()
+    else:
+        figure, (axes,) = panels(1, given)
+        axes.grid(False)
+    colours = colormaps["viridis_r"].with_extremes(bad="lightgrey")
+    extent = (0.5, L + 0.5, L + 0.5, 0.5)
+    image = axes.imshow(others, cmap=colours, vmin=min(scale), vmax=max(scale), extent=extent)
+    axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    last = ", last block with the final norm" if unit.attrs.get("final_norm") == "include" else ""
+    axes.set_title(f"K = {k}{last}", fontsize=8)
+    bar = figure.colorbar(image, ax=axes, label=label)
+    for level in scale[2:]:
+        bar.ax.axhline(level, color="black", lw=1)
+    diagonal = Patch(color="lightgrey", label="l = l': 0 by definition")
+    axes.legend(handles=[diagonal], loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, fontsize=8)
     return figure
 
 
@@ -75,15 +101,15 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
     at = {"k": k, "pairs": "mean_offdiag"}
     for measure, colour in COLOURS.items():
         middle, low, high = (points[measure + end].sel(at) for end in ("", "_q25", "_q75"))
-        banded_line(coupling, step, middle, low, high, colour, measure.replace("_", " "))
+        banded_line(coupling, step, middle, low, high, colour, NAMES[measure])
         coupling.plot(step, points[f"{measure}_null"].sel(at), color=colour, ls=":", label="its null level")
-    coupling.set(title=f"Mis-coupling, l ≠ l', K = {k}", ylim=(0, None))
+    coupling.set(title=f"Pairs of blocks l ≠ l', K = {k}", ylabel="Mis-coupling", ylim=(0, None))
     coupling.legend(fontsize=7)
     medians = {name: points[name].sel(statistic="median") for name in TRAJECTORY}
     for axes, (name, heading) in zip(others, TRAJECTORY.items(), strict=True):
         low, high = (points[name].sel(statistic=s) for s in ("q25", "q75"))
         banded_line(axes, step, medians[name], low, high, GREEN)
-        axes.set(title=heading)
+        axes.set(ylabel=heading)
     lss, expodistance = others
     _logarithmic(expodistance)
     marked = suspect(points) != ""

@@ -39,6 +39,7 @@ _DECLARATIONS = (
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
         f"tokens, {WITH_NORM}; expodistance: median, before the final norm; bands are quartiles",
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
+        steps=2,
         single=True,
     ),
     Declaration(
@@ -226,11 +227,10 @@ _DECLARATIONS = (
     ),
     Declaration(
         "34",
-        "Singular values by depth, trained",
+        "Singular values by depth",
         partial(jacobians.singular_values, step="last"),
         f"{SPECTRA}; trained is the last step",
         ("singular_value",),
-        steps=2,
     ),
     _against_score(
         "35",

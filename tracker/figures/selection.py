@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import Results, shared_ks
@@ -11,9 +12,12 @@ from tracker.analysis.conventions import require_same_conventions
 from tracker.errors import UsageError
 from tracker.figures.declaration import Declaration
 from tracker.figures.registry import ALIASES, FIGURES, VIT_COMMAND, VIT_FIGURES
+from tracker.figures.wording import COMMAND, PYTHON, Wording
 from tracker.measures.registry import BY_NAME, choices, defaults
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tracker.figures.drawing import Plotted
 
 LETTERS_PER_INCH = 13  # of a title
@@ -34,11 +38,15 @@ def resolve(name: str) -> str:
     return resolved
 
 
-def draw(name: str, results: Results, k: int | None) -> "Plotted":
+def draw(
+    name: str, results: Results, k: int | None, given: "Axes | None" = None, wording: Wording = COMMAND
+) -> "Plotted":
     """Draw a figure by its resolved name.
 
     Args:
         k: number of singular vectors; None for the smallest that all results have.
+        given: the axes to draw into, for a figure of one panel.
+        wording: whether messages are for a caller in Python or on the command line.
 
     Returns:
         The figure, and the numbers that it plots.
@@ -47,28 +55,28 @@ def draw(name: str, results: Results, k: int | None) -> "Plotted":
         UsageError: if the results do not suffice; the message states what to run.
     """
     declaration = FIGURES[name]
-    if reason := lack(declaration, results):
-        raise UsageError(f"figure {name} can't be drawn: {reason}")
+    if reason := lack(declaration, results, wording):
+        raise UsageError(f"figure {name} can't be drawn: {reason}{_others(results, wording)}")
     ks = shared_ks(results)
     if (k is not None and k not in ks) or (not ks and any("k" in ds.coords for ds in results.values())):
         shared = ", ".join(map(str, ks)) or "none"
-        raise UsageError(f"--k {k} was not measured in all results; they share {shared}")
-    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0)
-    if not figure.get_suptitle():
+        raise UsageError(f"{wording.k.format(k=k)} was not measured in all results; they share {shared}")
+    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, given)
+    if given is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
         figure.suptitle(title, fontsize=10)
     return figure, table
 
 
-def lack(figure: Declaration, results: Results) -> str:
+def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> str:
     """State why these results do not suffice for a figure and what to run; "" if they suffice."""
-    reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
+    reasons = (_result_lacks(figure, name, ds, wording) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
     if figure.single and len(results) > 1:
-        return f"it shows a single result; {len(results)} given: name one directory"
+        return f"it shows a single result; {len(results)} given: {wording.single}"
     if len(results) < figure.results:
-        return f"it compares at least {figure.results} results (directories); {len(results)} given"
+        return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
     try:
         require_same_conventions(results, figure.may_differ)
     except UsageError as difference:
@@ -76,35 +84,40 @@ def lack(figure: Declaration, results: Results) -> str:
     return ""
 
 
-def _result_lacks(figure: Declaration, name: str, ds: xr.Dataset) -> str:
+def _result_lacks(figure: Declaration, name: str, ds: xr.Dataset, wording: Wording) -> str:
     missing = [variable for variable in figure.needs if variable not in ds]
     if "score" in missing:
-        return (
-            f"{name} has no scores; give results with scores (a Pythia walk records its own, --scores FILE joins others) of "
-            "several models"
-        )
+        return f"{name} has no scores; {wording.scores}"
     if missing == ["tokens_seen"]:
         return (
             f"{name} does not record the training tokens of its steps; walk with a pattern that reads them from the names of "
             "checkpoints, --revisions '...(?P<tokens>...)'"
         )
     if missing:
-        command = f"python -m tracker.pythia --model ...{_measures(figure)} --out OTHER"
-        return f"{name} lacks {', '.join(missing)}; measure again: {command}"
-    first, count = int(ds["step"][0]), ds.sizes["step"]
-    if figure.untrained and first != 0:
-        remedy = "walk with --steps 0,... or --untrained SEED"
-        return f"{name} starts at step {first}, but the figure shows the untrained model; {remedy}"
+        return f"{name} lacks {', '.join(missing)}; {wording.measure_again(_measures(figure))}"
+    first, count = float(ds["step"][0]), ds.sizes["step"]
     if count < figure.steps:
-        return f"{name} has {count} step(s), and the figure needs {figure.steps}; measure more steps: --steps ..."
+        steps = "one training step" if count == 1 else f"{count} training steps"
+        return f"it needs {figure.steps} training steps or more, and {name} has {steps}; {wording.steps}"
+    if figure.untrained and first != 0:
+        starts = "does not state its training step" if np.isnan(first) else f"starts at step {int(first)}"
+        return f"{name} {starts}, but the figure shows the untrained model; {wording.untrained}"
     return ""
 
 
-def _measures(figure: Declaration) -> str:
-    """Return the option `--measures` that enables what the figure needs; "" where the default does."""
+def _others(results: Results, wording: Wording) -> str:
+    """List, for a caller in Python, the figures that the results allow."""
+    if wording is not PYTHON:
+        return ""  # the command `list` lists them
+    allowed = [name for name, figure in FIGURES.items() if not lack(figure, results, wording)]
+    return f". Figures that can be drawn: {', '.join(allowed)}" if allowed else ""
+
+
+def _measures(figure: Declaration) -> list[str]:
+    """Return the names of `measures=` that the figure needs; none where the default suffices."""
     enabled = {*defaults(), *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
     chosen = [name for name in choices() if name in enabled]
-    return f" --measures {','.join(chosen)}" if set(chosen) > set(defaults()) else ""
+    return chosen if set(chosen) > set(defaults()) else []
 
 
 def availability(results: Mapping[str, xr.Dataset]) -> list[str]:

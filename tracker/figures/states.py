@@ -13,9 +13,11 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import quartiles, sources
 from tracker.errors import UsageError
 from tracker.figures.drawing import (
+    at_step,
     axis_label,
     axis_scale,
     evenly_spaced,
+    label_y,
     mean_line,
     panels,
     quartile_line,
@@ -25,12 +27,14 @@ from tracker.figures.drawing import (
 from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from tracker.figures.drawing import Plotted
 
 
-def over_training(results: Results, _: int, variable: str) -> "Plotted":
+def over_training(results: Results, _: int, given: "Axes | None" = None, *, variable: str) -> "Plotted":
     """Draw medians and quartiles against the training step, one line per result."""
-    figure, (axes,) = panels(1)
+    figure, (axes,) = panels(1, given)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         columns = quartile_line(axes, ds[variable], "step", colour, name)
@@ -41,7 +45,9 @@ def over_training(results: Results, _: int, variable: str) -> "Plotted":
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def at_layers(results: Results, _: int, variable: str, sign: Literal[1, -1] = 1) -> "Plotted":
+def at_layers(
+    results: Results, _: int, given: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
+) -> "Plotted":
     """Draw medians and quartiles against the training step, at an early, a middle and a late layer.
 
     Args:
@@ -50,7 +56,7 @@ def at_layers(results: Results, _: int, variable: str, sign: Literal[1, -1] = 1)
     Raises:
         UsageError: for a result with too few blocks for a window.
     """
-    figure, axes = panels(len(results), sharey=True)
+    figure, axes = panels(len(results), given, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
@@ -61,7 +67,7 @@ def at_layers(results: Results, _: int, variable: str, sign: Literal[1, -1] = 1)
         layers = [int(defined[i]) for i in evenly_spaced(len(defined), 3)]
         for layer, colour in zip(layers, shades(len(layers)), strict=True):
             values = sign * ds[variable].sel(layer=layer, drop=True)
-            columns = quartile_line(panel, values, "step", colour, f"layer {layer}")
+            columns = quartile_line(panel, values, "step", colour, f"block {layer}")
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
         training_axis(panel, ds["step"].values)
         panel.set_yscale(axis_scale(variable))
@@ -71,30 +77,34 @@ def at_layers(results: Results, _: int, variable: str, sign: Literal[1, -1] = 1)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_depth(results: Results, _: int, variables: Sequence[str]) -> "Plotted":
+def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables: Sequence[str]) -> "Plotted":
     """Draw medians and quartiles against depth, one line for each of at most four steps."""
     shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
-    figure, axes = panels(len(shown))
+    figure, axes = panels(len(shown), given)
     rows = []
     for panel, (name, ds, variable) in zip(axes, shown, strict=True):
         axis = "depth" if "depth" in ds[variable].dims else "layer"
         steps = evenly_spaced(ds.sizes["step"], 4)
         for i, colour in zip(steps, shades(len(steps)), strict=True):
-            step = int(ds["step"][i])
-            columns = quartile_line(panel, ds[variable].isel(step=i), axis, colour, f"step {step:,}")
+            step = ds["step"].values[i]
+            label = None if np.isnan(step) else f"step {int(step):,}"
+            columns = quartile_line(panel, ds[variable].isel(step=i), axis, colour, label)
             columns = {"depth": columns.pop(axis), **columns}
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         panel.set_yscale(axis_scale(variable))
         panel.set_title(name, fontsize=8)
-        panel.set_xlabel(axis, fontsize=8)
+        panel.set_xlabel("State after block l" if axis == "depth" else "Block l", fontsize=8)
         panel.set_ylabel(axis_label(variable), fontsize=8)
-    axes[0].legend(fontsize=6)
+    if axes[0].get_legend_handles_labels()[1]:
+        axes[0].legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_model(results: Results, _: int, variables: Sequence[str], trained: bool = True) -> "Plotted":
+def by_model(
+    results: Results, _: int, given: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
+) -> "Plotted":
     """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
-    figure, axes = panels(len(variables))
+    figure, axes = panels(len(variables), given)
     rows = []
     for panel, variable in zip(axes, variables, strict=True):
         for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
@@ -102,24 +112,25 @@ def by_model(results: Results, _: int, variables: Sequence[str], trained: bool =
                 at = ds.isel(step=i)
                 low, middle, high = quartiles(at[variable], ("prompt", "position")).values
                 bar = [[middle - low], [high - middle]]
-                panel.errorbar(x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2)
+                label = ("last step" if i else "first step") if x == 0 else None
+                panel.errorbar(x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2, label=label)
                 columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
                 rows.append({"result": name, "variable": variable, **columns})
         panel.set_xlim(-0.6, len(results) - 0.4)
         panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
         panel.set_ylabel(axis_label(variable), fontsize=8)
-        panel.set_title("blue: first step" + (", black: last" if trained else ""), fontsize=7)
+    axes[0].legend(fontsize=7)
     return figure, pd.DataFrame(rows)
 
 
-def principal_planes(results: Results, _: int) -> "Plotted":
+def principal_planes(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black.
 
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)]
-    figure, axes = panels(len(shown))
+    figure, axes = panels(len(shown), given)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
@@ -131,19 +142,19 @@ def principal_planes(results: Results, _: int) -> "Plotted":
         plane = plane[positions]
         for index, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
             panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if index == len(plane) - 1 else 2)
-        panel.set_title(f"{name}, step {int(ds['step'][i]):,}", fontsize=8)
+        panel.set_title(at_step(name, ds, i), fontsize=8)
+        panel.set_xlabel("First principal axis", fontsize=8)
         token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
         first, second = plane.reshape(-1, 2).T
         columns = {"position": positions[token], "depth": depth, "first": first, "second": second}
-        rows.append(pd.DataFrame({"result": name, "step": int(ds["step"][i]), **columns}))
-    figure.supxlabel("first principal axis", fontsize=8)
-    figure.supylabel("second", fontsize=8)
+        rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
+    label_y(axes, "Second principal axis")
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def noise_response(results: Results, _: int) -> "Plotted":
+def noise_response(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
-    figure, axes = panels(len(results), sharey=True)
+    figure, axes = panels(len(results), given, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds["noise_similarity"].isel(step=-1)
@@ -153,7 +164,7 @@ def noise_response(results: Results, _: int) -> "Plotted":
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set_xscale("log")
         panel.set_title(name, fontsize=8)
-        panel.set_xlabel("noise / embedding", fontsize=8)
-    axes[0].set_ylabel("cosine similarity", fontsize=8)
+        panel.set_xlabel("Length of the noise / length of the embedding", fontsize=8)
+    label_y(axes, "Cosine similarity to the state without noise")
     axes[0].legend(fontsize=7)
     return figure, pd.concat(rows, ignore_index=True)

@@ -1,0 +1,56 @@
+"""What to do where results do not suffice for a figure, in the terms of Python or of the command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Texts of messages.
+
+    Attributes:
+        k: how a caller gives K, a template of `k`.
+        again: how to measure again, a template of `measures`.
+        measures: how to choose measures, a template of `names`.
+        steps: how to get more steps.
+        untrained: how to get the untrained model as first step.
+        scores: how to get scores.
+        several: the form of several results.
+        single: how to give one result.
+    """
+
+    k: str
+    again: str
+    measures: str
+    steps: str
+    untrained: str
+    scores: str
+    several: str
+    single: str
+
+    def measure_again(self, names: Sequence[str]) -> str:
+        """State how to measure with these names of measures, or with the default ones if there are none."""
+        return self.again.format(measures=self.measures.format(names=",".join(names)) if names else "")
+
+
+COMMAND = Wording(
+    k="--k {k}",
+    again="measure again: python -m tracker.pythia --model ...{measures} --out OTHER",
+    measures=" --measures {names}",
+    steps="measure more steps: --steps ...",
+    untrained="walk with --steps 0,... or --untrained SEED",
+    scores="give results with scores (a Pythia walk records its own, --scores FILE joins others) of several models",
+    several="directories",
+    single="name one directory",
+)
+PYTHON = Wording(
+    k="k={k}",
+    again="measure again{measures}",
+    measures=' with measures="{names}"',
+    steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "
+    "b.assign_coords(step=100)], 'step')",
+    untrained="join a measurement of the untrained model as step 0",
+    scores="give stores of several models with scores (a walk over Pythia records its own)",
+    several="a mapping from names to Datasets",
+    single="give one Dataset",
+)
