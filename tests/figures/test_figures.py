@@ -12,6 +12,7 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
+from tracker.figures import drawing, jacobians
 from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
 from tracker.figures.selection import draw
 from tracker.figures.write import main
@@ -242,7 +243,14 @@ def test_32(one, tmp_path):
     close(row["mean"], ds.noise_similarity.sel(step=2000, depth=3, noise=0.1).mean())
 
 
-def test_33_and_34(one, tmp_path):
+@pytest.fixture
+def few_points(monkeypatch):
+    """Let figures draw fits of four points."""
+    for module in (drawing, jacobians):
+        monkeypatch.setattr(module, "FEWEST_POINTS", 4)
+
+
+def test_33_and_34(one, tmp_path, few_points):
     from scipy import stats
 
     ds = open_results(one)
@@ -265,7 +273,7 @@ def test_33_and_34(one, tmp_path):
     close(points.get_ydata(), 1 / np.median(open_results(deep).singular_value.sel(step=1, rank=1).values[:, 0], 0))
     close(line.get_xdata(), points.get_xdata())
     close(line.get_ydata(), fit.intercept + fit.slope * np.arange(1, 6))
-    assert inverse.get_title() == "n = 5 blocks", "R² of fewer than eight points is in the table alone"
+    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
 
 
 def test_of_several_models(several, tmp_path):
@@ -300,7 +308,14 @@ def with_gsm8k(paths, place, task="gsm8k"):
     return copies
 
 
-def test_31(several, tmp_path, capsys):
+def test_fits_of_few_points_are_not_drawn(several, tmp_path):
+    figure, table = draw("1a", {path.name: open_results(path) for path in several}, None)
+    assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+    figure, table = draw("definitions", {path.name: open_results(path) for path in several}, None)
+    assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {"n = 5"}
+
+
+def test_31(several, tmp_path, capsys, few_points):
     from scipy import stats
 
     paths = with_gsm8k(several, tmp_path)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 LETTERS_OF_LABEL = 34
 FEWEST_POINTS = 8  # of a statistic that figures print
+PER_ROW = 4  # panels
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
@@ -41,7 +42,7 @@ def panels(count: int, given: "Axes | None" = None, **options: Any) -> "tuple[Fi
         require_panels(count, given)
         given.grid(alpha=0.3)
         return given.get_figure(root=True), [given]  # type: ignore[return-value]
-    columns = min(count, 4)
+    columns = min(count, PER_ROW)
     rows = -(-count // columns)
     figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
@@ -62,8 +63,8 @@ def require_panels(count: int, given: "Axes | None") -> None:
 
 def label_y(axes: "Sequence[Axes]", label: str) -> None:
     """Label the y axis that panels share, once for each row of panels."""
-    for panel in axes:
-        if panel.get_subplotspec() is None or panel.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+    for i, panel in enumerate(axes):
+        if i % PER_ROW == 0:
             panel.set_ylabel(label, fontsize=8)
 
 

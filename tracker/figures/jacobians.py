@@ -127,11 +127,10 @@ def singular_values(
             columns = {"rank": rank, "layer": layers, "value": s, **(fit if rank == 1 else {})}
             rows.append(pd.DataFrame({"result": name, **columns}))
         inverse.plot(layers, fit["inverse"], color=BLUE, marker="o", ms=3, ls="", label="1 / s₁")
-        text = "no line: fewer than 4 blocks, or no spread"
-        if np.isfinite(fit["r2"]):
+        text = f"no line: fewer than {FEWEST_POINTS} blocks, or no spread"
+        if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
-            text = f"R² = {fit['r2']:.2f}, " if fit["n"] >= FEWEST_POINTS else ""
-            text += f"n = {fit['n']} blocks"
+            text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
         values.set_title(at_step(name, ds, i), fontsize=8)
         values.set_yscale("log")
         values.tick_params(which="minor", labelsize=7)

@@ -9,6 +9,7 @@ import xarray as xr
 from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
+from tracker.measures.names import with_present_names
 from tracker.results import open_results
 
 if TYPE_CHECKING:
@@ -48,9 +49,13 @@ def plot(
             f"can't plot {type(results).__name__}; give a Dataset as from tracker.measure or tracker.open_results, a directory "
             "of results, or a mapping from names to Datasets"
         )
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes | None):
+        raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    with_steps = {label: _with_steps(ds) for label, ds in several.items()}
+    with_steps = {label: _with_steps(with_present_names(ds)) for label, ds in several.items()}
     figure, _ = draw(resolve(name), with_steps, k, ax, PYTHON)
     return figure
 

@@ -109,7 +109,7 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
     for axes, (name, heading) in zip(others, TRAJECTORY.items(), strict=True):
         low, high = (points[name].sel(statistic=s) for s in ("q25", "q75"))
         banded_line(axes, step, medians[name], low, high, GREEN)
-        axes.set(ylabel=heading)
+        axes.set_ylabel(heading, fontsize=9)
     lss, expodistance = others
     _logarithmic(expodistance)
     marked = suspect(points) != ""

@@ -73,14 +73,14 @@ def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> s
     reasons = (_result_lacks(figure, name, ds, wording) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
-    if figure.single and len(results) > 1:
-        return f"it shows a single result; {len(results)} given: {wording.single}"
-    if len(results) < figure.results:
-        return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
     try:
         require_same_conventions(results, figure.may_differ)
     except UsageError as difference:
         return str(difference)
+    if figure.single and len(results) > 1:
+        return f"it shows a single result; {len(results)} given: {wording.single}"
+    if len(results) < figure.results:
+        return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
     return ""
 
 

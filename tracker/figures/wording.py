@@ -11,7 +11,7 @@ class Wording:
     Attributes:
         k: how a caller gives K, a template of `k`.
         again: how to measure again, a template of `measures`.
-        measures: how to choose measures, a template of `names`.
+        measures: how to choose measures, a template of `names`, a list, and `flag`.
         steps: how to get more steps.
         untrained: how to get the untrained model as first step.
         scores: how to get scores.
@@ -30,13 +30,15 @@ class Wording:
 
     def measure_again(self, names: Sequence[str]) -> str:
         """State how to measure with these names of measures, or with the default ones if there are none."""
-        return self.again.format(measures=self.measures.format(names=",".join(names)) if names else "")
+        return self.again.format(
+            measures=self.measures.format(names=list(names), flag=",".join(names)) if names else ""
+        )
 
 
 COMMAND = Wording(
     k="--k {k}",
     again="measure again: python -m tracker.pythia --model ...{measures} --out OTHER",
-    measures=" --measures {names}",
+    measures=" --measures {flag}",
     steps="measure more steps: --steps ...",
     untrained="walk with --steps 0,... or --untrained SEED",
     scores="give results with scores (a Pythia walk records its own, --scores FILE joins others) of several models",
@@ -46,10 +48,10 @@ COMMAND = Wording(
 PYTHON = Wording(
     k="k={k}",
     again="measure again{measures}",
-    measures=' with measures="{names}"',
+    measures=" with measures={names}",
     steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "
     "b.assign_coords(step=100)], 'step')",
-    untrained="join a measurement of the untrained model as step 0",
+    untrained="mark a measurement of an untrained model as such: ds.assign_coords(step=0)",
     scores="give stores of several models with scores (a walk over Pythia records its own)",
     several="a mapping from names to Datasets",
     single="give one Dataset",
