@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
 from tracker.capture.recording import BlockCall, Recording
+from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
@@ -31,6 +32,7 @@ from tracker.measures.dataset import Sample
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
 from tracker.measures.settings import Settings
+from tracker.measures.states import measure_states
 from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
 
 ROWS = 4  # token rows at most that are timed together
@@ -96,10 +98,10 @@ def estimate(
     record = partial(record_call, jacobians.replica, batch, memory=settings.memory(4))
     try:
         seconds, (recording, rows, samples) = _timed_again(partial(record, states_alone))
-        recorded = len(recording.calls)
+        recorded = recording
         if depth is not None:
             recording = _deepened(recording, depth)
-        deeper = len(recording.calls) / recorded
+        deeper = len(recording.calls) / len(recorded.calls)
         stages["forward passes"] = seconds * scale * deeper
         count = sum(len(call.labels) for call in calls)
         total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
@@ -107,8 +109,7 @@ def estimate(
         for measure in OF_STATES:
             if settings.includes(measure):
                 one = replace(states_alone, measures=(measure,))
-                both, _ = _timed(partial(record, one))
-                stages[measure] = max(0.0, both - seconds) * scale * deeper
+                stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
         if settings.includes("coupling"):
             stages |= _coupling(case)
         if settings.includes("tokenwise"):
@@ -146,6 +147,17 @@ def estimate(
         warnings=tuple(warnings),
         refused=refused,
     )
+
+
+def _states_seconds(replica: Replica, recording: Recording, sample: Sample, settings: Settings) -> float:
+    """Return the seconds of a measure that is read off the states of a recorded call."""
+    raw, norm = recording, recording.final_norm
+    if recording.raw_last is not None:
+        raw = replace(recording, calls=[*recording.calls[:-1], recording.raw_last])
+    B, n, _ = recording.calls[0].x.shape
+    how = ([range(n)] * B, sample.attributes["window"], settings)
+    seconds, _ = _timed_again(lambda: measure_states(replica, recording, raw, norm and norm[1], *how))
+    return seconds
 
 
 def _coupling(case: _Case) -> dict[str, float]:
