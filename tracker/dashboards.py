@@ -57,14 +57,15 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
     """
     from wandb_workspaces.workspaces import RunsetSettings, Workspace, WorkspaceSettings
 
-    from tracker.analysis.statistics import HEADLINE
     from tracker.loggers.wandb import AXIS
+    from tracker.measures.headline import MEAN_OFFDIAG
 
     return Workspace(
         entity=entity,
         project=project,
         name=name,
         sections=[
+            _headlines(min(ks)),
             _measures("Coupling", ks, is_open=True),
             _measures("Trajectory", ks, is_open=True),
             _scores(),
@@ -73,7 +74,7 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
             _grid(),
         ],
         settings=WorkspaceSettings(x_axis=AXIS),
-        runset_settings=RunsetSettings(pinned_columns=[f"summary:{HEADLINE}.{which}" for which in ("last", "min")]),
+        runset_settings=RunsetSettings(pinned_columns=[f"summary:{MEAN_OFFDIAG}.{which}" for which in ("last", "min")]),
     )
 
 
@@ -94,6 +95,22 @@ def _save(workspace: "Workspace") -> None:
     except wandb.Error as error:
         raise CommandFailure(f"nothing was saved to {workspace.entity}/{workspace.project}: {error}") from error
     print(f"workspace: {workspace.url}")
+
+
+def _headlines(k: int) -> "Section":
+    """Return a section with what a training run logs by default; a null level shares the panel of what it belongs to."""
+    from tracker.measures.headline import HEADLINES, UNDEFINED
+
+    panels: dict[str, tuple[str, list[str]]] = {}  # title and metrics, by the metric without the null level
+    for metric, title in HEADLINES.items():
+        if metric == UNDEFINED:  # runs without undefined values do not have it
+            continue
+        panels.setdefault(metric.replace("_null", ""), (title, []))[1].append(metric.format(k=k))
+    lines = [
+        _lines(title[0].upper() + title[1:] + (", with its null level" if len(metrics) > 1 else ""), metrics)
+        for title, metrics in panels.values()
+    ]
+    return _section(f"Headline numbers, K = {k}", lines, is_open=True)
 
 
 def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":
@@ -163,9 +180,9 @@ def _grid() -> "Section":
     )
     from wandb_workspaces.reports.v2.interface import ParallelCoordinatesPlotColumn
 
-    from tracker.analysis.statistics import HEADLINE
+    from tracker.measures.headline import MEAN_OFFDIAG
 
-    last, accuracy = SummaryMetric(f"{HEADLINE}.last"), SummaryMetric("test/accuracy")
+    last, accuracy = SummaryMetric(f"{MEAN_OFFDIAG}.last"), SummaryMetric("test/accuracy")
     columns = {
         "weight decay": Config("weight_decay"),
         "stochastic depth": Config("drop_path"),

@@ -9,6 +9,7 @@ half of it for their couplings.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -107,7 +108,7 @@ def measure(
         FloatingPointError: if a block overflows or returns NaN; the message names it.
     """
     started = time.perf_counter()
-    settings = settings_from(options, "measure")
+    settings = settings_from(options, "measure", signature(measure).parameters)
     found = find_blocks(model, blocks)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)

@@ -9,13 +9,13 @@ import tracker
 from tests.models import Size, build, neox, tokens
 from tracker.analysis.statistics import (
     CURVES,
-    HEADLINE,
     curves,
     layers_in_words,
     middle_layers,
     scalars,
     sources,
 )
+from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.summary import summary
 from tracker.results import Store, open_results
@@ -59,8 +59,10 @@ def test_scalars_are_the_curve_points_under_flat_names(ds):
     assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(points.miscoupling.sel(k=4, pairs="mean_offdiag"))
     assert flat["trajectory/lss/median"] == float(points.lss.sel(statistic="median"))
     assert all(isinstance(value, float) for value in flat.values())
+    assert flat["coupling/null_minus_miscoupling"] == flat[f"{MEAN_OFFDIAG}_null"] - flat[MEAN_OFFDIAG]
+    assert "coupling/undefined" not in flat
     for end in ("", "_null"):
-        assert flat[HEADLINE + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
+        assert flat[MEAN_OFFDIAG + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
 
 
 def test_optional_measures_in_logs():

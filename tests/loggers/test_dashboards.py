@@ -18,9 +18,10 @@ import torch
 import tracker
 from tests.models import neox, tokens
 from tracker import dashboards, replay
-from tracker.analysis.statistics import HEADLINE, scalars
+from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import LoggedRun, Row
-from tracker.loggers.wandb import AXIS, WandbRun, is_shown
+from tracker.loggers.wandb import AXIS, WandbRun
+from tracker.measures.headline import MEAN_OFFDIAG, headline_names
 from tracker.results import Store
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,14 +117,15 @@ class TestReplay:
         assert logged <= metrics.keys()
         assert all(metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged)
         shown = {name for name in logged if not metrics[name]["options"].get("hidden")}
-        assert shown == {name for name in logged if is_shown(name)}
-        assert {HEADLINE, f"{HEADLINE}_null", "trajectory/lss/median", "tokens/self/offdiag_normalized/k2"} <= shown
-        assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 30
+        assert shown == {name for name in headline_names(k=2) if name in logged}
+        assert {MEAN_OFFDIAG, "coupling/null_minus_miscoupling", "trajectory/lss/median"} <= shown
+        assert "tokens/self/offdiag_normalized/k2" in shown
+        assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 20
 
     def test_the_summary_has_the_last_step_and_the_strongest_coupling(self, replayed, store):
-        values = [scalars(store.read(step))[HEADLINE] for step in STEPS]
+        values = [scalars(store.read(step))[MEAN_OFFDIAG] for step in STEPS]
         summary = of("summary", replayed)[-2]["update"]
-        assert summary[HEADLINE] == {"min": pytest.approx(min(values)), "last": pytest.approx(values[-1])}
+        assert summary[MEAN_OFFDIAG] == {"min": pytest.approx(min(values)), "last": pytest.approx(values[-1])}
         assert not any("_q25" in name for name in summary)
 
     def test_nothing_to_send(self, tmp_path, capsys):
@@ -169,7 +171,7 @@ def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
     summary = of("summary", found)[-2]["update"]
     at_end = scalars(store.read(8))
     assert summary["trajectory/lss/median"] == pytest.approx(at_end["trajectory/lss/median"])
-    assert summary[HEADLINE]["last"] == pytest.approx(at_end[HEADLINE])
+    assert summary[MEAN_OFFDIAG]["last"] == pytest.approx(at_end[MEAN_OFFDIAG])
 
 
 class TestWorkspace:
@@ -180,7 +182,7 @@ class TestWorkspace:
         assert (view["entity"], view["project"], view["displayName"]) == ("e", "p", "Block coupling")
         sections = {s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]}
         assert list(sections) == [
-            "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise", "The ViT grid"
+            "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise", "The ViT grid"
         ]  # fmt: skip
         logged = {name for row in of("history", replayed) for name in row["item"]}
         media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}
@@ -193,9 +195,12 @@ class TestWorkspace:
         coupling = [panel["config"]["metrics"] for panel in sections["Coupling"]]
         assert ["coupling/miscoupling/k2/mean_offdiag", "coupling/miscoupling_null/k2/mean_offdiag"] in coupling
         assert len(coupling) == 4
+        first = [panel["config"]["metrics"] for panel in sections["Headline numbers, K = 2"]]
+        assert ["coupling/mean_offdiag", "coupling/mean_offdiag_null"] in first
+        assert {name for metrics in first for name in metrics} == {n for n in headline_names(k=2) if n in logged}
         across, against, training = sections["The ViT grid"]
         assert [column["accessor"] for column in across["config"]["columns"]] == [
-            "config:weight_decay.value", "config:drop_path.value", f"summary:{HEADLINE}.last", "summary:test/accuracy"
+            "config:weight_decay.value", "config:drop_path.value", f"summary:{MEAN_OFFDIAG}.last", "summary:test/accuracy"
         ]  # fmt: skip
         assert training["config"]["xAxis"] == "trainer/global_step"
 

@@ -12,8 +12,8 @@ import tracker
 from tests.models import neox, tokens
 from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
-from tracker.loggers.wandb import SHOWN
 from tracker.measures import registry
+from tracker.measures.headline import UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES
 from tracker.report.contents import contents
 from tracker.report.summary import summary
@@ -82,7 +82,14 @@ def test_metric_names(ds):
     assert set(scalars(ds)) == names_before() | NEW_METRICS
 
 
-NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")}
+NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")} | {"coupling/null_minus_miscoupling"}
+
+
+def test_the_headline_numbers_are_metrics(ds):
+    assert set(headline_names(k=2)) - {UNDEFINED} <= set(scalars(ds))
+    ds = ds.copy(deep=True)
+    ds["undefined"][2:4] = 5
+    assert scalars(ds)[UNDEFINED] == 10
 
 
 def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
@@ -93,8 +100,8 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     assert (ds.update_ratio.values * states > 0).all() and int(ds.undefined.sel(quantity="update_ratio")) == 0
     expected = np.median(ds.update_ratio.values.astype(float))
     assert scalars(ds)["trajectory/update_ratio/median"] == pytest.approx(expected, rel=1e-6)
-    assert SHOWN.fullmatch("trajectory/update_ratio/median")
-    panels = json.loads(dumped(build("e", "p", "n", [4])))["spec"]["section"]["panelBankConfig"]["sections"][1][
+    assert "trajectory/update_ratio/median" in headline_names(k=2)
+    panels = json.loads(dumped(build("e", "p", "n", [4])))["spec"]["section"]["panelBankConfig"]["sections"][2][
         "panels"
     ]
     assert any("trajectory/update_ratio/q25" in panel["config"]["metrics"] for panel in panels)

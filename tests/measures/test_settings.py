@@ -87,8 +87,15 @@ def test_a_configuration_file_is_flat_and_a_flag_overrides_it(tmp_path):
 
 @pytest.mark.parametrize("function", [lambda **o: tracker.measure(neox(), tokens(), **o), tracker.CouplingCallback])
 def test_an_unknown_option_is_refused_with_the_allowed_ones(function):
-    with pytest.raises(TypeError, match=r"unexpected option 'ks'; measurement options are k, tokens, .*pair_layers"):
+    with pytest.raises(TypeError, match=r"unexpected option 'ks'.* measurement options are k, tokens, .*pair_layers"):
         function(ks=3)
+
+
+def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
+    with pytest.raises(TypeError) as refused:
+        tracker.CouplingCallback(every=10)
+    assert "'every'; did you mean every_n_steps or every_n_epochs?" in str(refused.value)
+    assert "CouplingCallback takes every_n_steps, every_n_epochs, steps, schedule, ends, probe" in str(refused.value)
 
 
 @pytest.mark.parametrize(

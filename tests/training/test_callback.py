@@ -516,7 +516,7 @@ def test_undefined_values_do_not_end_the_training():
 def test_csv_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    watch = Watch(4, name="val")
+    watch = Watch(4, name="val", log="all")
     loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
     fit(trainer([watch], logger=loggers, log_every_n_steps=1))
     events = EventAccumulator(loggers[1].log_dir).Reload()
@@ -529,18 +529,78 @@ def test_csv_and_tensorboard(tmp_path):
     assert "val/coupling/mean_offdiag" in table[0].split(",")
 
 
-def test_wandb(tmp_path):
-    watch = Watch(4)
+HEADLINES = {
+    "coupling/mean_offdiag",
+    "coupling/mean_offdiag_null",
+    "coupling/null_minus_miscoupling",
+    "coupling/miscoupling/k2/mean_adjacent",
+    "coupling/offdiag_normalized/k2/mean_offdiag",
+    "coupling/offdiag_normalized_null/k2/mean_offdiag",
+    "trajectory/lss/median",
+    "trajectory/expodistance/median",
+    "trajectory/alpha_mean/median",
+    "trajectory/update_ratio/median",
+}
+COST = {"coupling/seconds", "coupling/share"}
+
+
+@pytest.mark.parametrize("log", ["headline", "all", ["coupling/mean_offdiag", "trajectory/*/median"]], ids=str)
+def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
+    """By default a dozen, of the smallest K; the store and the metrics of other callbacks have all in each case."""
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
+    given = {} if log == "headline" else {"log": log}
+    watch = Watch(4, k=[2, 4], save_dir=tmp_path / "store", **given)
+    runner = trainer([watch], logger=logger, log_every_n_steps=1)
+    fit(runner)
+    columns = set((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(","))
+    everything = set(scalars(watch.units[4]))
+    medians = {name for name in everything if re.fullmatch("trajectory/.*/median", name)}
+    expected = {"headline": HEADLINES, "all": everything}.get(str(log), {"coupling/mean_offdiag", *medians})
+    assert columns == expected | COST | {"epoch", "step", "loss", "val_loss"}
+    assert len(HEADLINES | COST) == 12 and len(everything) > 100
+    assert everything <= runner.callback_metrics.keys()
+    assert set(scalars(Store(tmp_path / "store").read(4))) == everything
+
+
+@pytest.mark.parametrize(("log", "message"), [("most", "log='most'; choose 'headline'"), ([], "log=")])
+def test_unusable_choices_of_metrics(log, message):
+    with pytest.raises(UsageError, match=message):
+        Watch(4, log=log)
+
+
+def test_a_name_that_is_no_metric_is_refused_at_the_first_measurement():
+    with pytest.raises(UsageError, match=r"no metric is named 'trajectory/lsss/\*'; log='all' logs all"):
+        fit(trainer([Watch(4, log=["coupling/seconds", "trajectory/lsss/*"])]))
+
+
+def test_wandb_by_default(tmp_path):
+    """What is logged is what the automatic workspace shows."""
     logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
-    fit(trainer([watch], logger=logger))
+    fit(trainer([Watch(4, k=[2, 4])], logger=logger))
+    records = offline_records(tmp_path)
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    logged = {name for row in rows for name in row if name.startswith(("coupling/", "trajectory/"))}
+    assert {name for name in logged if "heatmap" not in name} == HEADLINES | COST
+    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    for name in HEADLINES | COST:
+        assert "hidden" not in metrics[name]["options"] and metrics[name]["step_metric"] == "checkpoint/step", name
+
+
+def offline_records(directory: Path) -> list[dict]:
+    """Finish the W&B run and return the records in its file."""
     import wandb
 
     wandb.finish()
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    lines = subprocess.run(
-        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
-    ).stdout.splitlines()
-    records = [*map(json.loads, lines)]
+    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
+    return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
+
+
+def test_wandb(tmp_path):
+    watch = Watch(4, log="all")
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
+    fit(trainer([watch], logger=logger))
+    records = offline_records(tmp_path)
     rows = [record["history"]["item"] for record in records if record["type"] == "history"]
     for step, unit in watch.units.items():
         logged = {k: v for row in rows if row.get("trainer/global_step") == step for k, v in row.items()}

@@ -24,13 +24,13 @@ from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.measures.coupling import depth_means
 from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import Measure, Reduction
+from tracker.measures.headline import BELOW_NULL, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL, UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 USUAL = (*MISCOUPLINGS, *(measure.name for measure in TRAJECTORY if measure.curve))
 CURVES = tuple(measure.name for measure in MEASURES if measure.curve)
 QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
-HEADLINE = "coupling/mean_offdiag"  # in logs: the mis-coupling off the diagonal, for the smallest K
 
 
 def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
@@ -230,7 +230,8 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
 def scalars(unit: xr.Dataset) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
-    The headline and its null level are repeated under `HEADLINE` and `HEADLINE`_null.
+    The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
+    (`tracker.measures.headline`). The number of undefined values is there if there are any.
     """
     logged = [measure for measure in MEASURES if measure.logged]
     points = curves(unit, [measure.name for measure in logged])
@@ -242,23 +243,22 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
         for labels, value in _entries(points[name])
     }
     if "miscoupling" in unit:
-        k = min(int(k) for k in unit["k"].values)
-        for null in ("", "_null"):
-            flat[HEADLINE + null] = flat[f"coupling/miscoupling{null}/k{k}/mean_offdiag"]
+        flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (
+            flat[f"coupling/miscoupling{null}/k{_smallest_k(unit)}/mean_offdiag"] for null in ("", "_null")
+        )
+        flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
+    if undefined := int(unit["undefined"].sum()):
+        flat[UNDEFINED] = float(undefined)
     return flat
 
 
-def shown_metrics() -> str:
-    """Return the regular expression of the metrics that loggers show by default: one curve of each measure shown."""
-    labels: Mapping[Reduction, str] = {
-        "pairs": r"/k\d+/mean_offdiag",
-        "token pairs": r"/k\d+",
-        "quartiles": "/median",
-        "last quartiles": "/median",
-        "last mean": f"/{noise_label(0.1)}",
-    }
-    shown = [f"{m.metric}{labels[m.curve]}" for m in MEASURES if m.shown and m.curve]
-    return "|".join([f"{HEADLINE}(_null)?", *shown, "score/.*"])
+def headlines(unit: xr.Dataset) -> tuple[str, ...]:
+    """Return the names of the headline numbers of one step, in their order; `scalars` has those that were measured."""
+    return headline_names(_smallest_k(unit))
+
+
+def _smallest_k(unit: xr.Dataset) -> int:
+    return int(unit["k"].min()) if "k" in unit.coords else 0
 
 
 def _metric(measure: Measure, part: str) -> str:

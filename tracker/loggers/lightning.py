@@ -31,7 +31,8 @@ class LightningAdapter:
         """Log the scalars of a step; in W&B over the axis of walks, so that both are drawn in one panel."""
         values = {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}
         if isinstance(self.logger, WandbLogger):
-            define_metrics(self.logger.experiment, sorted(row.scalars.keys() - self.defined), self.prefix)
+            new = row.scalars.keys() - self.defined
+            define_metrics(self.logger.experiment, sorted(new), row.headline, self.prefix)
             self.defined |= row.scalars.keys()
             values[AXIS] = row.step
         self.logger.log_metrics(values, step=row.step)

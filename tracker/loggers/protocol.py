@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import scalars
+from tracker.analysis.statistics import headlines, scalars
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
@@ -25,6 +25,7 @@ class Row:
     scalars: Mapping[str, float]  # curve points by metric name
     checkpoint: Mapping[str, int] = field(default_factory=dict)  # whether it is suspect, tokens seen
     matrices: xr.Dataset = field(default_factory=xr.Dataset)  # means over SAMPLES, which have size 1
+    headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod
     def from_unit(cls, unit: xr.Dataset) -> "Row":
@@ -36,7 +37,10 @@ class Row:
             checkpoint["checkpoint/tokens"] = int(unit["tokens_seen"])
         measured = [name for name in MISCOUPLINGS if name in unit]
         matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
-        return cls(int(unit["step"]), scalars(unit), checkpoint, matrices)
+        points = scalars(unit)
+        shown = (*headlines(unit), *(name for name in points if name.startswith("score/")))
+        headline = tuple(name for name in shown if name in points)
+        return cls(int(unit["step"]), points, checkpoint, matrices, headline)
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""

@@ -1,22 +1,22 @@
 """Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
 
 The metric axis is `checkpoint/step` instead of W&B's own step, so points may arrive in any order. All values of
-`statistics.scalars` are logged. The automatic workspace shows the curves and hides quartiles, null levels and variants;
-`tracker.dashboards` shows these next to the curves.
+`statistics.scalars` are logged. The automatic workspace shows the headline numbers (`tracker.measures.headline`) and hides the
+others; `tracker.dashboards` shows these as well.
 """
 
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from checkpoints.files import write_atomic
-from tracker.analysis.statistics import HEADLINE, shown_metrics
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
 from tracker.measures import names
+from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
@@ -28,12 +28,6 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "checkpoint/step"
-SHOWN = re.compile(rf"{shown_metrics()}|coupling/(seconds|share)")
-
-
-def is_shown(metric: str) -> bool:
-    """Whether the automatic workspace shows a metric."""
-    return SHOWN.fullmatch(metric) is not None
 
 
 def prepare(wandb_mode: Mode) -> Open | None:
@@ -89,16 +83,15 @@ def with_offline_fallback(start: Callable[[RunMode], Run], mode: RunMode) -> Run
         return start("offline")
 
 
-def define_metrics(run: "wandb.Run", names: Iterable[str], prefix: str = "") -> None:
-    """Define the axis and the visibility of metrics.
+def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str], prefix: str = "") -> None:
+    """Define the axis of metrics, and which of them the automatic workspace shows.
 
     Each metric is defined by its full name: W&B does not document which of several matching patterns applies.
     """
     run.define_metric(AXIS, hidden=True)
     for name in names:
-        shown = is_shown(name)
-        summary = "min,last" if name == HEADLINE else None if shown else "none"
-        run.define_metric(prefix + name, step_metric=AXIS, hidden=not shown, summary=summary)
+        summary = "min,last" if name == MEAN_OFFDIAG else None if name in shown else "none"
+        run.define_metric(prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary)
 
 
 class WandbRun:
@@ -115,7 +108,7 @@ class WandbRun:
         if known.get(names.ATTRIBUTE) != names.VERSION:  # its metrics have other meanings: a new run gets all units
             known = {}
         self.logged: list[int] = known.get("logged", [])
-        self.scalars: dict[int, Mapping[str, float]] = {}  # by step
+        self.headlines: dict[int, Mapping[str, float]] = {}  # by step
         self.defined: set[str] = set()
         self.run: wandb.Run = wandb.init(
             project=run.project,
@@ -142,18 +135,18 @@ class WandbRun:
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
-        self.scalars[row.step] = row.scalars
+        self.headlines[row.step] = {name: row.scalars[name] for name in row.headline}
         if row.step in self.logged:
             return
-        define_metrics(self.run, sorted(row.scalars.keys() - self.defined))
+        define_metrics(self.run, sorted(row.scalars.keys() - self.defined), row.headline)
         self.defined |= row.scalars.keys()
         self.run.log({AXIS: row.step, **row.scalars, **row.checkpoint})
         self.logged.append(row.step)
 
     def finish(self) -> str:
         """Log the store as an artifact and close the run; return where the run is."""
-        if self.scalars:
-            self.run.summary.update(_summary(self.scalars))
+        if self.headlines:
+            self.run.summary.update(_summary(self.headlines))
         if self.store.steps():
             self.run.log_artifact(_artifact(self.store))
         directory = Path(self.run.dir).parent
@@ -167,13 +160,13 @@ class WandbRun:
         return f"W&B {self.mode}: {where}"
 
 
-def _summary(scalars: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     """Return the values of the last step. W&B's own summary has those that arrived last, maybe of an earlier step."""
-    last = scalars[max(scalars)]
-    summary: dict[str, Any] = {name: value for name, value in last.items() if is_shown(name)}
-    if HEADLINE in last:
-        over_steps = [at[HEADLINE] for at in scalars.values() if math.isfinite(at[HEADLINE])]
-        summary[HEADLINE] = {"min": min(over_steps, default=math.nan), "last": last[HEADLINE]}
+    last = headlines[max(headlines)]
+    summary: dict[str, Any] = dict(last)
+    if MEAN_OFFDIAG in last:
+        over_steps = [at[MEAN_OFFDIAG] for at in headlines.values() if math.isfinite(at[MEAN_OFFDIAG])]
+        summary[MEAN_OFFDIAG] = {"min": min(over_steps, default=math.nan), "last": last[MEAN_OFFDIAG]}
     return summary
 
 

@@ -94,7 +94,7 @@ class Definition:
         null: (s, |J|_F, d) -> its null level.
         text: the definition in one sentence, for captions.
         dashboard: the variants that have a panel on the W&B dashboard: "", "raw", "vju", "tokens" (see `registry`). A
-            definition with a panel for "" is shown by default in W&B, and its "raw" variant is logged.
+            definition with a panel for "" has its "raw" variant logged.
     """
 
     name: str

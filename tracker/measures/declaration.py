@@ -31,7 +31,6 @@ class Measure:
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.
         logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
-        shown: whether W&B shows its metric by default.
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
@@ -54,7 +53,6 @@ class Measure:
     counted: bool = False
     metric: str = ""
     logged: tuple[str, ...] = ()
-    shown: bool = False
     dashboard: str = ""
     text: str = ""
     charts: tuple[Chart, ...] = ()

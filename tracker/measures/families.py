@@ -44,11 +44,10 @@ def couplings() -> tuple[Measure, ...]:
             counted=True,
             metric=f"coupling/{name}",
             logged=("", "_q25", "_q75", "_null"),
-            shown="" in shown,
             dashboard="Coupling" if "" in shown else "",
             text=definition.text,
         )
-        variant = replace(plain, base=name, shown=False, dashboard="")
+        variant = replace(plain, base=name, dashboard="")
         raw = replace(
             variant,
             name=f"{name}_raw",
@@ -92,7 +91,6 @@ def across_tokens() -> tuple[Measure, ...]:
                 counted=True,
                 metric=f"tokens/{kind}/{name}",
                 logged=("", "_null"),
-                shown=shown,
                 dashboard=EXTRAS if shown else "",
                 **shared,
             )

@@ -5,6 +5,7 @@ Everything here is derived from `settings.Settings`.
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral
 from textwrap import fill
 from typing import Any, TypeVar, get_args
@@ -18,17 +19,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 ABSENT: Mapping[str, Any] = {}
 
 
-def settings_from(options: Mapping[str, Any], caller: str) -> Settings:
+def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[str] = ()) -> Settings:
     """Return the Settings of the options that a function was called with.
+
+    Args:
+        parameters: the names of all parameters of the function, for the error's message.
 
     Raises:
         TypeError: for an unknown option; the message lists the allowed ones.
         UsageError: for a value that is not allowed.
     """
-    if unknown := options.keys() - OPTIONS.keys():
+    if unknown := sorted(options.keys() - OPTIONS.keys()):
+        own = [name for name in parameters if name not in OPTIONS]
+        close = [name for given in unknown for name in get_close_matches(given, [*own, *OPTIONS], cutoff=0.5)]
         raise TypeError(
-            f"{caller}() got an unexpected option {', '.join(map(repr, sorted(unknown)))}; measurement options are "
-            f"{', '.join(OPTIONS)}"
+            f"{caller}() got an unexpected option {', '.join(map(repr, unknown))}; "
+            + (f"did you mean {' or '.join(close)}? " if close else "")
+            + (f"{caller} takes {', '.join(own)}; " if own else "")
+            + f"measurement options are {', '.join(OPTIONS)}"
         )
     return Settings(**{name: _canonical(name, value) for name, value in options.items()})
 

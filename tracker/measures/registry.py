@@ -35,7 +35,7 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
         both: the variable is of the states before the final norm; also return the one with it, NAME_normed.
     """
     if "curve" in more:
-        more |= {"metric": f"trajectory/{name}", "logged": ("",), "shown": True}
+        more |= {"metric": f"trajectory/{name}", "logged": ("",)}
     measure = Measure(name, dims, label, option="trajectory", **more)
     if not both:
         return (measure,)
@@ -46,7 +46,6 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
         variant="normed",
         base=name,
         metric=f"{measure.metric}{NORMED}" if measure.metric else "",
-        shown=False,
         dashboard="",
         charts=(),
     )
@@ -172,7 +171,6 @@ OTHERS = (
         counted=True,
         metric="trajectory/entropy",
         logged=("",),
-        shown=True,
         dashboard=EXTRAS,
         text="The prediction from each state, through the final norm and the unembedding.",
         charts=("depth",),
@@ -194,7 +192,6 @@ OTHERS = (
         counted=True,
         metric="trajectory/noise_similarity",
         logged=("",),
-        shown=True,
         dashboard=EXTRAS,
     ),
 )

@@ -6,12 +6,11 @@ Measurements run on a replica (`tracker.measurement`) on the training device, ou
 the random state. Step s is the state after s optimizer steps.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from inspect import signature
 from typing import Any, Literal, Unpack
 
-import torch
 import xarray as xr
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -21,7 +20,6 @@ from tracker.blocks.find import Named
 from tracker.device_errors import is_device_error
 from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
-from tracker.loggers.protocol import Row
 from tracker.measurement import to_dataset
 from tracker.measures.options import accepts_options, documented, settings_from
 from tracker.measures.settings import Options
@@ -34,6 +32,7 @@ from tracker.training import schedule as schedules
 from tracker.training.averaging import check_readable, measured_module, replaces_raw_weights
 from tracker.training.measurement import FAILURES, measure_probe, measuring_device
 from tracker.training.overhead import Overhead
+from tracker.training.publisher import Log, Publisher, checked
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward, Target, find_target
 
@@ -41,9 +40,10 @@ from tracker.training.target import Forward, Target, find_target
 class CouplingCallback(Callback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of any Lightning run.
 
-    The training is bit for bit the same as without the callback. Values go to every logger of the run, to
-    `trainer.callback_metrics` (`coupling/mean_offdiag` and the rest, for EarlyStopping or ModelCheckpoint), and with
-    `save_dir` to a store that `tracker.open_results` and `python -m tracker.report` can read during the training.
+    The training is bit for bit the same as without the callback. About a dozen headline numbers go to every logger of the
+    run (`log`); all go to `trainer.callback_metrics` (`coupling/mean_offdiag` and the rest, for EarlyStopping or
+    ModelCheckpoint), and with `save_dir` to a store that `tracker.open_results` and `python -m tracker.report` can read
+    during the training.
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each rank measures all.
 
     If memory runs out, the callback tries again with half the memory budget and with a quarter. It skips a measurement
@@ -64,6 +64,8 @@ class CouplingCallback(Callback):
         blocks: as in `tracker.measure`, with names as in the LightningModule.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
         save_dir: directory of the store, for one run: a new run is refused, a resumed one continues.
+        log: "headline", the numbers that docs/training.md lists; "all", about 170 with the default measures; or a list of
+            metrics, with * for any characters.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
         on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`.
         max_overhead: the share of the run's time above which a warning states, once, that measuring takes too long.
@@ -94,6 +96,7 @@ class CouplingCallback(Callback):
         blocks: Named | None = None,
         weights: Literal["raw", "averaged"] = "raw",
         save_dir: str | None = None,
+        log: Log = "headline",
         heatmaps: bool = True,
         on_measure: Callable[[xr.Dataset], None] | None = None,
         max_overhead: float | None = 0.05,
@@ -108,7 +111,8 @@ class CouplingCallback(Callback):
             raise UsageError(f"max_overhead={max_overhead!r}; give a share of the run's time such as 0.05, or None")
         if thin and max_overhead is None:
             raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
-        self.settings = settings_from(options, "CouplingCallback")
+        self.settings = settings_from(options, "CouplingCallback", signature(CouplingCallback).parameters)
+        self.logged = checked(log)  # Lightning replaces an attribute `log`
         self.every_n_epochs = every_n_epochs
         self.ends = ends
         self.given_probe = probes.check(probe, tokenizer, forward)
@@ -134,7 +138,7 @@ class CouplingCallback(Callback):
         self.first_batch_seen = False
         self.overhead = Overhead(max_overhead)
         self.skipped = Skipped(None)
-        self.loggers: list[LightningAdapter] = []
+        self.publisher = self._publisher(())
 
     # The hooks, in the order in which Lightning calls them.
 
@@ -178,7 +182,7 @@ class CouplingCallback(Callback):
         self.first_batch_seen = False
         self.overhead = Overhead(self.max_overhead)
         self.skipped = Skipped(self.store if trainer.is_global_zero else None)
-        self.loggers = [LightningAdapter(logger, self.prefix) for logger in trainer.loggers]
+        self.publisher = self._publisher([LightningAdapter(logger, self.prefix) for logger in trainer.loggers])
         if self.store is not None:
             refusal = None
             if trainer.is_global_zero:
@@ -221,6 +225,9 @@ class CouplingCallback(Callback):
             self.overhead.warn_above_limit(self.overhead.share, "this run")
         self.skipped.summarize()
 
+    def _publisher(self, loggers: Sequence[LightningAdapter]) -> Publisher:
+        return Publisher(loggers, self.logged, self.prefix, self.heatmaps, self.store, self.on_measure)
+
     # Measuring.
 
     def _measure_if_due(self, trainer: Trainer, module: LightningModule, force: bool, thin: bool = True) -> None:
@@ -236,12 +243,9 @@ class CouplingCallback(Callback):
             unit = self._measure(trainer, module)
             self.last_measured = step
             if unit is not None:
-                self._publish(trainer, unit)
-        values = {"coupling/seconds": self.overhead.last, "coupling/share": self.overhead.last_share}
-        if self.skipped.reasons:
-            values["coupling/skipped"] = len(self.skipped.reasons)
-        for logger in self.loggers:
-            logger.log(Row(step, values))
+                self.publisher.publish(trainer, unit)
+        cost = self.overhead.last, self.overhead.last_share
+        self.publisher.report_cost(step, *cost, skipped=len(self.skipped.reasons))
         if self.regular and not self.thin:
             self.overhead.warn_above_limit(self.overhead.last_share, "the time since the last measurement")
 
@@ -274,26 +278,6 @@ class CouplingCallback(Callback):
 
     def _identity(self) -> dict[str, Any]:
         return run_store.identity(self.settings, self.weights)
-
-    def _publish(self, trainer: Trainer, unit: xr.Dataset) -> None:
-        """Send a unit to the loggers, the metrics that other callbacks watch, the store and the caller's function."""
-        row = Row.from_unit(unit)
-        for logger in self.loggers:
-            if trainer.is_global_zero and self.heatmaps:
-                logger.images(row)
-            logger.log(row)
-        # An undefined value would make EarlyStopping end the run.
-        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
-        trainer.callback_metrics.update(finite)
-        if not trainer.is_global_zero:
-            return
-        if self.store is not None:
-            try:
-                self.store.write(row.step, unit)
-            except OSError as error:
-                warn_caller(f"step {row.step} is measured but not stored: {error}; training continues")
-        if self.on_measure is not None:
-            self.on_measure(unit)
 
 
 CouplingCallback.__doc__ = documented(CouplingCallback.__doc__)

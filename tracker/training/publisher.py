@@ -1,0 +1,103 @@
+"""Where a measured unit of a training run goes: loggers, the metrics of other callbacks, the store, the caller."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+import xarray as xr
+from lightning.pytorch import Trainer
+
+from tracker.errors import UsageError
+from tracker.loggers.lightning import LightningAdapter
+from tracker.loggers.protocol import Row
+from tracker.measures.headline import UNDEFINED
+from tracker.notices import warn_caller
+from tracker.results import Store
+
+COST = ("coupling/seconds", "coupling/share")
+SKIPPED = "coupling/skipped"
+Log = Literal["headline", "all"] | Sequence[str]
+
+
+def checked(log: Log) -> Log:
+    """Return the choice of metrics to log.
+
+    Raises:
+        UsageError: if it is neither "headline" nor "all" nor names.
+    """
+    if log in ("headline", "all"):
+        return log
+    if isinstance(log, str) or not log or not all(isinstance(name, str) for name in log):
+        raise UsageError(
+            f"log={log!r}; choose 'headline' (about a dozen numbers), 'all', or a list of metrics such as "
+            "['coupling/mean_offdiag', 'trajectory/*']"
+        )
+    return tuple(log)
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Sends the units of one fit.
+
+    Args:
+        log: which metrics the loggers receive, besides `COST` and `SKIPPED`. `trainer.callback_metrics` and the store have all.
+        prefix: of all metrics.
+        heatmaps: whether loggers that take pictures receive those of the coupling matrices.
+        on_measure: receives every unit.
+    """
+
+    loggers: Sequence[LightningAdapter]
+    log: Log
+    prefix: str
+    heatmaps: bool
+    store: Store | None
+    on_measure: Callable[[xr.Dataset], None] | None
+
+    def publish(self, trainer: Trainer, unit: xr.Dataset) -> None:
+        """Send a unit.
+
+        Raises:
+            UsageError: if a name in `log` is no metric.
+        """
+        row = Row.from_unit(unit)
+        logged = self._chosen(row)
+        for logger in self.loggers:
+            if trainer.is_global_zero and self.heatmaps:
+                logger.images(row)
+            logger.log(logged)
+        # An undefined value would make EarlyStopping end the run.
+        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
+        trainer.callback_metrics.update(finite)
+        if not trainer.is_global_zero:
+            return
+        if self.store is not None:
+            try:
+                self.store.write(row.step, unit)
+            except OSError as error:
+                warn_caller(f"step {row.step} is measured but not stored: {error}; training continues")
+        if self.on_measure is not None:
+            self.on_measure(unit)
+
+    def report_cost(self, step: int, seconds: float, share: float, skipped: int) -> None:
+        """Log what a measurement took, and the number of skipped steps once there is one."""
+        values = dict(zip(COST, (seconds, share), strict=True)) | ({SKIPPED: skipped} if skipped else {})
+        for logger in self.loggers:
+            logger.log(Row(step, values, headline=tuple(values)))
+
+    def _chosen(self, row: Row) -> Row:
+        """Return the row with the metrics to log; what is named by the user is shown."""
+        if self.log == "all":
+            return row
+        if self.log == "headline":
+            return replace(row, scalars={name: row.scalars[name] for name in row.headline})
+        for pattern in self.log:
+            if not any(fnmatchcase(name, pattern) for name in (*row.scalars, *COST, SKIPPED, UNDEFINED)):
+                raise UsageError(
+                    f"log={list(self.log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
+                    "tracker.statistics.scalars(unit) returns them"
+                )
+        names = tuple(name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in self.log))
+        return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
