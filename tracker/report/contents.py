@@ -154,7 +154,8 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
 
 
 def _texts(ds: xr.Dataset, name: str) -> list[str] | None:
-    return [str(text) for text in ds[name].values] if name in ds.coords else None
+    texts = [str(text) for text in ds[name].values] if name in ds.coords else []
+    return texts if any(texts) else None  # inputs that are no text have empty ones
 
 
 def _coupling(ds: xr.Dataset, name: str) -> xr.DataArray:
