@@ -50,6 +50,8 @@ def unit(
     L, n, diagonal = layers, positions, np.eye(layers, dtype=bool)
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MISCOUPLINGS}
     variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MISCOUPLINGS}
+    of_k = np.sqrt(1 - 1 / np.array(ks, np.float32))[:, None]  # that of offdiag_normalized is no model's own
+    variables["offdiag_normalized_null"] = (pair[:-1], np.broadcast_to(of_k, (prompts, 1, len(ks), L)).copy())
     variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))

@@ -630,8 +630,8 @@ class TestBetween:
         page.select_option("#measure", "offdiag_normalized")
         _, table = score_against_coupling(results, 4)
         dots = [line for line in shown(page, "fit") if line["mode"] == "markers"]
-        level = [tracker.open_results(path).isel(step=-1).sel(k=4).offdiag_normalized_null.mean() for path in several]
-        np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"] + level, rtol=1e-6)
+        null_level = np.sqrt(3 / 4)
+        np.testing.assert_allclose([line["x"][0] for line in dots], table["coupling, K = 4"] + null_level, rtol=1e-6)
         bars = [line["error_x"]["array"][0] for line in dots]
         np.testing.assert_allclose(bars, table["coupling, K = 4 high"] - table["coupling, K = 4"], atol=1e-6)
         _, table = subsets(results, 4)
