@@ -62,6 +62,8 @@ def run(walk: Walk) -> int:
 
     try:
         plan = make_plan(walk, lambda line: print(line, flush=True))
+        if walk.dry_run:
+            return _dry_run(walk, plan)
         openers = prepare(walk.loggers, walk.wandb)
     except INPUT_ERRORS as error:
         raise UsageError(str(error)) from error
@@ -102,6 +104,16 @@ def run(walk: Walk) -> int:
     for line in failures.lines():
         print(line, file=sys.stderr)
     return FAILED if failures else OK
+
+
+def _dry_run(walk: Walk, plan: Plan) -> int:
+    """Print what the walk would take."""
+    from tracker.walk.dry_run import describe
+
+    missing = [checkpoint for checkpoint in plan.selection.checkpoints if not plan.output.store.has(checkpoint.step)]
+    print_overview(plan, len(missing))
+    print(describe(plan, missing, walk.disk_budget, walk.tokenizer), flush=True)
+    return OK
 
 
 def _remember_interrupts() -> list[int]:

@@ -54,6 +54,7 @@ class Grid:
         gpus_per_cell: GPUs per cell, with Ray; cells share a GPU at a fraction. Default: 1 if Ray's machines have GPUs,
             else 0.
         retries: number of times that a crashed cell is started again.
+        dry_run: print what would be trained, and the expected time, memory and disk space, from a few batches.
     """
 
     weight_decays: float | str = WEIGHT_DECAYS
@@ -66,6 +67,7 @@ class Grid:
     cpus_per_cell: float = 1.0
     gpus_per_cell: float | None = None
     retries: int = 1
+    dry_run: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,6 +92,8 @@ def run(grid: Grid, recipe: Recipe) -> int:
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
+    if grid.dry_run:
+        return _dry_run(grid, recipes, missing, engine)
     if missing and engine == "processes":
         processes.start_server()
     from tracker.loggers.wandb import resolve_mode
@@ -118,6 +122,20 @@ def run(grid: Grid, recipe: Recipe) -> int:
         print(f"{name}: {state}", file=sys.stderr)
     print(f"analysis: python -m vit.analysis {out}")
     return FAILED if bad else OK
+
+
+def _dry_run(grid: Grid, recipes: Sequence[Recipe], missing: Sequence[Recipe], engine: str) -> int:
+    """Print what the grid would take."""
+    from vit.data import load
+    from vit.dry_run import describe
+
+    jobs = None
+    if engine == "processes" or grid.jobs:
+        on_gpus = recipes[0].accelerator in ("auto", "gpu", "cuda")
+        jobs = grid.jobs or max(1, len(processes.visible_gpus() if on_gpus else []))
+    print(f"{engine}; results in {recipes[0].directory.parent}")
+    print(describe(recipes, missing, load(recipes[0]), jobs), flush=True)
+    return OK
 
 
 def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:

@@ -131,7 +131,7 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
         module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
-        trainer = _trainer(recipe, data, progress_bar=terminal)
+        trainer = make_trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
         # Without a checkpoint, existing measurements belong to a run that can't be resumed.
         if first and not checkpoint.exists():
@@ -152,7 +152,8 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
-def _trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
+def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
+    """Return the trainer of a recipe, which writes checkpoints and measurements into its directory."""
     import torch
     from lightning import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar

@@ -51,6 +51,7 @@ class Walk:
         seed: seed of the embedded suite's training.
         workers: number of additional walks on Ray; all walks share the revisions.
         address: address of a Ray cluster. Default: the workers run on this machine.
+        dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
         options: measurement options, as `tracker.measure` takes them.
     """
 
@@ -76,6 +77,7 @@ class Walk:
     seed: int = 0
     workers: int = 0
     address: str | None = None
+    dry_run: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -153,7 +153,8 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
 
     store = Store(walk.out or Path("results") / suite.name)
     identity = _identity(walk, suite, measurement)
-    store.check_settings(identity)
+    if not walk.dry_run or store.steps():  # a dry run writes nothing
+        store.check_settings(identity)
     if walk.untrained is not None and store.has(0):
         found = store.revision(0)
         if found != untrained(walk.untrained):

@@ -1,0 +1,222 @@
+"""What a walk would fetch, keep and take, from the hub's listings and one timed block; nothing is fetched or written.
+
+The block is randomly initialized, in a model of the suite's configuration with two blocks. Only configuration and tokenizer are
+read; where the cache lacks them they are fetched into a temporary directory.
+"""
+
+import copy
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoints import integrity
+from checkpoints.disk import missing_files
+from checkpoints.fetch import fetch, snapshot_dir
+from checkpoints.hub import CheckpointError, Listing, first_line
+from checkpoints.load import load_tokenizer
+from checkpoints.suites import Checkpoint, join_names
+from tracker.walk.plan import Plan, Selection
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tracker.measures.cost import Cost
+
+BLOCKS = 2  # of the timed model: one is timed, and another to warm up
+
+
+@dataclass(frozen=True)
+class Downloads:
+    """What the hub's listings say about the checkpoints to measure, in bytes; files that revisions share count once."""
+
+    download: int
+    cached: int
+    largest: int  # of a revision
+    unlisted: int  # number of checkpoints without a listing
+
+    def kept(self, budget: int | None) -> int:
+        """The downloads that are on disk at once, at most."""
+        return self.download if budget is None else min(self.download, budget)
+
+
+def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downloads:
+    """Add up what fetching some checkpoints takes."""
+    lacking: dict[Any, int] = {}
+    present: dict[Any, int] = {}
+    largest = unlisted = 0
+    for checkpoint in checkpoints:
+        listing = selection.listings.get(checkpoint.revision or "")
+        if listing is None:
+            unlisted += 1
+            continue
+        directory = snapshot_dir(checkpoint.source, listing.commit, selection.suite.cache_dir)
+        missing = missing_files(directory, listing)
+        for file in listing.needed:
+            key = file.sha256 or (listing.commit, file.name)
+            (lacking if file in missing else present)[key] = file.size
+        largest = max(largest, listing.bytes)
+    download = sum(size for key, size in lacking.items() if key not in present)
+    return Downloads(download, sum(present.values()), largest, unlisted)
+
+
+def describe(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None) -> str:
+    """Return what measuring the missing checkpoints would take.
+
+    Args:
+        tokenizer: the tokenizer that replaces the checkpoints' own.
+    """
+    from tracker.measures.cost import duration, entry, size
+
+    lines = [("dry run", "nothing is fetched, measured or written")]
+    lines.append(("to measure", f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none"))
+    if not missing:
+        return "\n".join(entry(*line) for line in lines)
+    if plan.selection.suite.on_hub:
+        found = downloads(plan.selection, missing)
+        unlisted = f"; {found.unlisted} checkpoints are not listed" if found.unlisted else ""
+        lines.append(("download", f"{size(found.download)}; {size(found.cached)} are in the cache already{unlisted}"))
+        limit = (
+            "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
+        )
+        lines.append(
+            (
+                "disk",
+                f"at most {size(found.kept(disk_budget))} of downloads ({limit}); {size(found.largest)} per checkpoint",
+            )
+        )
+        if disk_budget is not None and found.largest > disk_budget:
+            lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
+    try:
+        cost, hashing = checkpoint_cost(plan, missing, tokenizer)
+    except CheckpointError as error:
+        lines.append(("time", f"not estimated: {error}"))
+        return "\n".join(entry(*line) for line in lines)
+    each = cost.seconds + hashing
+    text = [entry(*line) for line in lines]
+    if not cost.refused:
+        total = f"about {duration(each)} per checkpoint (of it hashing the weights {duration(hashing)}), " + (
+            f"{duration(each * len(missing))} in all, without download and loading"
+        )
+        text.append(entry("in all", total))
+    if (host := _memory()) and cost.peak_bytes > host:
+        text.append(entry("warning", f"a measurement takes more memory than this machine has ({size(host)})"))
+    return "\n".join([*text, *str(cost).splitlines()[1:]])
+
+
+def checkpoint_cost(plan: Plan, missing: Sequence[Checkpoint], given: str | None) -> "tuple[Cost, float]":
+    """Return the cost of measuring one checkpoint, and the seconds of hashing its weights.
+
+    Raises:
+        CheckpointError: if configuration or tokenizer can't be read, or the model can't be built from it.
+    """
+    from tracker.blocks.find import find_blocks
+    from tracker.capture.inputs import batches
+    from tracker.measurement import estimate_cost
+    from tracker.measures.memory import weights_memory
+    from tracker.walk.memory import default_budget, stays_on_device
+
+    measurement = plan.measurement
+    small, whole, tokenizer = _models(plan, missing, with_tokenizer=given is None)
+    tokenizer = tokenizer if given is None else load_tokenizer(given)
+    device, settings = measurement.device, measurement.settings
+    weights = weights_memory(whole, find_blocks(whole), settings.torch_dtype)
+    budget = measurement.memory_budget or default_budget(device, weights)
+    if stays_on_device(device, weights, budget):
+        small.to(device)
+    calls = batches(small, measurement.inputs, tokenizer, measurement.max_tokens)
+    depth = len(find_blocks(whole).names)
+    cost = estimate_cost(
+        small,
+        find_blocks(small),
+        calls,
+        replace(settings, memory_budget=budget),
+        device,
+        depth if small is not whole else None,
+    )
+    stored = sum(tensor.nbytes for tensor in whole.state_dict().values())
+    some = dict(list(small.state_dict().items())[-20:])
+    started = time.perf_counter()
+    integrity.fingerprint(some.items())
+    hashing = (time.perf_counter() - started) * stored / max(1, sum(tensor.nbytes for tensor in some.values()))
+    return replace(cost, blocks=str(find_blocks(whole)), weights_bytes=stored), hashing
+
+
+def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
+    """Return a model with `BLOCKS` blocks, the whole model, perhaps without weights, and the tokenizer."""
+    selection, measurement = plan.selection, plan.measurement
+    with_tokenizer = with_tokenizer and isinstance(measurement.inputs, list)  # of prompts
+    checkpoint = next((c for c in missing if c.seed is None), missing[0])
+    source = Path(checkpoint.source)
+    if checkpoint.revision is None:
+        if (source / "config.json").is_file():
+            return _from_config(source, with_tokenizer)
+        model, tokenizer = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
+        return model, model, tokenizer
+    directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
+    listing = selection.listings.get(checkpoint.revision)
+    if not selection.suite.on_hub and not (directory / "config.json").is_file():  # the embedded suite
+        raise CheckpointError(
+            "nano is trained first, in about 90 s on two cores; a dry run after that times its blocks"
+        )
+    if listing is None or not missing_files(directory, _without_weights(listing)):
+        return _from_config(directory, with_tokenizer)
+    with tempfile.TemporaryDirectory() as temporary:
+        fetched = fetch(
+            checkpoint.source,
+            checkpoint.revision,
+            _without_weights(listing),
+            Path(temporary),
+            offline=selection.offline,
+        )
+        return _from_config(fetched, with_tokenizer)
+
+
+def _without_weights(listing: Listing) -> Listing:
+    weights = set(listing.weights)
+    return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
+
+
+def _from_config(directory: Path, with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
+    """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
+
+    Raises:
+        CheckpointError: if transformers can't.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+        dtype = config.dtype or torch.float32
+        with torch.device("meta"):
+            whole = auto.from_config(config, dtype=dtype)
+        with torch.random.fork_rng():
+            small = auto.from_config(_with_few_blocks(config), dtype=dtype)
+        return small.eval(), whole.eval(), AutoTokenizer.from_pretrained(directory) if with_tokenizer else None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"no model can be built from the configuration in {directory} ({first_line(error)})"
+        ) from error
+
+
+def _with_few_blocks(config: Any) -> Any:
+    """Return a configuration with `BLOCKS` blocks, and entries by block that fit."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, (list, tuple)) and len(value) == depth:
+            setattr(text, name, value[:BLOCKS])
+    text.num_hidden_layers = min(BLOCKS, depth)
+    return config
+
+
+def _memory() -> int:
+    """Return the bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
