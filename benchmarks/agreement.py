@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 def certificate(dataset: "xr.Dataset") -> dict[str, Any]:
     """Summarise the certificates of the singular vectors and the ways in which the Jacobians were computed."""
     return {
-        "residual": float(dataset["residual"].max()),
-        "complete": bool(dataset["complete"].all()),
-        "full_svd": float(dataset["full_svd"].mean()),
-        "sliced": float(dataset["sliced"].mean()),
-        "smallest_gap": float(dataset["singular_gap"].min()),
+        "residual": float(dataset["diagnostics_residual"].max()),
+        "complete": bool(dataset["diagnostics_complete"].all()),
+        "full_svd": float(dataset["diagnostics_full_svd"].mean()),
+        "sliced": float(dataset["diagnostics_sliced"].mean()),
+        "smallest_gap": float(dataset["diagnostics_singular_gap"].min()),
     }
 
 

@@ -29,7 +29,7 @@ same attention implementation.
 
 - *Path*: "sliced" computes Jacobians from single rows, "full" from the full sequence
   ([measurements.md](measurements.md#blocks-and-jacobians)). Families on the full path are measured as accurately, only more
-  slowly; the Dataset's `sliced` and `fallbacks` record it.
+  slowly; the Dataset's `diagnostics_sliced` and `fallbacks` record it.
 - *Error*: largest difference of a Jacobian's entries from brute force, in float64, relative to the largest entry if that is
   above 1. An error of 0 means that norms which round to float32 (RMSNorm) hide the last bits of float64.
 - *Speed*: time for one block's Jacobian at one token, width {SPEED.width}, about {SPEED.tokens} tokens, float32, by

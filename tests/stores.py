@@ -8,6 +8,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.measures import names
+from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
 from tracker.results import Store
 
@@ -61,15 +62,16 @@ def unit(
     for name in ("norm", "norm_normed"):
         variables[name] = (depth, values(1, 50, L + 1, n))
     ones = np.ones((prompts, 1, L), np.float32)
-    variables |= {name: (("prompt", "token", "layer"), ones) for name in ("sliced", "complete", "formed", "full_svd")}
-    errors = ("residual", "value_error", "derivative_error")
+    checks = [f"{DIAGNOSTICS}{name}" for name in ("sliced", "complete", "formed", "full_svd")]
+    variables |= {name: (("prompt", "token", "layer"), ones) for name in checks}
+    errors = [f"{DIAGNOSTICS}{name}" for name in ("residual", "value_error", "derivative_error")]
     variables |= {name: (("prompt", "token", "layer"), 1e-6 * ones) for name in errors}
     if matrices:
         shape = ("prompt", "token", "layer", "layer_other", "row", "column")
         variables["matrix"] = (shape, values(-1, 1, 1, L, L, min(ks), min(ks)))
     tasks = ["lambada", "piqa"]
     variables["score"] = (("task",), rng.uniform(0.2, 0.8, len(tasks)))
-    variables["undefined"] = (("quantity",), np.zeros(2, int))
+    variables[f"{DIAGNOSTICS}undefined"] = (("quantity",), np.zeros(2, int))
     dataset = xr.Dataset(variables, {"task": tasks, "quantity": ["miscoupling", "lss"], "k": list(ks)})
     first = {
         dim: np.arange(dataset.sizes[dim]) + 1

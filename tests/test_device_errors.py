@@ -128,7 +128,7 @@ def test_products_that_do_not_run_at_once_are_computed_one_by_one():
         layer.register_module("mlp", torch.nn.Sequential(layer.mlp, Applied(WithoutBatch)))
     found = tracker.measure(model, tokens(1, 6), k=2, measures="coupling")
     torch.testing.assert_close(found.miscoupling.values, expected.miscoupling.values, rtol=1e-4, atol=1e-5)
-    assert found.sliced.all()
+    assert found.diagnostics_sliced.all()
 
 
 class Applied(torch.nn.Module):
@@ -173,6 +173,6 @@ def test_a_path_that_fails_leaves_no_tensors_to_the_next(pretend, monkeypatch):
         found = tracker.measure(model, x, k=2, measures="coupling", blocks=["0", "1"])
     finally:
         gc.enable()
-    assert not found.sliced.any()
+    assert not found.diagnostics_sliced.any()
     # The first block's two paths; indices of rows (48 bytes) are cached.
     assert len(live) == 4 and live[1] - live[0] < x.numel() * x.itemsize

@@ -34,5 +34,5 @@ def test_example(name, tmp_path):
     )
     assert process.returncode == 0, process.stderr
     results = tracker.open_results(tmp_path / "results" / name)
-    assert list(results.step) == STEPS[name] and results.sliced.all()
+    assert list(results.step) == STEPS[name] and results.diagnostics_sliced.all()
     assert (tmp_path / "results" / name / "report.html").exists()

@@ -40,7 +40,7 @@ def test_prompts_of_different_lengths_are_measured_separately():
         np.testing.assert_array_equal(together.lss.values[i, :n], alone.lss.values[0])
         assert np.isnan(together.lss.values[i, n:]).all()
     assert list(together.prompt_text.values) == PROMPTS
-    assert int(together.undefined.sum()) == 0
+    assert int(together.diagnostics_undefined.sum()) == 0
 
 
 def test_padding_in_a_mapping_changes_nothing():
@@ -119,10 +119,10 @@ def test_undefined_values_are_counted():
             if "dense." in name or "dense_4h_to_h" in name:
                 parameter.zero_()
     ds = tracker.measure(model, tokens(), k=4)
-    assert np.isnan(ds.lss).all() and int(ds.undefined.sel(quantity="lss")) == ds.lss.size
+    assert np.isnan(ds.lss).all() and int(ds.diagnostics_undefined.sel(quantity="lss")) == ds.lss.size
     assert np.isnan(ds.miscoupling.sel(layer=2)).all() and np.isnan(ds.miscoupling.sel(layer_other=2)).all()
-    assert int(ds.undefined.sel(quantity="offdiag")) == 2 * (2 * DEPTH - 1)
-    assert ds.complete.all() and np.isnan(ds.residual.sel(layer=2)).all()
+    assert int(ds.diagnostics_undefined.sel(quantity="offdiag")) == 2 * (2 * DEPTH - 1)
+    assert ds.diagnostics_complete.all() and np.isnan(ds.diagnostics_residual.sel(layer=2)).all()
 
 
 def snapshot(model):
@@ -219,7 +219,7 @@ def test_wrapped_model_is_measured_like_the_model(name):
     model, inputs = build(name)
     bare, wrapped = (tracker.measure(m, inputs, k=4, dtype=torch.float64) for m in (model, Wrapped(model)))
     np.testing.assert_array_equal(wrapped.miscoupling, bare.miscoupling)
-    assert wrapped.sliced.all() and wrapped.attrs["final_norm"] == "include"
+    assert wrapped.diagnostics_sliced.all() and wrapped.attrs["final_norm"] == "include"
     with pytest.raises(UsageError, match="vocabulary has 50"):
         tracker.measure(Wrapped(model), torch.tensor([[1, 50]]))
 
@@ -364,12 +364,14 @@ def test_python_random_state_is_unchanged():
 def test_full_and_krylov_svd_agree(dtype, atol):
     model, inputs = neox(size=Size(width=96)), tokens(2, 6)
     full, krylov = (tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=method) for method in ("full", "krylov"))
-    assert full.full_svd.all() and not krylov.full_svd.any()
-    assert krylov.complete.all() and float(krylov.residual.max()) < 1e-5
+    assert full.diagnostics_full_svd.all() and not krylov.diagnostics_full_svd.any()
+    assert krylov.diagnostics_complete.all() and float(krylov.diagnostics_residual.max()) < 1e-5
     assert (full.attrs["svd"], krylov.attrs["svd"]) == ("full", "krylov")
-    for name in ("miscoupling", "offdiag_normalized", "singular_value", "singular_gap"):
+    for name in ("miscoupling", "offdiag_normalized", "singular_value", "diagnostics_singular_gap"):
         np.testing.assert_allclose(krylov[name].values, full[name].values, atol=atol)
     s = full.singular_value
     np.testing.assert_allclose(
-        full.singular_gap.isel(rank=slice(None, -1)), -s.diff("rank", label="lower") / s.sel(rank=1), atol=1e-6
+        full.diagnostics_singular_gap.isel(rank=slice(None, -1)),
+        -s.diff("rank", label="lower") / s.sel(rank=1),
+        atol=1e-6,
     )

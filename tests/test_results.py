@@ -11,6 +11,7 @@ import xarray as xr
 import tracker
 from checkpoints.files import Lock
 from tracker.measures import names
+from tracker.measures.labels import labelled
 from tracker.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
@@ -31,7 +32,7 @@ def store(tmp_path):
 
 def test_units_are_read_as_written(store):
     store.write(3, unit(3))
-    xr.testing.assert_identical(store.read(3), unit(3))
+    xr.testing.assert_identical(store.read(3), labelled(unit(3)))
     assert store.has(3) and not store.has(4) and store.steps() == [3]
 
 
@@ -107,6 +108,7 @@ def test_directory_without_results_is_refused(tmp_path):
 CLAIM = """
 import sys, time
 from tracker.measures import names
+from tracker.measures.labels import labelled
 from tracker.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}

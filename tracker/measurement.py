@@ -29,6 +29,7 @@ from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
 from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
 from tracker.measures.estimate import estimate
+from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
 from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
@@ -98,8 +99,9 @@ def measure(
     Returns:
         A Dataset over prompt, token (the chosen rows), position (all rows), k, layer 1..L, layer_other, depth 0..L.
         In the matrix of layer pairs, `layer` is the block of the Jacobian and `layer_other` the block of the basis.
-        Positions that a shorter prompt lacks and undefined values are NaN; `undefined` counts the latter. Norm-like values
-        are in the units of the hidden state; couplings and scores have no unit. Attributes state the provenance.
+        Positions that a shorter prompt lacks and undefined values are NaN; `diagnostics_undefined` counts the latter.
+        Norm-like values are in the units of the hidden state; couplings and scores have no unit. Attributes state the
+        provenance.
         With `dry_run`, a `Cost`: print it.
 
     Raises:
@@ -178,7 +180,7 @@ def to_dataset(
         "inputs_sha256": digest(inputs),
         "seconds": time.perf_counter() - started,
     }
-    return dataset
+    return labelled(dataset)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -12,7 +12,7 @@ W&B, the figures and the page are derived from the store.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
+from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
 
 # Attributes that differ between two runs with the same numbers.
@@ -106,10 +107,13 @@ class Store:
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit atomically."""
+        unit = labelled(unit)
         # Checksums detect bytes that have changed on the disk.
         numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
-        summed = {name: {"fletcher32": True} for name in numbers}
-        write_atomic(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=summed))
+        encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
+        if "token_text" in unit.coords:  # as characters a twentieth of the size of single strings
+            encoding["token_text"] = {"dtype": "S1", "zlib": True}
+        write_atomic(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=encoding))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
@@ -122,7 +126,7 @@ class Store:
             unit = opened.load()
         if "prompt" not in unit.dims:
             raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
-        return with_present_names(unit)
+        return labelled(with_present_names(unit))
 
     def revision(self, step: int) -> str:
         """Return the revision that a unit was measured from, without reading the rest of its file.
@@ -197,7 +201,7 @@ def open_results(path: str | Path) -> xr.Dataset:
         ValueError: if a unit is damaged.
     """
     store = Store(path)
-    return join({step: store.read(step) for step in require_steps(store)}, store.path)
+    return labelled(join({step: store.read(step) for step in require_steps(store)}, store.path))
 
 
 def distinct_names(directories: Sequence[Path]) -> list[str]:

@@ -146,7 +146,7 @@ def test_arguments_with_an_axis_of_samples_are_no_mixing():
     model = Passing([Batched(), Batched()]).double()
     with pytest.warns(UserWarning, match="full sequence"):
         ds = tracker.measure(model, random(3, 40, 8), k=2, dtype=torch.float64)
-    assert not ds.sliced.any()
+    assert not ds.diagnostics_sliced.any()
 
 
 # Arithmetic in float32 inside a block that is measured in float64
@@ -299,7 +299,7 @@ def test_small_jacobians_behind_a_norm_in_float32_are_sliced():
     x[:, 0] *= 1000
     exact = tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64)
     seen = tracker.measure(model.float(), x.float(), k=4, tokens="all")
-    assert seen.sliced.all() and exact.sliced.all()
+    assert seen.diagnostics_sliced.all() and exact.diagnostics_sliced.all()
     ratio = seen.singular_value.values[..., :3] / exact.singular_value.values[..., :3]
     assert abs(ratio - 1).max() < 1e-4
 
@@ -343,7 +343,7 @@ def test_blocks_that_return_mappings_and_dataclasses(block):
     model = Unpacking([block(), block()]).double()
     plain = tracker.measure(stack(Block), x, k=4, dtype=torch.float64)
     seen = tracker.measure(model, x, k=4, dtype=torch.float64)
-    assert seen.sliced.all()
+    assert seen.diagnostics_sliced.all()
     assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-12
 
 
@@ -387,7 +387,7 @@ def test_checkpointed_blocks(reentrant, svd):
     x = random(2, 5, 8)
     plain = tracker.measure(stack(Block), x, k=2, dtype=torch.float64, svd=svd)
     seen = tracker.measure(stack(Checkpointed, reentrant), x, k=2, dtype=torch.float64, svd=svd)
-    assert seen.sliced.all()
+    assert seen.diagnostics_sliced.all()
     assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-10
 
 

@@ -78,7 +78,7 @@ def test_the_sum_is_the_state(how, final_norm):
     torch.testing.assert_close(model(x), plain(x), atol=1e-12, rtol=0)
     given = {"k": 3, "tokens": [0, -1], "dtype": torch.float64, "final_norm": final_norm}
     seen, expected = (tracker.measure(m, x, **given) for m in (model, plain))
-    assert seen.sliced.all()
+    assert seen.diagnostics_sliced.all()
     assert set(seen) == set(expected)
     for name in ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance"):
         np.testing.assert_allclose(seen[name].values, expected[name].values, atol=1e-9, err_msg=name)

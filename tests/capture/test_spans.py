@@ -243,7 +243,7 @@ def test_measured_couplings_are_those_of_brute_force(case):
         for name, expected in couplings(Js, 4).items():
             torch.testing.assert_close(torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9)
     # A bidirectional model has no other way to these.
-    assert not ds.sliced.any() and "no module that would run on single rows" in ds.attrs["fallbacks"]
+    assert not ds.diagnostics_sliced.any() and "no module that would run on single rows" in ds.attrs["fallbacks"]
     assert ds.attrs["blocks"].startswith(f"{boundaries[0]} to {boundaries[1]}, {boundaries[1]} to ")
 
 
@@ -259,7 +259,7 @@ def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
         modules, ids(), blocks=find_blocks(modules, "blocks", unembedding="loop.head"), **options
     )
     assert {"miscoupling_vju", "self_offdiag", "entropy", "pca", "noise_similarity"} < set(of_spans.data_vars)
-    unlike = ("sliced", "derivative_error")
+    unlike = ("diagnostics_sliced", "diagnostics_derivative_error")
     assert_same_units(of_spans.drop_vars(unlike), of_modules.drop_vars(unlike), 1e-8)
     assert of_spans.attrs["final_norm"] == of_modules.attrs["final_norm"] == final_norm
     assert of_spans.attrs["final_norm_module"] == of_modules.attrs["final_norm_module"]

@@ -22,7 +22,7 @@ def plain():
 
 def measured(model, inputs):
     ds = tracker.measure(model, inputs, k=4)
-    assert ds.sliced.all(), ds.attrs["fallbacks"]
+    assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
     return ds
 
 

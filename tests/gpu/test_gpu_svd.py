@@ -58,6 +58,6 @@ def test_methods_and_precisions(accelerator, method, precision, record_property)
     of_values, of_couplings = BOUNDS[precision]
     assert value_error < of_values
     assert max(errors["miscoupling"], errors["offdiag_normalized"]) < of_couplings
-    assert bool(seen.complete.all())
+    assert bool(seen.diagnostics_complete.all())
     if precision == "bfloat16" or (precision == "tf32" and accelerator.device.type == "cuda"):
         assert value_error > 1e-6, "the products were computed in float32"

@@ -50,8 +50,10 @@ def oracle(name, dtype):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_jacobians_and_mis_couplings(name, dtype):
     model, inputs, ds, expected = oracle(name, dtype)
-    assert bool(ds.sliced.all()) == (not FAMILIES[name].full) and bool(ds.sliced.any()) == bool(ds.sliced.all())
-    assert ds.complete.all()
+    assert bool(ds.diagnostics_sliced.all()) == (not FAMILIES[name].full) and bool(ds.diagnostics_sliced.any()) == bool(
+        ds.diagnostics_sliced.all()
+    )
+    assert ds.diagnostics_complete.all()
     truth = brute_force_jacobians(expected, inputs)
     assert jacobian_difference(model, inputs, ds, truth, dtype) <= J_TOLERANCE[dtype]
     raw = "miscoupling_raw" in ds
@@ -93,7 +95,9 @@ def jacobian_difference(model, inputs, ds, truth, dtype):
 def jacobian_error(name, dtype):
     """For the table in the docs: whether the sliced path serves, and the difference from brute force."""
     model, inputs, ds, expected = oracle(name, dtype)
-    return bool(ds.sliced.all()), jacobian_difference(model, inputs, ds, brute_force_jacobians(expected, inputs), dtype)
+    return bool(ds.diagnostics_sliced.all()), jacobian_difference(
+        model, inputs, ds, brute_force_jacobians(expected, inputs), dtype
+    )
 
 
 def measured_jacobians(model, inputs, ds, rows, dtype):

@@ -64,7 +64,7 @@ def random(*shape, seed=0):
 def test_blocks_with_a_known_jacobian_give_it_back():
     J = [random(8, 8, seed=i) / 3 for i in range(3)]
     ds = tracker.measure(Stack(map(Affine, J)), random(2, 5, 8), k=8, dtype=torch.float64)
-    assert ds.sliced.all()
+    assert ds.diagnostics_sliced.all()
     for l in range(3):
         expected = torch.linalg.svdvals(J[l])
         torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), expected)
@@ -75,7 +75,7 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
     model, x = Stack(map(Mixing, M)), random(1, 5, 8)
     with pytest.warns(UserWarning, match="full sequence.*value check"):
         ds = tracker.measure(model, x, k=8, dtype=torch.float64)
-    assert not ds.sliced.any() and "value check" in ds.attrs["fallbacks"]
+    assert not ds.diagnostics_sliced.any() and "value check" in ds.attrs["fallbacks"]
     slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
     expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)  # M / n: a row's own share of the mean
     torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, 0]), expected)
@@ -94,11 +94,11 @@ def test_a_detached_key_or_value_is_caught_by_the_derivative_check(monkeypatch, 
 
     model, inputs = build("gpt_neox")
     honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
-    assert honest.sliced.all()
+    assert honest.diagnostics_sliced.all()
     monkeypatch.setattr(tracker.jacobians.rows, "PATHS", {path: detached})
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
-    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+    assert not ds.diagnostics_sliced.any() and float(ds.diagnostics_value_error.max()) < 1e-9
     torch.testing.assert_close(  # and the full sequence gives the right answer all the same
         torch.from_numpy(ds.miscoupling.values), torch.from_numpy(honest.miscoupling.values), atol=1e-8, rtol=0
     )
@@ -136,7 +136,7 @@ def test_two_blocks_named_as_one_are_caught_by_the_derivative_check():
     model.blocks = pairs.double()
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64)
-    assert not ds.sliced.any() and float(ds.value_error.max()) < 1e-9
+    assert not ds.diagnostics_sliced.any() and float(ds.diagnostics_value_error.max()) < 1e-9
 
 
 def timm_block():
@@ -204,7 +204,7 @@ def test_attention_beside_a_convolution_over_tokens_is_not_sliced():
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="full sequence"):
         ds = tracker.measure(Stack([ConvolvedAttention(), ConvolvedAttention()]), random(1, 6, 8), k=3)
-    assert not ds.sliced.any()
+    assert not ds.diagnostics_sliced.any()
 
 
 def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
@@ -265,7 +265,7 @@ def test_a_check_of_one_block_is_not_used_for_another():
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64)
-    assert ds.sliced.values[0, 0].tolist() == [True, False]
+    assert ds.diagnostics_sliced.values[0, 0].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("init", [1e-4, 1e-6, 1e-8])
@@ -275,7 +275,7 @@ def test_small_residual_updates_keep_their_digits(init):
         "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=4, init_values=init
     )
     seen, exact = (tracker.measure(model, images(), k=4, dtype=dtype) for dtype in (torch.float32, torch.float64))
-    assert seen.sliced.all()
+    assert seen.diagnostics_sliced.all()
     relative = abs(seen.singular_value / exact.singular_value - 1)
     assert float(relative.max()) < 1e-4
     assert float(abs(seen.miscoupling - exact.miscoupling).max()) < 1e-3
@@ -353,7 +353,7 @@ def test_a_row_of_zeros_is_no_fault():
     model, inputs = build("llama, grouped keys")
     with torch.no_grad():
         model.model.embed_tokens.weight[int(inputs[0, 0])] = 0
-    assert tracker.measure(model, inputs, k=4, tokens="all").sliced.all()
+    assert tracker.measure(model, inputs, k=4, tokens="all").diagnostics_sliced.all()
 
 
 def global_state() -> list:
@@ -379,7 +379,7 @@ def test_threads_measure_and_leave_the_process_as_it_was():
         results = list(pool.map(lambda _: tracker.measure(model, inputs, k=4), range(8)))
     assert global_state() == before
     for result in results:
-        assert result.sliced.all()
+        assert result.diagnostics_sliced.all()
         torch.testing.assert_close(
             torch.from_numpy(result.miscoupling.values), torch.from_numpy(alone.miscoupling.values)
         )

@@ -50,7 +50,7 @@ def by_brute_force(model, inputs, ds, rows):
 def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     model, inputs = with_sink(name, dimensions)
     ds = tracker.measure(model, inputs, k=4, tokens=[0])
-    assert ds.sliced.all(), ds.attrs["fallbacks"]
+    assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
     rows = [(0, 0), (1, 0), (1, 6)]
     seen = measured_jacobians(model, inputs, ds, rows, torch.float32)
     truth = by_brute_force(model, inputs, ds, rows)
@@ -69,7 +69,7 @@ def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
 def test_sinks_in_sequences_that_are_checked_in_windows(name):
     model, inputs = with_sink(name, length=40)
     ds = tracker.measure(model, inputs, k=4, tokens=[0, 1, -1])
-    assert ds.sliced.all(), ds.attrs["fallbacks"]
+    assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
 
 
 PLANTED = [(name, planted) for name in ("llama, grouped keys", "gpt_neox", "opt") for planted in ("key", "value")]
@@ -100,4 +100,4 @@ def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(model, inputs, k=4, tokens=[0])
-    assert not ds.sliced.any()
+    assert not ds.diagnostics_sliced.any()

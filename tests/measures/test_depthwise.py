@@ -29,9 +29,9 @@ def both(name, dtype, prompts=None, **options):
 def test_matrix_free_equals_dense(name, dtype, tolerance):
     dense, free = both(name, dtype)
     assert dense.attrs["completeness"] == "exact" and free.attrs["completeness"] == "probabilistic"
-    assert dense.formed.all() and not free.formed.any()
-    assert dense.full_svd.all() and not free.full_svd.any() and free.complete.all()
-    assert float(free.residual.max()) <= svd.TOLERANCE[dtype]
+    assert dense.diagnostics_formed.all() and not free.diagnostics_formed.any()
+    assert dense.diagnostics_full_svd.all() and not free.diagnostics_full_svd.any() and free.diagnostics_complete.all()
+    assert float(free.diagnostics_residual.max()) <= svd.TOLERANCE[dtype]
     for variable in EXACT:
         np.testing.assert_allclose(free[variable], dense[variable], atol=tolerance, err_msg=variable)
     for variable in (f"{measure}_null" for measure in MISCOUPLINGS):
@@ -50,6 +50,7 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
         included = tracker.measure(model, given, **options, measures=extras, final_norm="include")
         excluded = tracker.measure(model, given, **options, measures=extras, final_norm="exclude")
     certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
+    certificate = [f"diagnostics_{name}" for name in certificate]
     for variable in (*MISCOUPLINGS, "singular_value", *certificate):
         raw = included[f"{variable}_raw"]
         assert raw.dims == included[variable].dims
@@ -61,7 +62,8 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
             np.testing.assert_array_equal(raw[..., :-1, :-1], included[variable][..., :-1, :-1])
             assert float(abs(raw - included[variable])[..., -1, :-1].min()) > 1e-4
             assert float(abs(raw - included[variable])[..., :-1, -1].max()) > 1e-4
-            assert f"{variable}_raw" not in excluded and int(included.undefined.sel(quantity=f"{variable}_raw")) == 0
+            assert f"{variable}_raw" not in excluded
+            assert int(included.diagnostics_undefined.sel(quantity=f"{variable}_raw")) == 0
     for shared in ("miscoupling_vju", "matrix"):
         assert included[shared].sizes["layer"] == included[shared].sizes["layer_other"] == included.sizes["layer"] == 3
 
@@ -98,7 +100,7 @@ def test_one_jacobian_more_for_both_conventions(monkeypatch):
 def test_what_does_not_converge_is_decomposed_in_full(monkeypatch):
     monkeypatch.setitem(svd.TOLERANCE, torch.float64, 0.0)
     dense, free = both("gpt_neox", torch.float64)
-    assert free.full_svd.all()
+    assert free.diagnostics_full_svd.all()
     np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-9)
 
 
@@ -120,7 +122,7 @@ def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
     for rows_at_once in (1, blocks - 1):
         sketches.clear()
         again = tracker.measure(model, given, **options, memory_budget=2 * rows_at_once * one)
-        assert len(sketches) >= blocks and again.formed.all()
+        assert len(sketches) >= blocks and again.diagnostics_formed.all()
         np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-10)
     sketches.clear()
     tracker.measure(

@@ -51,7 +51,7 @@ def test_measures_equal_those_of_the_cpu(pretend, method, dtype):
     atol = 1e-8 if dtype == torch.float64 else 2e-3 if method == "matrix-free" else 1e-4
     for name in ("miscoupling", "offdiag_normalized", "singular_value"):
         np.testing.assert_allclose(there[name], here[name], atol=atol, err_msg=name)
-    assert there.complete.all() and there.attrs["completeness"] == here.attrs["completeness"]
+    assert there.diagnostics_complete.all() and there.attrs["completeness"] == here.attrs["completeness"]
 
 
 def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):

@@ -14,6 +14,7 @@ from tracker.analysis.statistics import scalars
 from tracker.figures.write import main as draw
 from tracker.loggers import LOGGERS
 from tracker.measures import names
+from tracker.measures.registry import UNDEFINED
 from tracker.report.contents import contents
 from tracker.report.reader import Reader
 from tracker.report.summary import summary
@@ -41,13 +42,15 @@ def older(unit: xr.Dataset) -> xr.Dataset:
     if unit.attrs["final_norm"] != "include":  # both were there, and equal
         twice = {f"{name}_normed": unit[name] for name in OLDER if name in unit and not name.endswith("_normed")}
         counted = [name for name in unit["quantity"].values if f"{name}_normed" in twice]
-        undefined = unit["undefined"].sel(quantity=counted)
+        undefined = unit[UNDEFINED].sel(quantity=counted)
         both = xr.concat(
-            [unit["undefined"], undefined.assign_coords(quantity=[f"{name}_normed" for name in counted])], "quantity"
+            [unit[UNDEFINED], undefined.assign_coords(quantity=[f"{name}_normed" for name in counted])], "quantity"
         )
-        unit = unit.drop_dims("quantity").assign(twice).assign(undefined=both)
+        unit = unit.drop_dims("quantity").assign(twice).assign({UNDEFINED: both})
     quantities = [OLDER.get(str(name), str(name)) for name in unit["quantity"].values]
-    return unit.rename(OLDER).assign_coords(quantity=quantities)
+    prefix = "diagnostics_"
+    renamed = OLDER | {name: name.removeprefix(prefix) for name in map(str, unit.data_vars) if name.startswith(prefix)}
+    return unit.rename(renamed).assign_coords(quantity=quantities)
 
 
 @pytest.fixture(scope="module", params=["include", "exclude"])

@@ -32,7 +32,7 @@ def ds():
 
 
 def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):
-    assert set(ds.data_vars) - {"undefined"} == set(BY_NAME)
+    assert set(ds.data_vars) - {"diagnostics_undefined"} == set(BY_NAME)
     for name, measure in BY_NAME.items():
         assert ds[name].dims == ("prompt", *measure.dims), name
     assert len(BY_NAME) == len(MEASURES)
@@ -40,7 +40,7 @@ def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):
 
 def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
     for name in ds.variables:
-        assert ds[name].attrs["long_name"] and ds[name].attrs["units"], name
+        assert all(ds[name].attrs[said] for said in ("long_name", "units", "formula", "reference")), name
     assert ds["entropy"].attrs["units"] == "nats" and ds["lss"].attrs["units"] == "1"
 
 
@@ -49,7 +49,7 @@ def test_each_option_enables_its_variables_and_those_of_no_other():
         measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])
         names = {m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)}
         names -= {f"{kind}_matrix" for kind in registry.KINDS}  # these need "matrices" too
-        assert set(measured.data_vars) - {"undefined"} == names, option.name
+        assert set(measured.data_vars) - {"diagnostics_undefined"} == names, option.name
 
 
 def test_entries_refer_to_entries():
@@ -96,8 +96,11 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     """`update_ratio`, of states before the final norm: in the Dataset, the counts, the logs, the dashboard, the page."""
     states = ds.norm.isel(depth=slice(0, -1)).values
     assert ds.update_ratio.dims == ("prompt", "layer", "position")
-    assert ds.update_ratio.attrs == {"long_name": "update ratio", "units": "1"}
-    assert (ds.update_ratio.values * states > 0).all() and int(ds.undefined.sel(quantity="update_ratio")) == 0
+    assert (ds.update_ratio.attrs["long_name"], ds.update_ratio.attrs["units"]) == ("update ratio", "1")
+    assert ds.update_ratio.attrs["formula"] == "‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖"
+    assert (ds.update_ratio.values * states > 0).all() and int(
+        ds.diagnostics_undefined.sel(quantity="update_ratio")
+    ) == 0
     expected = np.median(ds.update_ratio.values.astype(float))
     assert scalars(ds)["trajectory/update_ratio/median"] == pytest.approx(expected, rel=1e-6)
     assert "trajectory/update_ratio/median" in headline_names(k=2)
@@ -126,7 +129,7 @@ def test_old_units_and_new_ones_join(ds, tmp_path):
     assert (
         joined.update_ratio.isel(step=[0, 2]).isnull().all() and joined.update_ratio.isel(step=[1, 3]).notnull().all()
     )
-    for name in set(old.data_vars) - {"undefined"}:
+    for name in set(old.data_vars) - {"diagnostics_undefined"}:
         for i, unit in enumerate((old, ds, old, ds)):
             np.testing.assert_array_equal(joined[name].isel(step=i).values, unit[name].values)
     assert old.equals(ds.drop_vars("update_ratio").sel(quantity=old.quantity))

@@ -201,8 +201,8 @@ def test_certificates_and_counts_of_token_wise_couplings():
     model, inputs = build("gpt_neox")
     found = tracker.measure(model, inputs, k=4, measures=["tokenwise", "trajectory"], pair_tokens=np.int64(3))
     assert found.pair_position.values.tolist() == [[0, 3, 6]] * 2
-    assert found.fixed_output_complete.all() and float(found.self_residual.max()) < 1e-5
-    assert int(found.undefined.sel(quantity="self_miscoupling")) == 0
+    assert found.diagnostics_fixed_output_complete.all() and float(found.diagnostics_self_residual.max()) < 1e-5
+    assert int(found.diagnostics_undefined.sel(quantity="self_miscoupling")) == 0
     # one token, one block: compared with itself
     alone = tracker.measure(model, inputs[:, :1], k=4, measures="tokenwise", pair_layers=0)
     assert float(abs(alone.self_offdiag).max()) < 1e-5
@@ -216,7 +216,9 @@ def test_shorter_prompts_lack_pairs():
     assert found.pair_position[1].values[:3].tolist() == [0, 1, 2] and found.pair_position[1, 3:].isnull().all()
     compared = found.self_offdiag[1].sel(layer=[1, 2])
     assert compared[..., 3:, :].isnull().all() and compared[..., :3, :3].notnull().all()
-    assert int(found.undefined.sum()) == 0 or set(found.undefined.quantity[found.undefined > 0].values) <= {
+    assert int(found.diagnostics_undefined.sum()) == 0 or set(
+        found.diagnostics_undefined.quantity[found.diagnostics_undefined > 0].values
+    ) <= {
         "expodistance",
         "pca",
     }

@@ -106,7 +106,7 @@ def test_checks_decide_and_err_as_on_the_cpu(pretend, tokens):
     model, x = deit(2).double(), images(3).double()
     options = {"k": 5, "dtype": torch.float64, "tokens": tokens}
     expected, found = (tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device))
-    np.testing.assert_array_equal(found.sliced, expected.sliced)
-    for name in ("value_error", "derivative_error"):
+    np.testing.assert_array_equal(found.diagnostics_sliced, expected.diagnostics_sliced)
+    for name in ("diagnostics_value_error", "diagnostics_derivative_error"):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)
         assert found[name].dtype == expected[name].dtype and (found[name] <= 1e-9).all()

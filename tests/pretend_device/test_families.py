@@ -10,7 +10,7 @@ import tracker
 from tests.models import FAMILIES, Size, build, language, tokens
 
 EXACT = ("miscoupling", "lss", "expodistance")
-CHECKED = ("sliced", "formed", "full_svd", "complete")
+CHECKED = ("diagnostics_sliced", "diagnostics_formed", "diagnostics_full_svd", "diagnostics_complete")
 
 
 def compare(model, inputs, device, tolerance, **options):
@@ -50,7 +50,7 @@ def test_methods_and_budgets(pretend, svd, memory_budget):
         found = tracker.measure(
             model, tokens(2, 12), k=4, svd=svd, measures="coupling", tokens=[3, -1], device=pretend.device, **options
         )
-    assert found.complete.all()
+    assert found.diagnostics_complete.all()
     np.testing.assert_allclose(found.singular_value, full.singular_value, rtol=1e-5)
     np.testing.assert_allclose(found.miscoupling, full.miscoupling, rtol=0, atol=1e-4)
 

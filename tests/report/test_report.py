@@ -790,9 +790,9 @@ class TestHonesty:
         store = Store(generated(tmp_path / "run", (0, 5), layers=3))
         for step in (0, 5):
             unit = store.read(step)
-            for name in ("sliced", "complete"):
+            for name in ("diagnostics_sliced", "diagnostics_complete"):
                 unit[name][0, 0, 2] = 0
-            unit["formed"][0, 0, 1] = 0
+            unit["diagnostics_formed"][0, 0, 1] = 0
             unit.attrs["fallbacks"] = '{"3": "value differs by 0.1"}'
             store.write(step, unit)
         said = write_report(store.path, tmp_path / "page.html").read_text()

@@ -51,7 +51,11 @@ class Watch(CouplingCallback):
 def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
     assert set(a.data_vars) == set(b.data_vars)
     for name in a.data_vars:
-        if name in ("residual", "value_error", "derivative_error"):  # no larger than rounding errors
+        if name in (
+            "diagnostics_residual",
+            "diagnostics_value_error",
+            "diagnostics_derivative_error",
+        ):  # no larger than rounding errors
             continue
         np.testing.assert_allclose(a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name)
 

@@ -142,12 +142,13 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
     store = Store(out)
     for step in (2, 4):
         unit = store.read(step)
-        raw = [f"{name}_raw" for name in (*MISCOUPLINGS, "singular_value", "singular_gap", *CERTIFICATE)]
+        raw = [f"{name}_raw" for name in (*MISCOUPLINGS, "singular_value")]
+        raw += [f"diagnostics_{name}_raw" for name in ("singular_gap", *CERTIFICATE)]
         added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
         assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 7
-        unit = unit.drop_vars(added).drop_vars(("undefined", "quantity"))
-        whole = store.read(step)["undefined"]
-        unit["undefined"] = whole[[name not in added for name in whole["quantity"].values]]
+        unit = unit.drop_vars(added).drop_vars(("diagnostics_undefined", "quantity"))
+        whole = store.read(step)["diagnostics_undefined"]
+        unit["diagnostics_undefined"] = whole[[name not in added for name in whole["quantity"].values]]
         store.write(step, unit)
     alone = scalars(store.read(4))
     assert (
@@ -211,7 +212,7 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     assert list(ds.revision.values) == [f"step{s}" for s in STEPS]
     assert [str(c) for c in ds.commit.values] == [commit(walker.cache, s) for s in STEPS]
     assert ds.score.dims == ("step", "task") and (np.diff(ds.score.values[:, 0]) < 0).all()
-    assert ds.attrs["final_norm"] == "include" and ds.complete.all() and ds.sliced.all()
+    assert ds.attrs["final_norm"] == "include" and ds.diagnostics_complete.all() and ds.diagnostics_sliced.all()
 
 
 def test_wandb_store_and_page_show_the_same_numbers(walker):

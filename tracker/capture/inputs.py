@@ -5,7 +5,7 @@ Prompts are never padded: each has its own forward pass.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Batch:
     keywords: dict[str, Any]
     labels: list[str]  # the prompts' texts; empty strings for other inputs
     valid: Tensor | None = None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
+    token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
 
 
 def batches(
@@ -89,7 +90,9 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
     arguments = () if "input_ids" in keywords else (ids,)
-    return _batch(model, arguments, keywords, ids, None, [prompt])
+    decode = getattr(tokenizer, "decode", None)
+    texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
+    return replace(_batch(model, arguments, keywords, ids, None, [prompt]), token_texts=texts)
 
 
 def _batch(

@@ -93,6 +93,8 @@ class Definition:
         formula: (A, s) -> its value for each pair of Jacobian and basis.
         null: (s, |J|_F, d) -> its null level.
         text: the definition in one sentence, for captions.
+        equation, null_equation: the definition and its null level in symbols.
+        reference: where the definition is from.
         dashboard: the variants that have a panel on the W&B dashboard: "", "raw", "vju", "tokens" (see `registry`). A
             definition with a panel for "" has its "raw" variant logged.
     """
@@ -102,6 +104,9 @@ class Definition:
     formula: Callable[[Tensor, Tensor], Tensor]
     null: Callable[[Tensor, Tensor, int], Tensor]
     text: str
+    equation: str
+    null_equation: str
+    reference: str
     dashboard: tuple[str, ...] = ()
 
 
@@ -112,6 +117,9 @@ DEFINITIONS = (
         page,
         page_null,
         "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
+        "‖A − S‖ / ‖s‖₂",
+        "√(1 + K² ‖J‖² / (d² ‖s‖₂²))",
+        "the paper's project page, m_K",
         dashboard=("", "vju"),
     ),
     Definition(
@@ -120,6 +128,9 @@ DEFINITIONS = (
         release,
         release_null,
         "Mis-coupling as the authors' release defines it: | |A| − S |_F / |s|₂.",
+        "‖abs(A) − S‖ / ‖s‖₂",
+        "√(1 + K² ‖J‖² / (d² ‖s‖₂²) − 2 √(2/π) ‖J‖ Σ s / (d ‖s‖₂²))",
+        "authors' code, p = 2",
     ),
     Definition(
         "miscoupling_release_trace",
@@ -127,6 +138,9 @@ DEFINITIONS = (
         release_trace,
         release_trace_null,
         "Mis-coupling as the authors' release defines it with p = 1: | |A| − S |_F / |s|₁.",
+        "‖abs(A) − S‖ / ‖s‖₁",
+        "that of miscoupling_release · ‖s‖₂ / ‖s‖₁",
+        "authors' code, p = 1",
     ),
     Definition(
         "offdiag",
@@ -134,6 +148,9 @@ DEFINITIONS = (
         offdiag,
         offdiag_null,
         "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
+        "‖A − Diag A‖",
+        "√(K (K − 1)) ‖J‖ / d",
+        "paper, eq. 13",
     ),
     Definition(
         "offdiag_normalized",
@@ -141,6 +158,9 @@ DEFINITIONS = (
         offdiag_normalized,
         offdiag_normalized_null,
         "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
+        "‖A − Diag A‖ / ‖A‖",
+        "√((K − 1) / K)",
+        "paper, eq. 14",
         dashboard=("", "raw", "tokens"),
     ),
 )

@@ -9,7 +9,8 @@ import numpy as np
 import xarray as xr
 
 from tracker.measures import names
-from tracker.measures.registry import BY_NAME, COORDINATES, DIMS, MEASURES
+from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
 
 FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
 
@@ -21,6 +22,7 @@ class Sample:
     Attributes:
         label: the text of a prompt; "" if there is none.
         noise: the levels of noise.
+        token_texts: the text of each token of a prompt; empty if there is none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
         basis_layers: block l -> basis block l', across tokens.
@@ -35,6 +37,7 @@ class Sample:
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
+    token_texts: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -61,15 +64,20 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     named = {"k": list(first.ks), "noise": list(first.noise)}
     counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
     dataset = dataset.assign_coords({dim: named.get(str(dim), count) for dim, count in counted.items()})
+    if any(sample.token_texts for sample in samples):
+        texts = np.full((len(samples), sizes["position"]), "", dtype=object)
+        for row, sample in zip(texts, samples, strict=True):
+            row[: len(sample.token_texts)] = sample.token_texts
+        dataset = dataset.assign_coords(token_text=(("prompt", "position"), texts))
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    dataset["undefined"] = _count_undefined(dataset)
-    dataset = _add_labels(dataset)
+    dataset[UNDEFINED] = _count_undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
-    dataset.attrs = {names.ATTRIBUTE: names.VERSION, **first.attributes, "fallbacks": json.dumps(fallbacks)}
-    if "formed" in dataset:  # the Cholesky test of completeness needs the formed Jacobian
-        by_products = any(bool((dataset[name] == 0).any()) for name in ("formed", "formed_raw") if name in dataset)
+    dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
+    formed = [values for name, values in dataset.data_vars.items() if str(name).startswith(f"{DIAGNOSTICS}formed")]
+    if formed:  # the Cholesky test of completeness needs the formed Jacobian
+        by_products = any(bool((values == 0).any()) for values in formed)
         dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
     return dataset
 
@@ -108,12 +116,3 @@ def _count_undefined(dataset: xr.Dataset) -> xr.DataArray:
         if dim in expected
     }
     return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")
-
-
-def _add_labels(dataset: xr.Dataset) -> xr.Dataset:
-    """Set the label and unit of every variable and coordinate."""
-    for name, values in dataset.variables.items():
-        measure = BY_NAME.get(str(name))
-        label, unit = (measure.label, measure.unit) if measure else (COORDINATES[str(name)], "1")
-        values.attrs = {"long_name": label, "units": unit}
-    return dataset

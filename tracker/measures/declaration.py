@@ -9,6 +9,7 @@ from torch import Tensor
 Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
 Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks"]
+DIAGNOSTICS = "diagnostics_"  # begins the names of variables that say how far the results can be trusted
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,11 @@ class Measure:
         label: its readable name: `long_name` in the Dataset and the title of its charts.
         unit: its unit; "1" for pure numbers.
         option: the choice of `measures=` that enables it; "" for variables of every measurement.
-        formula: states -> values, for variables that depend on the states alone.
-        windowed: whether the formula takes the size of a window as its second argument.
-        raw: whether the formula takes the states before the final norm.
+        formula: its definition in symbols: `formula` in the Dataset.
+        reference: where the definition is from: the paper's equation or section, or who else.
+        compute: states -> values, for variables that depend on the states alone.
+        windowed: whether `compute` takes the size of a window as its second argument.
+        raw: whether `compute` takes the states before the final norm.
         variant: "raw": the last block is taken before the final norm; "normed": the last state is taken after it; "vju": the
             sides of the bases are swapped; a key of `KINDS`: across tokens; "": none of these.
         base: the variable that this one is a variant of; "" if it is none.
@@ -43,7 +46,9 @@ class Measure:
     label: str
     unit: str = "1"
     option: str = ""
-    formula: Callable[..., Tensor] | None = None
+    formula: str = ""
+    reference: str = ""
+    compute: Callable[..., Tensor] | None = None
     windowed: bool = False
     raw: bool = False
     variant: str = ""

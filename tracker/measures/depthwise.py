@@ -34,6 +34,7 @@ from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
+from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.values import Method
@@ -152,8 +153,8 @@ def depthwise_couplings(
 
 def _spectra(layers: Sequence[Layer]) -> dict[str, Tensor]:
     """Return the singular values and certificates of every row, by layer."""
-    parts = {"singular_value": "S", "singular_gap": "gap", "full_svd": "full", "residual": "residual"}
-    parts["complete"] = "complete"
+    parts = {"singular_gap": "gap", "full_svd": "full", "residual": "residual", "complete": "complete"}
+    parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
     return {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in parts.items()}
 
 
@@ -163,7 +164,7 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     values = {"formed": np.array([[layer.formed for layer in layers]] * R)}
     for name, dtype in (("sliced", np.bool_), ("value_error", np.float32), ("derivative_error", np.float32)):
         values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], dtype)
-    return values
+    return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
 
 
 def pairs(

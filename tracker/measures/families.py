@@ -6,24 +6,45 @@ Each is generated from `coupling.DEFINITIONS`, the variants and the kinds of tok
 from dataclasses import replace
 from typing import Any
 
+from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.declaration import Measure
+from tracker.measures.declaration import DIAGNOSTICS, Measure
 
 PAIR = ("token", "k", "layer", "layer_other")
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
+OF_PAIRS, SWAPPED = "A = U′ᵀ J V′", "A = V′ᵀ J U′"
+NULL = "null level: root of the expected square for independent random U′ and V′"
 KINDS = {  # of token pairs
     "self": "self: J of t against J of t′",
     "fixed_input": "fixed input: first token to t, to t′",
     "fixed_output": "fixed output: t, t′ to last token",
 }
-CERTIFICATE = {  # of each Jacobian and its singular triplets
-    "residual": "largest residual of a triplet, relative to s_1",
-    "complete": "whether no larger singular value was missed",
-    "formed": "whether the Jacobian was formed, not known by its products alone",
-    "full_svd": "whether the triplets come from a full decomposition",
-    "sliced": "whether the Jacobian was evaluated at its row alone, not over the full sequence",
-    "value_error": "error of the row's output against the recorded one",
-    "derivative_error": "error of a vector-Jacobian product against that of the full sequence",
+LINKS = {  # which Jacobians
+    "self": "J = Jˡ(t → t), U′ and V′ of Jˡ′(t′ → t′)",
+    "fixed_input": "J = Jˡ(t₁ → t), U′ and V′ of Jˡ′(t₁ → t′), t₁ the first token",
+    "fixed_output": "J = Jˡ(t → T), U′ and V′ of Jˡ′(t′ → T), T the last token",
+}
+YES = "1: yes, 0: no"
+CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
+    "residual": (
+        "largest residual of a triplet, relative to s₁",
+        "max over k of ‖J vₖ − sₖ uₖ‖ and ‖Jᵀ uₖ − sₖ vₖ‖, / s₁",
+    ),
+    "complete": (
+        "whether no larger singular value was missed",
+        f"{YES}; σ² I − R Rᵀ is positive definite, R = J − U S Vᵀ, σ = 1.0001 s_K",
+    ),
+    "formed": ("whether the Jacobian was formed, not known by its products alone", YES),
+    "full_svd": ("whether the triplets come from a full decomposition", YES),
+    "sliced": ("whether the Jacobian was evaluated at its row alone, not over the full sequence", YES),
+    "value_error": (
+        "error of the row's output against the recorded one",
+        "‖f − f₀‖ / max(‖f₀‖, floor ‖x‖), f of the row alone, f₀ as recorded",
+    ),
+    "derivative_error": (
+        "error of a vector-Jacobian product against that of the full sequence",
+        "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
+    ),
 }
 BEFORE_NORM = "before the final norm"
 EXTRAS = "Tokens, entropy, noise"  # a section of the W&B dashboard
@@ -46,6 +67,8 @@ def couplings() -> tuple[Measure, ...]:
             logged=("", "_q25", "_q75", "_null"),
             dashboard="Coupling" if "" in shown else "",
             text=definition.text,
+            formula=f"{definition.equation}, {OF_PAIRS}",
+            reference=definition.reference,
         )
         variant = replace(plain, base=name, dashboard="")
         raw = replace(
@@ -58,6 +81,7 @@ def couplings() -> tuple[Measure, ...]:
             logged=("", "_null") if "" in shown else (),
             dashboard=EXTRAS if "raw" in shown else "",
             text=f"{definition.text} Here the last block is taken without the final norm.",
+            formula=f"{plain.formula}; the last block before the final norm",
         )
         swapped = replace(
             variant,
@@ -69,8 +93,10 @@ def couplings() -> tuple[Measure, ...]:
             logged=("",),
             dashboard=EXTRAS if "vju" in shown else "",
             text=f"{definition.text} Here A = V′ᵀ J U′, the sides of the basis swapped.",
+            formula=f"{definition.equation}, {SWAPPED}",
         )
-        measures += [plain, raw, swapped, _null(plain), _null(raw)]
+        null = f"{NULL}: {definition.null_equation}"
+        measures += [plain, raw, swapped, _null(plain, null), _null(raw, null)]
     return tuple(measures)
 
 
@@ -92,15 +118,34 @@ def across_tokens() -> tuple[Measure, ...]:
                 metric=f"tokens/{kind}/{name}",
                 logged=("", "_null"),
                 dashboard=EXTRAS if shown else "",
+                formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
+                reference=f"{definition.reference}; across tokens: paper, section 3.1",
                 **shared,
             )
-            measures += [measure, _null(measure)]
+            measures += [measure, _null(measure, f"{NULL}: {definition.null_equation}")]
         tokens = TOKEN_PAIR[1:3]
+        shared["reference"] = "paper, section 3.1"
+        for name in ("residual", "complete"):
+            label, formula = CERTIFICATE[name]
+            formula = f"{formula}; {LINKS[kind]}"
+            measures.append(
+                Measure(f"{DIAGNOSTICS}{kind}_{name}", tokens, f"{label}, {text}", formula=formula, **shared)
+            )
         measures += [
-            Measure(f"{kind}_residual", tokens, f"largest residual of a triplet, {text}", **shared),
-            Measure(f"{kind}_complete", tokens, f"whether no larger singular value was missed, {text}", **shared),
-            Measure(f"{kind}_singular_value", (*tokens, "rank"), f"singular value, {text}", **shared),
-            Measure(f"{kind}_matrix", (*TOKEN_PAIR[1:], "row", "column"), f"coupling matrix A, {text}", **shared),
+            Measure(
+                f"{kind}_singular_value",
+                (*tokens, "rank"),
+                f"singular value, {text}",
+                formula=f"sₖ, J = U S Vᵀ, {LINKS[kind]}",
+                **shared,
+            ),
+            Measure(
+                f"{kind}_matrix",
+                (*TOKEN_PAIR[1:], "row", "column"),
+                f"coupling matrix A, {text}",
+                formula=f"{OF_PAIRS}, {LINKS[kind]}, for the smallest K",
+                **shared,
+            ),
         ]
     return tuple(measures)
 
@@ -113,14 +158,31 @@ def jacobians() -> tuple[Measure, ...]:
         layer, rank = ("token", "layer"), ("token", "layer", "rank")
         gap = "gap to the next singular value, relative to s_1"
         measures += [
-            Measure(f"singular_value{end}", rank, f"singular value{text}", **shared),
-            Measure(f"singular_gap{end}", rank, f"{gap}{text}", **shared),
-            *(Measure(f"{name}{end}", layer, f"{label}{text}", **shared) for name, label in CERTIFICATE.items()),
+            Measure(
+                f"singular_value{end}",
+                rank,
+                f"singular value{text}",
+                formula="sₖ, J = U S Vᵀ",
+                reference="paper, eq. 9",
+                **shared,
+            ),
+            Measure(
+                f"{DIAGNOSTICS}singular_gap{end}",
+                rank,
+                f"{gap}{text}",
+                formula="(sₖ − sₖ₊₁) / s₁",
+                reference=OURS,
+                **shared,
+            ),
+            *(
+                Measure(f"{DIAGNOSTICS}{name}{end}", layer, f"{label}{text}", formula=formula, reference=OURS, **shared)
+                for name, (label, formula) in CERTIFICATE.items()
+            ),
         ]
     return tuple(measures)
 
 
-def _null(measure: Measure) -> Measure:
+def _null(measure: Measure, formula: str) -> Measure:
     return Measure(
         measure.null,
         measure.dims[:-1],
@@ -129,4 +191,6 @@ def _null(measure: Measure) -> Measure:
         variant=measure.variant,
         base=measure.name,
         metric=f"{measure.metric}_null",
+        formula=formula,
+        reference=OURS,
     )

@@ -2,12 +2,13 @@
 
 Version 1 (the attribute is absent): `expodistance`, `alpha_mean`, `equidistance`, `norm` and their windows included the final
 norm in the last state, `expodistance_raw`, `expodistance_raw_window` and so on did not. In version 2, the plain name is that
-of the value before the final norm, and `expodistance_normed` and so on include the norm.
+of the value before the final norm, and `expodistance_normed` and so on include the norm. Diagnostics have a prefix.
 """
 
 import xarray as xr
 
-from tracker.measures.registry import MEASURES
+from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.registry import MEASURES, UNDEFINED
 
 ATTRIBUTE, VERSION = "names_version", 2
 
@@ -16,7 +17,9 @@ def with_present_names(dataset: xr.Dataset) -> xr.Dataset:
     """Return a measured Dataset with the present names of its variables; one that has them is returned as it is."""
     if int(dataset.attrs.get(ATTRIBUTE, 1)) == VERSION:
         return dataset
-    present, dropped = {}, []
+    diagnostics = [measure.name for measure in MEASURES if measure.name.startswith(DIAGNOSTICS)]
+    present = {name.removeprefix(DIAGNOSTICS): name for name in (*diagnostics, UNDEFINED)}
+    dropped: list[str] = []
     for measure in (measure for measure in MEASURES if measure.variant == "normed"):
         before_norm, plain = _older_raw(measure.base), measure.base
         if dataset.attrs.get("final_norm") == "include":

@@ -1,9 +1,9 @@
 """The measured variables, each declared once.
 
-`MEASURES` lists every variable of a measured Dataset: its dimensions, its texts and unit, how it is computed from the states
-(where one formula gives it), how it is reduced to the points of a curve, and where logs, dashboard and page show it. What the
-rest of the package needs is derived from it: the dimensions and attributes of a Dataset, the counts of undefined values, the
-curves, the names of metrics, the dashboard, the charts of the page and the choices of `measures=`.
+`MEASURES` lists every variable of a measured Dataset: its dimensions, its texts, formula and unit, how it is computed from the
+states (where it is computed from them alone), how it is reduced to the points of a curve, and where logs, dashboard and page
+show it. What the rest of the package needs is derived from it: the dimensions and attributes of a Dataset, the counts of
+undefined values, the curves, the names of metrics, the dashboard, the charts of the page and the choices of `measures=`.
 
 To add a variable that is read off the states, write its formula in `trajectory` and an entry in `TRAJECTORY`. To add a
 definition of mis-coupling, add it to `coupling.DEFINITIONS`.
@@ -14,17 +14,19 @@ from typing import Any
 
 from tracker.measures import trajectory
 from tracker.measures.choices import OPTIONS, choices, defaults
+from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.declaration import Measure
+from tracker.measures.declaration import DIAGNOSTICS, Measure
 from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians
 
 __all__ = [
-    "BY_NAME", "COORDINATES", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
+    "BY_NAME", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
     "defaults",
 ]  # fmt: skip
 
 POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
 HIDDEN_STATE = "units of the hidden state"
+UNDEFINED = f"{DIAGNOSTICS}undefined"  # its counts: how many values of each measure are undefined
 NORMED = "_normed"  # ends the names of variables whose last state includes the final norm
 
 
@@ -45,6 +47,7 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
         label=f"{label}, with the final norm",
         variant="normed",
         base=name,
+        formula=f"{measure.formula}; the final norm applied to xᴸ",
         metric=f"{measure.metric}{NORMED}" if measure.metric else "",
         dashboard="",
         charts=(),
@@ -58,7 +61,9 @@ TRAJECTORY = (
         "lss",
         POSITION,
         "line-shape score",
-        formula=trajectory.lss,
+        compute=trajectory.lss,
+        formula="L / ‖Σₗ (xˡ − xˡ⁻¹) / ‖xˡ − xˡ⁻¹‖‖",
+        reference="paper, eq. 15 and 16",
         text="How straight a token's path through the blocks is: 1 is a straight line, higher is more winding.",
         curve="quartiles",
         counted=True,
@@ -70,7 +75,9 @@ TRAJECTORY = (
         POSITION,
         "expodistance",
         both=True,
-        formula=trajectory.expodistance,
+        compute=trajectory.expodistance,
+        formula="Varₗ αˡ / (Avgₗ αˡ)², αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
+        reference="paper, eq. 17 and 18",
         text="How unevenly the norm of a token's state grows from block to block: 0 is exponential growth. It diverges "
         "where the mean growth rate nears zero.",
         curve="quartiles",
@@ -84,7 +91,9 @@ TRAJECTORY = (
         POSITION,
         "mean growth rate α",
         both=True,
-        formula=trajectory.alpha_mean,
+        compute=trajectory.alpha_mean,
+        formula="Avgₗ αˡ, αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
+        reference="paper, eq. 17",
         text="How much the norm of a token's state grows in a block: the mean over blocks of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
         curve="quartiles",
         counted=True,
@@ -96,7 +105,9 @@ TRAJECTORY = (
         POSITION,
         "variation of step lengths",
         both=True,
-        formula=trajectory.equidistance,
+        compute=trajectory.equidistance,
+        formula="Stdₗ ‖xˡ − xˡ⁻¹‖ / Avgₗ ‖xˡ − xˡ⁻¹‖",
+        reference="paper, Fig. 25",
         text="How unequal the steps of a token's state from block to block are: standard deviation over mean of their lengths; "
         "0 is equal steps.",
         curve="quartiles",
@@ -109,7 +120,9 @@ TRAJECTORY = (
         "lss_window",
         BLOCK,
         "line-shape score in a window",
-        formula=trajectory.lss_window,
+        compute=trajectory.lss_window,
+        formula="line-shape score over the states around block l",
+        reference="paper, Figs 26 to 28",
         windowed=True,
         text=IN_WINDOW,
         charts=("depth", "blocks"),
@@ -119,7 +132,9 @@ TRAJECTORY = (
         BLOCK,
         "expodistance in a window",
         both=True,
-        formula=trajectory.expodistance_window,
+        compute=trajectory.expodistance_window,
+        formula="expodistance over the states around block l",
+        reference="paper, Fig. 29 and 30",
         windowed=True,
         text=IN_WINDOW,
         charts=("depth", "blocks"),
@@ -130,7 +145,9 @@ TRAJECTORY = (
         BLOCK,
         "variation of step lengths in a window",
         both=True,
-        formula=trajectory.equidistance_window,
+        compute=trajectory.equidistance_window,
+        formula="equidistance over the states around block l",
+        reference="paper, Fig. 26",
         windowed=True,
         text=f"{IN_WINDOW} 0 is equal steps.",
         charts=("depth",),
@@ -141,7 +158,9 @@ TRAJECTORY = (
         "norm of the states",
         both=True,
         unit=HIDDEN_STATE,
-        formula=trajectory.norms,
+        compute=trajectory.norms,
+        formula="‖xˡ‖",
+        reference="paper, Figs 26 and 30",
         text="‖xˡ‖, the length of a token's state after l blocks.",
         charts=("depth",),
         axis="logarithmic",
@@ -150,7 +169,9 @@ TRAJECTORY = (
         "update_ratio",
         BLOCK,
         "update ratio",
-        formula=trajectory.update_ratio,
+        compute=trajectory.update_ratio,
+        formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
+        reference="this package",
         raw=True,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state, before the final norm.",
         curve="quartiles",
@@ -167,6 +188,8 @@ OTHERS = (
         "entropy of the next token",
         "nats",
         option="entropy",
+        formula="−Σ p ln p, p = softmax(M norm(xˡ)), M the unembedding",
+        reference="paper, Fig. 26",
         curve="last quartiles",
         counted=True,
         metric="trajectory/entropy",
@@ -181,6 +204,8 @@ OTHERS = (
         "state on the principal axes of the last states",
         HIDDEN_STATE,
         option="pca",
+        formula="components of xˡ on the two principal axes of the rows of Xᴸ",
+        reference="paper, A.2.1",
         counted=True,
     ),
     Measure(
@@ -188,6 +213,8 @@ OTHERS = (
         ("noise", *STATE),
         "cosine to the states without noise",
         option="noise",
+        formula="cos(xˡ, x̃ˡ), x̃ˡ the state with noise on the embeddings",
+        reference="paper, Fig. 32",
         curve="last mean",
         counted=True,
         metric="trajectory/noise_similarity",
@@ -196,10 +223,24 @@ OTHERS = (
     ),
 )
 MEASURES: tuple[Measure, ...] = (
-    Measure("token_position", ("token",), "position of the token"),
+    Measure("token_position", ("token",), "position of the token", formula="t, counted from 0", reference=OURS),
     *couplings(),
-    Measure("matrix", ("token", "layer", "layer_other", "row", "column"), "coupling matrix A", option="matrices"),
-    Measure("pair_position", ("pair_token",), "position of a token compared across tokens", option="tokenwise"),
+    Measure(
+        "matrix",
+        ("token", "layer", "layer_other", "row", "column"),
+        "coupling matrix A",
+        option="matrices",
+        formula="A = U′ᵀ J V′, for the smallest K",
+        reference="paper, eq. 10",
+    ),
+    Measure(
+        "pair_position",
+        ("pair_token",),
+        "position of a token compared across tokens",
+        option="tokenwise",
+        formula="t, counted from 0",
+        reference=OURS,
+    ),
     *across_tokens(),
     *jacobians(),
     *TRAJECTORY,
@@ -209,24 +250,3 @@ BY_NAME = {measure.name: measure for measure in MEASURES}
 DIMS = {measure.name: measure.dims for measure in MEASURES}
 MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
 VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", "_raw", "_vju"))  # over layer pairs
-
-COORDINATES = {  # and what else a Dataset holds: label, unit
-    "prompt": "prompt or input",
-    "prompt_text": "text of the prompt",
-    "token": "index among the chosen tokens",
-    "position": "position in the sequence",
-    "k": "number of top singular vectors K",
-    "layer": "block l, whose Jacobian is expressed in a basis",
-    "layer_other": "block l', whose singular vectors are the basis",
-    "pair_layer_other": "block l' of the basis, across tokens",
-    "pair_token": "index among the tokens compared: the token t of the Jacobian",
-    "pair_token_other": "index among the tokens compared: the token t' of the basis",
-    "rank": "rank of the singular value",
-    "row": "row of A",
-    "column": "column of A",
-    "depth": "state after this many blocks",
-    "component": "principal axis",
-    "noise": "length of the noise relative to the embedding",
-    "quantity": "variable",
-    "undefined": "number of undefined values",
-}

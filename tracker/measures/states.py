@@ -140,9 +140,9 @@ def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n
 def _trajectory(measures: Sequence[Measure], states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
     values = {}
     for measure in measures:
-        assert measure.formula is not None
+        assert measure.compute is not None
         X = raw if measure.raw else states
-        values[measure.name] = measure.formula(X, window) if measure.windowed else measure.formula(X)
+        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
     return values
 
 

@@ -30,13 +30,18 @@ from tracker.capture.recording import BlockCall, Recording
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
+from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.depthwise import pairs
 from tracker.measures.layers import Layer, triplets_of_jacobians
 from tracker.measures.registry import DIMS, KINDS
 from tracker.values import Method
 
 Link = tuple[int, int]  # (t1, t2) of J_{t1 t2}
-CERTIFICATES = {"singular_value": "S", "residual": "residual", "complete": "complete"}
+PARTS = {  # of the singular triplets, by name of the variable with the kind left open
+    "{}_singular_value": "S",
+    f"{DIAGNOSTICS}{{}}_residual": "residual",
+    f"{DIAGNOSTICS}{{}}_complete": "complete",
+}
 
 
 def tokenwise_couplings(
@@ -89,7 +94,7 @@ def tokenwise_couplings(
             del layers
         bases[l] = block_triplets
         for link, triplets in block_triplets.items():
-            certificates[l, link] = {name: getattr(triplets, part) for name, part in CERTIFICATES.items()}
+            certificates[l, link] = {name: getattr(triplets, part) for name, part in PARTS.items()}
         for m in [m for m in pending if basis_layers[m] in bases]:
             couple(m, pending.pop(m))
         needed = {basis_layers.get(m) for m in (*order[place + 1 :], *pending)}
@@ -183,9 +188,9 @@ def _assemble(
                 values = torch.cat([rows[l, kind, link][name] for link in links], axis)
                 by_layer.setdefault(f"{kind}_{name}", {})[l] = values
         for l in {l for l, _ in certificates}:
-            for name in CERTIFICATES:
+            for name in PARTS:
                 values = torch.cat([certificates[l, link][name] for link in links])
-                by_layer.setdefault(f"{kind}_{name}", {})[l] = values
+                by_layer.setdefault(name.format(kind), {})[l] = values
     return {name: _stack_layers(values, DIMS[name].index("layer"), L) for name, values in by_layer.items()}
 
 

@@ -36,7 +36,7 @@ def doubts(ds: xr.Dataset, store: Store) -> list[str]:
     lines += [f"{line[0].upper()}{line[1:]}." for line in same]
     if "jacobians_count" in ds:
         lines += _certificates(ds)
-    undefined = ds["undefined"].sum("step")
+    undefined = ds[registry.UNDEFINED].sum("step")
     counts = [f"{int(n):,} of {q}" for q, n in zip(ds["quantity"].values, undefined.values, strict=True) if n > 0]
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
@@ -119,7 +119,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
             ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
             ("largest error of a derivative check", f"{float(ds['derivative_error_max'].max()):.1e}"),
         ]
-    totals = {str(q): int(ds["undefined"].sel(quantity=q).sum()) for q in ds["quantity"].values}
+    totals = {str(q): int(ds[registry.UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
     rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
     if "commit" in ds.coords:
         commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)

@@ -18,14 +18,15 @@ from tracker.analysis.statistics import (
     over_pairs,
     quartiles,
 )
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, VARIANTS
+from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
 
 SAMPLES = ("prompt", "token")
 PAIRS = ("layer", "layer_other")
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each Jacobian's checks
-KEPT = ("undefined", "score")
+KEPT = (UNDEFINED, "score")
 
 
 def summary(results: xr.Dataset) -> xr.Dataset:
@@ -97,12 +98,13 @@ def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
 
 def _certificates(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
-    if "residual" not in results:
+    checks = {name: results.get(f"{DIAGNOSTICS}{name}") for name in (*CHECKED, "sliced", "complete", "formed")}
+    if checks["residual"] is None:
         return {}
-    there = results["residual"].notnull()
-    counts = {"jacobians": there, **{name: (results[name] == 1) & there for name in ("sliced", "complete", "formed")}}
+    there = checks["residual"].notnull()
+    counts = {"jacobians": there, **{name: (checks[name] == 1) & there for name in ("sliced", "complete", "formed")}}
     found: dict[Hashable, xr.DataArray] = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
-    return found | {f"{name}_max": results[name].max((*SAMPLES, "layer")) for name in CHECKED}
+    return found | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
 
 
 def _fits(coordinate: xr.DataArray, found: dict[Hashable, xr.DataArray]) -> bool:
