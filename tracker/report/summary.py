@@ -98,9 +98,9 @@ def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
 
 def _certificates(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
-    checks = {name: results.get(f"{DIAGNOSTICS}{name}") for name in (*CHECKED, "sliced", "complete", "formed")}
-    if checks["residual"] is None:
+    if f"{DIAGNOSTICS}residual" not in results:
         return {}
+    checks = {name: results[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
     there = checks["residual"].notnull()
     counts = {"jacobians": there, **{name: (checks[name] == 1) & there for name in ("sliced", "complete", "formed")}}
     found: dict[Hashable, xr.DataArray] = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
