@@ -1,6 +1,6 @@
 """What a Dataset says of itself: the order of its variables, and the attributes of each.
 
-The variables asked for come first, in the order in which `measures=` names them: those shown by default, then the rest. Scores,
+The variables asked for come first, in the order in which `measures=` names them: those on the dashboard, then the rest. Scores,
 positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`.
 """
 
@@ -30,7 +30,7 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
         elif name in ("token_position", "pair_position"):
             group = POSITIONS
         else:
-            group = HEADLINE if measure.shown and (not measure.base or measure.option == "tokenwise") else REST
+            group = HEADLINE if measure.dashboard and (not measure.base or measure.option == "tokenwise") else REST
         return group, option, in_registry.get(name, len(in_registry))
 
     ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
