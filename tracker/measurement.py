@@ -29,6 +29,7 @@ from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
 from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
 from tracker.measures.estimate import estimate
+from tracker.measures.final_norm import warn_of_missing_norm
 from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
@@ -207,6 +208,8 @@ def _measure_batches(
         available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
+            if settings.final_norm == "auto":
+                warn_of_missing_norm(recording, jacobians.replica.description)
             check_reachability(
                 jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
             )

@@ -10,7 +10,7 @@ FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.", "contextlib.", "jaxt
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line that belongs neither to this package nor to Lightning or torch.
+    """Warn at the innermost line that belongs neither to this package nor to a framework that calls it.
 
     Python shows the same warning once for each such line, so a training run that measures often warns once.
     """

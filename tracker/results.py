@@ -23,6 +23,7 @@ from checkpoints.files import Lock, differences, remove_stale_temporaries, write
 from checkpoints.integrity import find_repeats
 from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
+from tracker.values import FinalNorm
 
 # Attributes that differ between two runs with the same numbers.
 VOLATILE = ("created", "seconds")
@@ -168,6 +169,14 @@ class Store:
         """Replace the record of steps that could not be measured."""
         write_atomic(self.path / "skipped.json", json.dumps(reasons, indent=2).encode())
 
+    def kept_final_norm(self, option: FinalNorm) -> FinalNorm:
+        """Return the final-norm convention that continues this store: of its units, if the option leaves it open."""
+        steps = self.steps()
+        if option != "auto" or not steps:
+            return option
+        with self._opened(steps[-1]) as opened:
+            return opened.attrs.get("final_norm", option)
+
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
         found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
@@ -243,6 +252,7 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
     for name, values in (
         ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
         ("number of blocks", {unit.sizes.get("layer") for unit in units}),
+        ("final norm", {unit.attrs.get("final_norm", "") for unit in units}),
         ("layers compared across tokens", {_pair_layers(unit) for unit in units if "pair_position" in unit}),
     ):
         if len(values) > 1:

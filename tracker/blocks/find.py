@@ -48,7 +48,9 @@ class Blocks:
     names: tuple[str, ...]
     found_by: str
     final_norms: tuple[str, ...] = ()  # candidates; the recorded pass shows which one takes the last block's output
-    include_final_norm: bool = False  # what `final_norm="auto"` means for this model
+    include_final_norm: bool | None = (
+        None  # what `final_norm="auto"` means; None: included if logits of each token follow
+    )
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
     batch_first: bool = True
@@ -59,11 +61,13 @@ class Blocks:
         layout = "batch first" if self.batch_first else "sequence first"
         norm = " or ".join(self.final_norms) or "none"
         token = "none" if self.class_token is None else f"position {self.class_token}"
-        included = "included" if self.include_final_norm else "excluded"
+        included = "included by default" if self.include_final_norm else "excluded by default"
+        if self.include_final_norm is None:
+            included = "included by default if logits over a vocabulary follow it in the forward pass"
         first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         return (
             f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {layout}; "
-            f"final norm: {norm} ({included} by default); unembedding: {self.unembedding or 'none'}; class token: {token}"
+            f"final norm: {norm} ({included}); unembedding: {self.unembedding or 'none'}; class token: {token}"
         )
 
 
@@ -121,7 +125,7 @@ def find_blocks(
         names=tuple(f"{start} to {end}" for start, end in spans) or tuple(names),
         found_by=found_by,
         final_norms=tuple(norms) if final_norm is None else (final_norm,),
-        include_final_norm=language,
+        include_final_norm=None if huggingface_owner(model, names[0]) is None else language,
         unembedding=unembedding or find_unembedding(model, names[0]),
         class_token=token,
         batch_first=batch_first,

@@ -8,7 +8,6 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from tracker.capture import outputs, residual_pair
 from tracker.capture.attention import OriginalAttention, intercept_attention
+from tracker.capture.head import Head
 from tracker.capture.outputs import hidden_state
 from tracker.capture.recording import AttentionCall, BlockCall, Recording, recording_kernels
 from tracker.capture.replicas.copies import copy_nested
@@ -43,9 +43,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
     recorder = _Recorder(replica, Spill(memory))
     with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
-        for name in replica.description.final_norms:
-            norm = replica.module.get_submodule(name)
-            stack.callback(norm.register_forward_hook(partial(recorder.leave_norm, name)).remove)
+        stack.enter_context(recorder.head.watch())
         stack.enter_context(intercept_attention(recorder.record_attention))
         stack.enter_context(recording_kernels(replica.dtype))
         arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
@@ -62,13 +60,14 @@ class _Recorder:
         self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
-        self.normed: tuple[str, nn.Module, Tensor] | None = None
+        self.head = Head(replica, lambda x: bool(self.calls) and self.is_last_output(x))
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
+        self.head.enter_block()
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         name = self.names[id(block)]
@@ -174,7 +173,7 @@ class _Recorder:
         for attention in call.attention:
             attention.key, attention.value = self.spill.keep(attention.key), self.spill.keep(attention.value)
         self.calls.append(call)
-        self.normed = None  # a norm recorded so far took an earlier block's output
+        self.head.leave_block()
 
     def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
         """Check that the block gives the same output from its attributes after the recorded call as from those before it.
@@ -190,14 +189,6 @@ class _Recorder:
         after.restore()
         if not torch.allclose(found, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
             raise irreproducible(f"block {call.layer} ({call.name}) does not reproduce its own output")
-
-    def leave_norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Record the first norm that takes the last block's output itself."""
-        if self.calls and self.normed is None and args and isinstance(args[0], Tensor):
-            batch_first = self.calls[-1].batch_first
-            if self.is_last_output(args[0] if batch_first else args[0].transpose(0, 1)):
-                normed = output if batch_first else output.transpose(0, 1)
-                self.normed = (name, module, normed.to(self.replica.dtype))
 
     def is_last_output(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last."""
@@ -221,11 +212,13 @@ class _Recorder:
         for call in self.calls:
             if call.second_argument is not None:
                 residual_pair.check_sum(call)
-        if self.normed is None:
-            return Recording(self.calls, None, None)
-        name, module, normed = self.normed
+        logits = self.head.logits(*self.calls[-1].y.shape[:2])
+        if self.head.norm is None:
+            return Recording(self.calls, None, None, logits)
+        name, module, normed = self.head.norm
+        normed = normed.to(self.replica.dtype)
         self.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
-        return Recording(self.calls, (name, module), normed)
+        return Recording(self.calls, (name, module), normed, logits)
 
     def check_finite(self, values: Tensor, where: str) -> None:
         """Raise FloatingPointError, naming the place, if a value is not finite."""

@@ -115,6 +115,7 @@ class Recording:
     calls: list[BlockCall]
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
+    logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
     raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
 
     def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:

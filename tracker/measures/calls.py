@@ -13,6 +13,7 @@ from tracker.errors import UsageError
 from tracker.jacobians.rows import Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
+from tracker.measures.final_norm import resolve_final_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import NOISE, measure_states
 
@@ -31,7 +32,7 @@ def record_call(
         batch.keywords,
         memory * settings.torch_dtype.itemsize,
     )
-    convention = settings.convention(recording, replica.description.include_final_norm)
+    convention, reason = resolve_final_norm(settings.final_norm, recording, replica.description)
     norm, final_norm = recording.final_norm or ("", None)
     if convention == "drop":
         recording = recording.without_last_block()
@@ -56,6 +57,7 @@ def record_call(
     attributes = {
         "final_norm": convention,
         "final_norm_module": norm,
+        "final_norm_reason": reason,
         "window": window,
         "width": d,
         "blocks": ", ".join(call.name for call in recording.calls),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from tracker.blocks.find import Blocks
-    from tracker.capture.recording import Recording
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
@@ -52,7 +51,8 @@ class Settings:
         "auto",
         values.choice(FinalNorm),
         "include counts the final norm as part of the last block (paper eq. 7), exclude does not, drop leaves the last block "
-        "out; auto is include for language models that have a final norm, else exclude. With include, the couplings, "
+        "out; auto is include for language models that have a final norm (Hugging Face models of token ids, and models that map "
+        "each token's last state to logits over their vocabulary), else exclude. With include, the couplings, "
         "singular values and certificates of the layer pairs are also measured without the norm, as variables that end in "
         "_raw, at the cost of one more Jacobian: in trained models the norm makes the last block's Jacobian nearly a multiple "
         "of -I.",
@@ -212,19 +212,6 @@ class Settings:
             given = self.k[0] if len(self.k) == 1 else list(self.k)
             raise UsageError(f"k={given!r}; each K must be a whole number from 1 to the model's width d = {d}")
         return tuple(sorted(set(self.k)))
-
-    def convention(self, recording: "Recording", include: bool) -> str:
-        """Return the final-norm convention, where `include` is the model's default."""
-        convention = self.final_norm
-        if convention == "auto":
-            convention = "include" if include and recording.final_norm else "exclude"
-        if convention == "include" and recording.final_norm is None:
-            raise UsageError(
-                "final_norm='include', but no norm layer takes the last block's output in this model; use 'exclude'"
-            )
-        if convention == "drop" and len(recording.calls) < 2:
-            raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
-        return convention
 
 
 class Options(TypedDict, total=False):

@@ -183,14 +183,14 @@ class CouplingCallback(Callback):
         self.overhead = Overhead(self.max_overhead)
         self.skipped = Skipped(self.store if trainer.is_global_zero else None)
         self.publisher = self._publisher([LightningAdapter(logger, self.prefix) for logger in trainer.loggers])
+        self.measured = self.settings
         if self.store is not None:
             refusal = None
             if trainer.is_global_zero:
-                resumed = self.last_checked >= 0
-                refusal = run_store.claim(self.store, self._identity(), trainer.global_step, resumed)
-            refusal = trainer.strategy.broadcast(refusal)
-            if refusal:
+                refusal = run_store.claim(self.store, self._identity(), trainer.global_step, self.last_checked >= 0)
+            if refusal := trainer.strategy.broadcast(refusal):
                 raise UsageError(refusal)
+            self.measured = trainer.strategy.broadcast(run_store.continued(self.settings, self.store))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure before the first step, and at the step of a checkpoint that was saved before it was measured."""
@@ -256,7 +256,7 @@ class CouplingCallback(Callback):
         model = self.target.model(measured_module(self, trainer, module, self.weights))
         blocks, device = self.target.blocks, measuring_device(trainer)
         try:
-            samples = measure_probe(trainer, model, blocks, self.probe, self.tokenizer, self.settings, device)
+            samples = measure_probe(trainer, model, blocks, self.probe, self.tokenizer, self.measured, device)
         except FAILURES as error:
             if is_device_error(error):
                 error.add_note(
@@ -267,7 +267,7 @@ class CouplingCallback(Callback):
                 raise  # no training time is lost yet, and later steps would fail too
             self.skipped.add(trainer.global_step, error)
             return None
-        unit = to_dataset(samples, model, blocks, self.settings, device, self.probe, started)
+        unit = to_dataset(samples, model, blocks, self.measured, device, self.probe, started)
         unit = unit.assign_coords(step=trainer.global_step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

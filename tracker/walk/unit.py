@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.suites import UNTRAINED, Checkpoint
+from tracker.measures.settings import Settings
 from tracker.walk.plan import Measurement, Plan, Selection, untrained
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
     with _fingerprint(model.state_dict().items(), measurement.device) as fingerprint:
-        unit, resident = _measure(measurement, model, tokenizer)
+        kept = output.store.kept_final_norm(measurement.settings.final_norm)
+        unit, resident = _measure(measurement, replace(measurement.settings, final_norm=kept), model, tokenizer)
     listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
@@ -68,14 +70,16 @@ def _fingerprint(weights: "Iterable[tuple[str, torch.Tensor]]", device: "torch.d
         hashed.result()
 
 
-def _measure(measurement: Measurement, model: "torch.nn.Module", tokenizer: Any) -> "tuple[xr.Dataset, bool]":
+def _measure(
+    measurement: Measurement, settings: Settings, model: "torch.nn.Module", tokenizer: Any
+) -> "tuple[xr.Dataset, bool]":
     """Measure a loaded model; return its Dataset, and whether all weights were on the device."""
     from tracker.blocks.find import find_blocks
     from tracker.measurement import measure
     from tracker.measures.memory import weights_memory
     from tracker.walk.memory import default_budget, stays_on_device
 
-    settings, device = measurement.settings, measurement.device
+    device = measurement.device
     blocks = find_blocks(model)
     weights = weights_memory(model, blocks, settings.torch_dtype)
     budget = measurement.memory_budget or default_budget(device, weights)

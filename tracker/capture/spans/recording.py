@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracker.blocks.boundaries import Boundary
+from tracker.capture.head import Head
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.module_state import ModuleState
 from tracker.capture.replicas.replica import Replica
@@ -46,10 +47,13 @@ def record_spans(
         if before.changed():
             check_stateless(replica, bound, calls, before)
         check_whole_state(replica, bound, calls, output)
-    if recorder.normed is None:
-        return Recording(list(calls), None, None)
-    name, module, normed = recorder.normed
-    return Recording(list(calls), (name, module), normed)
+    logits = recorder.head.logits(*calls[-1].y.shape[:2])
+    if recorder.head.norm is None:
+        return Recording(list(calls), None, None, logits)
+    name, module, normed = recorder.head.norm
+    if not torch.isfinite(normed).all():
+        raise FloatingPointError(f"the final norm ({name}) gives values that are not finite; measure in float64")
+    return Recording(list(calls), (name, module), normed, logits)
 
 
 class _Recorder:
@@ -60,15 +64,13 @@ class _Recorder:
         self.spill = spill
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
-        self.normed: tuple[str, nn.Module, Tensor] | None = None
+        self.head = Head(replica, self.is_last_state)
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
         """Run the model once, with hooks at all boundaries and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
         with ExitStack() as stack:
-            for name in self.replica.description.final_norms:
-                norm = self.replica.module.get_submodule(name)
-                stack.callback(norm.register_forward_hook(partial(self.leave_norm, name)).remove)
+            stack.enter_context(self.head.watch())
             return run(self.replica, arguments, {b: partial(self.record_state, b) for b in boundaries})
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
@@ -89,18 +91,14 @@ class _Recorder:
                 "weights, or measure in float64"
             )
         self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
+        self.head.enter_block()
+        if boundary == self.spans[-1][1]:
+            self.head.leave_block()
 
-    def leave_norm(self, name: str, module: nn.Module, args: tuple, output: Tensor) -> None:
-        """Record the first norm that takes the last state."""
-        last, given = self.states.get(self.spans[-1][1]), args[0] if args else None
-        if last is None or self.normed is not None or not isinstance(given, Tensor) or given.dim() != 3:
-            return
-        if _equal(self.to_batch_first(given), last):
-            if not torch.isfinite(output).all():
-                raise FloatingPointError(
-                    f"the final norm ({name}) gives values that are not finite; measure in float64"
-                )
-            self.normed = (name, module, self.to_batch_first(output))
+    def is_last_state(self, x: Tensor) -> bool:
+        """Whether x (B, n, d) equals the state at the end of the last span."""
+        last = self.states.get(self.spans[-1][1])
+        return last is not None and _equal(x, last)
 
     def to_batch_first(self, state: Tensor) -> Tensor:
         """Return a state as (B, n, d)."""

@@ -1,0 +1,171 @@
+"""What a model does with the last block's output: the norm that takes it, and the logits that follow.
+
+A norm is known by its class name next to the blocks (`Blocks.final_norms`) or, in models that are not Hugging Face's, by what
+it does: a module without matrices that takes the last block's output itself, returns another tensor of its shape, and the same
+one when its input is scaled. Logits over a vocabulary are known by what the pass computes: after the last block, the product of
+every token's state (or the last token's normed state) with a matrix of as many columns as a table has rows that was looked up
+before the first block. So tied weights, heads in plain functions and unusual names are recognised as well.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tracker.capture.replicas.replica import Replica
+
+PADDING = 16  # vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
+SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
+SAME = 1e-2  # of the largest entry
+
+
+class Head:
+    """Hooks on a forward pass that find the final norm and the logits.
+
+    Attributes:
+        norm: the first norm that took the last block's output: its name, the module and its output (B, n, d).
+    """
+
+    def __init__(self, replica: Replica, is_last_state: Callable[[Tensor], bool]):
+        """Prepare for one pass; `is_last_state` tells whether a tensor (B, n, d) is the output of the last block so far."""
+        self.replica = replica
+        self.is_last_state = is_last_state
+        self.norm: tuple[str, nn.Module, Tensor] | None = None
+        self._unnamed: tuple[str, nn.Module, Tensor] | None = None
+        self._trying = False
+        self._operations = _Operations()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the forward pass that runs in this context."""
+        description = self.replica.description
+        with ExitStack() as stack:
+            for name in description.final_norms:
+                self._hook(stack, name, self._leave_norm)
+            if description.include_final_norm is None:
+                for name in _matrix_free_modules(self.replica):
+                    if name not in description.final_norms:
+                        self._hook(stack, name, self._leave_module)
+                stack.enter_context(self._operations)
+            yield
+        self.norm = self.norm or self._unnamed
+
+    def enter_block(self) -> None:
+        """Note that a block begins: what follows is neither an embedding nor a head."""
+        self._operations.place = "inside"
+
+    def leave_block(self) -> None:
+        """Note that a block ended, and forget what took an earlier block's output."""
+        self._operations.place = "after"
+        self.norm, self._unnamed, self._operations.products = None, None, []
+
+    def logits(self, B: int, n: int) -> int | None:
+        """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
+        products = self._operations.products
+        return next((columns for rows, columns in products if self._of_each_token(rows, B, n)), None)
+
+    def _of_each_token(self, rows: Tensor, B: int, n: int) -> bool:
+        m, rest = divmod(len(rows), B)
+        if rest or not 0 < m <= n:
+            return False
+        if m == n or 1 < m == n - 1:  # of all tokens, or of all that have a next one
+            return True
+        if self.norm is None:
+            return False
+        _, _, normed = self.norm
+        last = normed[:, -m:]
+        return rows.numel() == last.numel() and torch.equal(rows.view(last.shape).to(last.dtype), last)
+
+    def _hook(self, stack: ExitStack, name: str, leave: Callable[..., None]) -> None:
+        module = self.replica.module.get_submodule(name)
+        stack.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
+
+    def _leave_norm(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
+        if self.norm is None and self._takes_last_state(args, keywords, output):
+            self.norm = name, module, self._batch_first(output)
+
+    def _leave_module(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
+        if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
+            return
+        if self._takes_last_state(args, keywords, output) and self._normalizes(module, args, keywords, output):
+            self._unnamed = name, module, self._batch_first(output)
+
+    def _takes_last_state(self, args: tuple, keywords: dict, output: Any) -> bool:
+        given = next(iter((*args, *keywords.values())), None)
+        if not isinstance(given, Tensor) or not isinstance(output, Tensor) or given.shape != output.shape:
+            return False
+        return given.dim() == 3 and self.is_last_state(self._batch_first(given))
+
+    def _normalizes(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
+        """Whether a module changes its input, and equally at every scale."""
+        (x,) = (*args, *keywords.values())
+        if torch.equal(x, output):
+            return False
+        unit = x / x.square().mean().sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+        self._trying = True
+        small, large = (module(scale * unit) for scale in SCALES)
+        self._trying = False
+        return torch.allclose(small, large, rtol=0, atol=SAME * float(large.abs().max()))
+
+    def _batch_first(self, state: Tensor) -> Tensor:
+        return state if self.replica.description.batch_first else state.transpose(0, 1)
+
+
+def _matrix_free_modules(replica: Replica) -> list[str]:
+    """Return the modules outside the blocks whose parameters and buffers are vectors or scalars, if they have any."""
+    inside = {id(part) for block in replica.blocks for part in block.modules()}
+    blocks = set(map(id, replica.blocks))
+    return [
+        name
+        for name, module in replica.module.named_modules()
+        if name
+        and id(module) not in inside
+        and not any(id(part) in blocks for part in module.modules())
+        and all(t.dim() < 2 for t in (*module.parameters(), *module.buffers()))
+    ]
+
+
+class _Operations(TorchDispatchMode):
+    """The operations of a pass: lookups in tables, and products with matrices of as many columns as a table has rows.
+
+    Attributes:
+        place: before the first block, inside a block, or after one.
+        products: rows (N, d) and number of columns of each product after the last block.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place: Literal["before", "inside", "after"] = "before"
+        self.tables: set[int] = set()  # numbers of rows of those looked up before the first block
+        self.products: list[tuple[Tensor, int]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in `WriteGuard`
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Note the operation, and run it."""
+        schema = getattr(func, "_schema", None)
+        if schema is not None and self.place == "before" and schema.name in ("aten::embedding", "aten::index"):
+            if args[0].dim() == 2:
+                self.tables.add(len(args[0]))
+        elif schema is not None and self.place == "after" and schema.name in _PRODUCTS:
+            for rows, columns in _PRODUCTS[schema.name](*args):
+                if any(abs(columns - table) <= table // PADDING for table in self.tables):
+                    self.products.append((rows, columns))
+        return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS: dict[str, Callable[..., list[tuple[Tensor, int]]]] = {  # rows and number of columns
+    "aten::mm": lambda x, W: [(x, W.shape[1])],
+    "aten::addmm": lambda bias, x, W: [(x, W.shape[1])],
+    "aten::bmm": lambda x, W: [(x.flatten(0, 1), W.shape[2])] if len(W) == 1 or W.stride(0) == 0 else [],  # one matrix
+    # x W^T, or W x^T (`tracker.linalg.linear`)
+    "mkldnn::_linear_pointwise": lambda x, W, *_: [(x.flatten(0, -2), len(W)), (W, x.shape[0])],
+}
