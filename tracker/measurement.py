@@ -32,6 +32,7 @@ from tracker.measures.estimate import estimate
 from tracker.measures.final_norm import warn_of_missing_norm
 from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
+from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Options, Settings
 from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
 from tracker.progress import Progress, progress_bar
@@ -208,6 +209,7 @@ def _measure_batches(
         available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
+            warn_of_post_norm(recording)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
             check_reachability(

@@ -44,6 +44,8 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
     with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
         stack.enter_context(recorder.head.watch())
+        for norm in _norms_inside(replica.blocks):
+            stack.callback(norm.register_forward_hook(recorder.leave_inner_norm).remove)
         stack.enter_context(intercept_attention(recorder.record_attention))
         stack.enter_context(recording_kernels(replica.dtype))
         arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
@@ -61,6 +63,7 @@ class _Recorder:
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
         self.head = Head(replica, lambda x: bool(self.calls) and self.is_last_output(x))
+        self.inner_normed: Any = None  # the output of the last norm inside the running block
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
@@ -68,6 +71,7 @@ class _Recorder:
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
         self.head.enter_block()
+        self.inner_normed = None
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         name = self.names[id(block)]
@@ -137,6 +141,10 @@ class _Recorder:
                 before.x = self.spill.keep(before.x + (given if before.batch_first else given.transpose(0, 1)))
         return place, second
 
+    def leave_inner_norm(self, norm: nn.Module, args: tuple, output: Any) -> None:
+        """Keep the output of a norm inside the running block."""
+        self.inner_normed = output
+
     def record_attention(
         self,
         attention: OriginalAttention,
@@ -158,6 +166,8 @@ class _Recorder:
         y = hidden_state(output)
         if not isinstance(y, Tensor):
             raise UsageError(f"block {call.name} returns {outputs.describe_output(output)}; {outputs.ACCEPTED_FORMS}")
+        normed = self.inner_normed
+        call.ends_in_norm = isinstance(normed, Tensor) and normed.shape == y.shape and torch.equal(normed, y)
         self.outputs = residual_pair.outputs_like(y, output)
         y = y if call.second_output is None else y + output[call.second_output]
         y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
@@ -227,3 +237,9 @@ class _Recorder:
                 f"{where} gives values that are not finite (overflow or NaN in {self.replica.dtype}); check the weights, "
                 "or measure in float64"
             )
+
+
+def _norms_inside(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the norm layers inside the blocks, each once."""
+    parts = {id(part): part for block in blocks for part in block.modules()}
+    return [part for part in parts.values() if "norm" in type(part).__name__.lower()]

@@ -51,6 +51,7 @@ class BlockCall:
     second_argument: str | None = None  # the argument that carries the second tensor; None if it was not given
     second_output: int | None = None  # the second tensor's index in the output
     input_dtype: torch.dtype | None = None  # dtype of the hidden state between the model's blocks
+    ends_in_norm: bool = False  # whether the block returns the output of a norm (post-norm)
 
     def recorded_tensors(self) -> Iterator[Tensor]:
         """Yield the input, the output, and the keys and values of every attention."""

@@ -14,6 +14,7 @@ from tracker.jacobians.rows import Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.final_norm import resolve_final_norm
+from tracker.measures.post_norm import is_post_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import NOISE, measure_states
 
@@ -58,6 +59,7 @@ def record_call(
         "final_norm": convention,
         "final_norm_module": norm,
         "final_norm_reason": reason,
+        "post_norm": int(is_post_norm(recording)),
         "window": window,
         "width": d,
         "blocks": ", ".join(call.name for call in recording.calls),
