@@ -170,3 +170,11 @@ def test_a_large_head_is_recognised():
     model = PlainGPT2(gpt2(depth=2, vocabulary=50_000))
     ds = tracker.measure(model, tokens(1, 5), measures="trajectory")
     assert ds.attrs["final_norm"] == "include" and "50000 logits" in ds.attrs["final_norm_reason"]
+
+
+def test_language_models_of_boundaries_include_their_norm():
+    model = PlainGPT2(gpt2(depth=2)).eval()
+    blocks = ["input of layers.0", "input of layers.1", "input of last"]
+    ds = tracker.measure(model, tokens(), blocks=blocks, **OPTIONS)
+    assert_equal_measures(ds, tracker.measure(model, tokens(), **OPTIONS))
+    assert ds.attrs["final_norm"] == "include"
