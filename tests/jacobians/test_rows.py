@@ -220,7 +220,7 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
             return x + F.scaled_dot_product_attention(q, k.detach(), v)[:, 0]
 
     torch.manual_seed(0)
-    assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).sliced.all()
+    assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).diagnostics_sliced.all()
 
 
 def test_chunks_do_not_change_the_numbers(monkeypatch):

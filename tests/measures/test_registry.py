@@ -88,7 +88,7 @@ NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")}
 def test_the_headline_numbers_are_metrics(ds):
     assert set(headline_names(k=2)) - {UNDEFINED} <= set(scalars(ds))
     ds = ds.copy(deep=True)
-    ds["undefined"][2:4] = 5
+    ds["diagnostics_undefined"][2:4] = 5
     assert scalars(ds)[UNDEFINED] == 10
 
 

@@ -26,6 +26,7 @@ from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import Measure, Reduction
 from tracker.measures.headline import BELOW_NULL, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL, UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
+from tracker.measures.registry import UNDEFINED as COUNTS_OF_UNDEFINED
 
 PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 USUAL = (*MISCOUPLINGS, *(measure.name for measure in TRAJECTORY if measure.curve))
@@ -247,7 +248,7 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
             flat[f"coupling/miscoupling{null}/k{_smallest_k(unit)}/mean_offdiag"] for null in ("", "_null")
         )
         flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
-    if undefined := int(unit["undefined"].sum()):
+    if undefined := int(unit[COUNTS_OF_UNDEFINED].sum()):
         flat[UNDEFINED] = float(undefined)
     return flat
 
