@@ -34,9 +34,11 @@ from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Options, Settings
-from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
+from tracker.measures.tokenwise import Selected, samples_at_once, tokenwise_couplings, tokenwise_steps
 from tracker.progress import Progress, progress_bar
 from tracker.provenance import describe, digest, has_float64, usable_device
+
+Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 
 
 @overload
@@ -202,11 +204,10 @@ def _measure_batches(
 ) -> list[Sample]:
     """Measure the samples of the forward calls; several recordings share a pass over the blocks' weights."""
     samples: list[Sample] = []
-    pending: list[tuple[Recording, Rows]] = []  # recordings whose couplings are still to be measured
-    pending_samples: list[Sample] = []  # of the pending rows, in their order
+    pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     steps = 0  # of the progress, for the calls recorded so far
     for i, batch in enumerate(calls):
-        available = settings.memory(4) - sum(recording.scalars() for recording, _ in pending)
+        available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
             warn_of_post_norm(recording)
@@ -220,25 +221,48 @@ def _measure_batches(
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
         if not settings.forms_jacobians:
             progress.advance(len(of_batch))
-        for b, sample in enumerate(of_batch):
-            if sample.basis_layers:
-                pairs = (sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
-                how = (sample.ks, settings.svd, settings.includes("matrices"), settings.memory(2))
-                sample.values |= tokenwise_couplings(jacobians, recording, b, *pairs, *how)
-        if settings.includes("coupling"):
-            pending.append((recording, rows))
-            pending_samples += [of_batch[b] for b in rows.sample.tolist()]
-            full = sum(recording.scalars() for recording, _ in pending) >= settings.memory(4)
-            enough = rows_at_once(recording, of_batch[0].ks, settings.svd, settings.memory(2))
-            if full or len(pending_samples) >= enough or i == len(calls) - 1:
-                ks, memory = of_batch[0].ks, settings.memory(2)
-                couplings = depthwise_couplings(jacobians, pending, ks, settings.svd, memory, settings.extras())
-                for sample, values in zip(pending_samples, couplings, strict=True):
-                    sample.add_token(values)
-                pending, pending_samples = [], []
+        if settings.forms_jacobians:
+            pending.append((recording, rows, of_batch))
+            full = sum(recording.scalars() for recording, *_ in pending) >= settings.memory(4)
+            if full or _are_enough(pending, settings) or i == len(calls) - 1:
+                _measure_jacobians(jacobians, pending, settings)
+                pending = []
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
     return samples
+
+
+def _are_enough(pending: Sequence[Recorded], settings: Settings) -> bool:
+    """Whether the rows of the calls are as many as are measured together."""
+    recording, _, samples = pending[0]
+    memory = settings.memory(2)
+    if settings.includes("coupling"):
+        enough = rows_at_once(recording, samples[0].ks, settings.svd, memory)
+        return sum(len(rows) for _, rows, _ in pending) >= enough
+    T = len(samples[0].values["pair_position"])
+    return sum(len(some) for *_, some in pending) >= samples_at_once(recording, T, memory)
+
+
+def _measure_jacobians(jacobians: Jacobians, pending: Sequence[Recorded], settings: Settings) -> None:
+    """Add the couplings across tokens and across blocks to the samples of recorded calls."""
+    samples = [sample for *_, some in pending for sample in some]
+    ks, basis_layers, memory = samples[0].ks, samples[0].basis_layers, settings.memory(2)
+    if basis_layers:
+        selected = [
+            Selected(recording, b, sample.values["pair_position"].astype(int).tolist())
+            for recording, _, some in pending
+            for b, sample in enumerate(some)
+        ]
+        matrices = settings.includes("matrices")
+        across_tokens = tokenwise_couplings(jacobians, selected, basis_layers, ks, settings.svd, matrices, memory)
+        for sample, values in zip(samples, across_tokens, strict=True):
+            sample.values |= values
+    if settings.includes("coupling"):
+        rows = [(recording, rows) for recording, rows, _ in pending]
+        of_rows = [some[b] for _, rows, some in pending for b in rows.sample.tolist()]
+        couplings = depthwise_couplings(jacobians, rows, ks, settings.svd, memory, settings.extras())
+        for sample, values in zip(of_rows, couplings, strict=True):
+            sample.add_token(values)
 
 
 def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings, calls: int) -> int:
@@ -251,5 +275,5 @@ def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings
         steps = len(rows) * depthwise_steps(recording, R, ks, settings.svd, memory, settings.extras())
     for sample in samples:
         if sample.basis_layers:
-            steps += tokenwise_steps(sample.values["pair_position"].astype(int).tolist(), sample.basis_layers)
+            steps += tokenwise_steps(len(sample.values["pair_position"]), sample.basis_layers)
     return steps

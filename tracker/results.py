@@ -21,6 +21,7 @@ import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
+from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
 from tracker.values import FinalNorm
@@ -58,8 +59,8 @@ class Store:
             raise ValueError(f"{error}; results are never mixed: choose another --out") from error
         if changes := differences(stored, settings):
             raise ValueError(
-                f"{self.path} holds results measured with other settings ({changes}); results are never mixed: "
-                "choose another --out, or the settings it was written with"
+                f"{self.path} holds results measured with other settings ({changes}){explain_all(stored, settings)}; results "
+                "are never mixed: choose another --out, or the settings it was written with"
             )
 
     def file(self, step: int) -> Path:

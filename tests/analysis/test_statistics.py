@@ -69,7 +69,9 @@ def test_optional_measures_in_logs():
     """Of inputs of different lengths: what a shorter one lacks does not count."""
     ids, mask = tokens(2), torch.ones_like(tokens(2))
     mask[1, 3:] = 0
-    ds = tracker.measure(neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], measures="all", pair_tokens=4)
+    ds = tracker.measure(
+        neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], measures="all,tokenwise", pair_tokens=4
+    )
     points, flat = curves(ds, CURVES), scalars(ds)
     compared = [np.flatnonzero(np.isfinite(at)) for at in ds.pair_position.values]
     assert [len(at) for at in compared] == [4, 3]

@@ -253,7 +253,9 @@ def test_measured_couplings_are_those_of_brute_force(case):
 )
 def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
     model = loop(way)
-    options = dict(k=(2, 4), dtype=torch.float64, measures="all", final_norm=final_norm, tokens=[1, -1], pair_tokens=3)
+    options = dict(
+        k=(2, 4), dtype=torch.float64, measures="all,tokenwise", final_norm=final_norm, tokens=[1, -1], pair_tokens=3
+    )
     of_spans = tracker.measure(model, ids(), blocks=find_blocks(model, WAYS[way], unembedding="head"), **options)
     modules = InBlocks(model).eval()
     of_modules = tracker.measure(

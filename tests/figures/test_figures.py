@@ -22,7 +22,7 @@ from tracker.results import Store, open_results
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 
 
-def store(path, seed=0, size=None, measures="all", steps=STEPS, **options):
+def store(path, seed=0, size=None, measures="all,tokenwise", steps=STEPS, **options):
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.check_settings({"model": path.name})
@@ -172,7 +172,7 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
 def test_matrices_of_older_results(tmp_path):
     """Older results compare tokens within a block and have no singular values; A in the own basis has them."""
     inputs = torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
-    unit = tracker.measure(neox(), inputs, k=K, measures="all", pair_tokens=3, pair_layers=0)
+    unit = tracker.measure(neox(), inputs, k=K, measures="all,tokenwise", pair_tokens=3, pair_layers=0)
     s = unit.self_singular_value.sel(layer=2, rank=1).isel(prompt=0)
     older = unit.drop_vars(["pair_layer_other", *(name for name in unit if "_singular_value" in str(name))])
     figure, table = draw("4", {"older": older.expand_dims(step=[0])}, None)

@@ -28,8 +28,8 @@ CASES = [(name,) for name in FAMILIES]
 )
 def test_every_measure_equals_that_of_the_cpu(accelerator, name, dtype, record_property):
     model, inputs = build(name)
-    exact = tracker.measure(copy.deepcopy(model), inputs, k=4, measures="all", dtype="float64")
-    seen = tracker.measure(model.to(accelerator.device), inputs, k=4, measures="all", dtype=dtype)
+    exact = tracker.measure(copy.deepcopy(model), inputs, k=4, measures="all,tokenwise", dtype="float64")
+    seen = tracker.measure(model.to(accelerator.device), inputs, k=4, measures="all,tokenwise", dtype=dtype)
     assert set(seen.data_vars) == set(exact.data_vars)
     errors = {}
     for variable in exact.data_vars:

@@ -28,7 +28,7 @@ WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace"
 @pytest.fixture(scope="module")
 def ds():
     torch.manual_seed(0)
-    return tracker.measure(neox(), tokens(3), k=[2, 4], measures="all", pair_tokens=3)
+    return tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
 
 
 def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):

@@ -147,7 +147,7 @@ CALLBACKS = [
         "9d86d8a246570084",
     ),
     (
-        {"k": 2, "tokens": "all", "measures": "all", "precision": "bfloat16"},
+        {"k": 2, "tokens": "all", "measures": "all,tokenwise", "precision": "bfloat16"},
         '{"schema": 2, "k": [2], "tokens": "all", "final_norm": "auto", "svd": "auto", "precision": "bfloat16", "measures": '
         '["all"], "window": null, "pair_tokens": 6, "pair_layers": 1, "dtype": "torch.float32", "weights": "averaged"}',
         "29a4c7ca6a010ba3",

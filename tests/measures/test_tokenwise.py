@@ -10,7 +10,7 @@ import torch
 import tracker
 from tests import brute_force
 from tests.jacobians.test_brute_force import oracle
-from tests.models import FAMILIES, Size, build, neox, tokens
+from tests.models import FAMILIES, WIDTH, Size, build, neox, tokens
 from tracker.analysis.statistics import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
@@ -193,7 +193,7 @@ def test_one_block_has_no_other():
     assert "self_offdiag" not in tracker.measure(model, tokens(1), k=4, measures="all")
     with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured; .* pair_layers=0"):
         tracker.measure(model, tokens(1), k=4, measures="tokenwise")
-    found = tracker.measure(model, tokens(1), k=4, measures="all", pair_layers=0)
+    found = tracker.measure(model, tokens(1), k=4, measures="all,tokenwise", pair_layers=0)
     assert found.self_offdiag.notnull().all() and found.pair_layer_other.values.tolist() == [1]
 
 
@@ -212,7 +212,9 @@ def test_shorter_prompts_lack_pairs():
     model, inputs = build("gpt_neox")
     mask = torch.ones_like(inputs)
     mask[1, 3:] = 0
-    found = tracker.measure(model, {"input_ids": inputs, "attention_mask": mask}, k=4, measures="all", pair_tokens=5)
+    found = tracker.measure(
+        model, {"input_ids": inputs, "attention_mask": mask}, k=4, measures="all,tokenwise", pair_tokens=5
+    )
     assert found.pair_position[1].values[:3].tolist() == [0, 1, 2] and found.pair_position[1, 3:].isnull().all()
     compared = found.self_offdiag[1].sel(layer=[1, 2])
     assert compared[..., 3:, :].isnull().all() and compared[..., :3, :3].notnull().all()
@@ -222,6 +224,42 @@ def test_shorter_prompts_lack_pairs():
         "expodistance",
         "pca",
     }
+
+
+class Letters:
+    """A tokenizer that returns one token for each letter."""
+
+    def __call__(self, text, return_tensors):
+        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
+
+
+@pytest.mark.parametrize("pair_layers", [1, 0, [(1, 3), (3, 1)]], ids=str)
+def test_prompts_pass_through_a_block_together_and_give_what_each_gives_alone(pair_layers, monkeypatch):
+    model, _ = build("gpt_neox")
+    prompts = ["abcdefg", "bcd", "gfedcba", "hijklmno"]  # of 4, 3, 4 and 4 compared tokens
+    options = {"k": [2, 4], "measures": ["tokenwise", "matrices", "coupling"], "pair_tokens": 4, "dtype": torch.float64}
+    options |= {"tokenizer": Letters(), "pair_layers": pair_layers}
+    alone = [tracker.measure(model, [prompt], **options) for prompt in prompts]
+    at_once, find = [], Jacobians.__call__
+
+    def counting(self, selections):
+        at_once.append(sum(len(rows) for _, rows in selections))
+        return find(self, selections)
+
+    monkeypatch.setattr(Jacobians, "__call__", counting)
+    held = 2 * 8 * WIDTH**2 * (3 * 4 - 3)  # bytes: half of them for the links of one sample in a block
+    for budget, most in ((1 << 30, 3 * 5), (2 * held, 2 * 5), (held // 2, 4)):
+        at_once.clear()
+        together = tracker.measure(model, prompts, **options, memory_budget=budget)
+        assert max(at_once) == most
+        for b, expected in enumerate(alone):
+            T = expected.sizes["pair_token"]
+            seen = together.isel(prompt=[b], pair_token=slice(T), pair_token_other=slice(T))
+            for name in (name for name in expected if name.startswith(("self_", "fixed_"))):
+                if "residual" not in name:
+                    # Signs of singular vectors are free, so those of the matrices' entries are.
+                    values = (abs(ds[name].astype(float)) for ds in (seen, expected))
+                    np.testing.assert_allclose(*values, atol=1e-8, err_msg=name)
 
 
 def test_null_levels_of_token_wise_couplings():
@@ -315,7 +353,7 @@ def test_long_prompts_are_read_in_parts():
         ({"measures": "tokenwise", "pair_tokens": [0, 99]}, "out of range"),
         ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),
         ({"measures": "tokenwise", "pair_layers": 3}, "pair_layers=3, but 3 blocks are measured"),
-        ({"measures": "all", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
+        ({"measures": "all,tokenwise", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
         ({"measures": "tokenwise", "pair_layers": [(1, 4)]}, r"pair_layers=\[\(1, 4\)\], but 3 blocks"),
         ({"measures": "tokenwise", "pair_layers": [(0, 1)]}, "choose blocks from 1 to 3"),
         ({"measures": "tokenwise", "pair_layers": [(1, 2), (1, 3)]}, "each l once"),

@@ -36,7 +36,7 @@ def test_every_architecture(pretend, name):
 @pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
 def test_every_measure(pretend, name):
     model, inputs = build(name, Size(depth=2, tokens=5))
-    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], measures="all", dtype=torch.float64)
+    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], measures="all,tokenwise", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("svd", ["auto", "full", "krylov", "matrix-free"])
@@ -65,7 +65,7 @@ def test_a_model_on_the_device_stays_there_unchanged(pretend):
     model = language("GPTNeoXForCausalLM")(Size(width=32, depth=3, tokens=9)).to(pretend.device)
     before = {name: value.cpu() for name, value in model.state_dict().items()}
     random = torch.pretend.get_rng_state()
-    tracker.measure(model, tokens(1, 9), k=3, measures="all")
+    tracker.measure(model, tokens(1, 9), k=3, measures="all,tokenwise")
     for name, value in model.state_dict().items():
         assert value.device == pretend.device and torch.equal(value.cpu(), before[name]), name
     assert torch.equal(torch.pretend.get_rng_state(), random)

@@ -54,7 +54,7 @@ def results(tmp_path_factory):
                 for name, parameter in model.gpt_neox.layers[1].named_parameters():
                     if "dense." in name or "dense_4h_to_h" in name:
                         parameter.zero_()
-        unit = tracker.measure(model, tokens(2), k=[4, 8], measures="all", pair_tokens=3)
+        unit = tracker.measure(model, tokens(2), k=[4, 8], measures="all,tokenwise", pair_tokens=3)
         unit["score"] = ("task", [0.1 + step / 4000])
         unit = unit.assign_coords(task=["piqa"], step=step, commit=f"{step:040x}", revision=f"step{step}")
         store.write(step, unit.assign_coords(suspect="another shard's weights" if step == 1 else ""))
@@ -822,7 +822,7 @@ class TestHonesty:
         older.check_settings({"model": "older"})
         for step in (0, 1):
             torch.manual_seed(step)
-            unit = tracker.measure(neox(), tokens(2), k=4, measures="all", pair_tokens=3, pair_layers=0)
+            unit = tracker.measure(neox(), tokens(2), k=4, measures="all,tokenwise", pair_tokens=3, pair_layers=0)
             added = [f"{kind}_singular_value" for kind in ("self", "fixed_input", "fixed_output")]
             older.write(step, unit.drop_vars(["pair_layer_other", *added]).assign_coords(step=step))
         ds = tracker.open_results(older.path).isel(step=1)

@@ -160,7 +160,7 @@ def test_page_is_the_same_from_memory_and_from_files(tmp_path):
     measured, from_files = (Summaries(store, with_rows=True) for _ in range(2))
     for step in (1, 2):
         torch.manual_seed(step)
-        made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all", pair_tokens=3)
+        made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
         sources = ("prompt", ["web", "a book"])
         measured.write(step, made.assign_coords(step=step, revision=f"step{step}", prompt_source=sources))
         from_files.read(step)

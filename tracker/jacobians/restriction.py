@@ -44,15 +44,14 @@ RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tup
 def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
     """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
-    For rows with other sources, which must be of one call, it is a function of the sources.
+    For rows with other sources it is a function of the sources.
 
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
     if selections[0][1].source is not None:
-        ((call, rows),) = selections
-        return _restrict_to_sources(call, rows, row_attention)
+        return _restrict_to_sources(selections, row_attention)
     call, sizes = selections[0][0], [len(rows) for _, rows in selections]
     divided = [
         {
@@ -92,12 +91,24 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     return f
 
 
-def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttention) -> RowFunction:
-    """Return the rows as a function of their sources: both run as 2 R sequences of length one, and a target's query takes the
-    live key and value of its source.
+def _restrict_to_sources(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
+    """Return the rows as a function of their sources: the sources run first, then the targets, whose queries take the live
+    keys and values of their sources.
+
+    The derivative passes through the targets from their attention on, and through the sources up to their keys and values.
     """
-    R, targets = len(rows), rows.select(call.x)
-    both = Rows(rows.sample.repeat(2), torch.cat([rows.live, rows.token]))
+    targets = torch.cat([rows.select(call.x) for call, rows in selections])
+    live: list[tuple[Tensor, Tensor]] = []  # keys and values of the sources, by attention
+
+    def of_sources(
+        attention: OriginalAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        frozen: Sequence[tuple[AttentionCall, Rows]],
+    ) -> Any:
+        live.append((key, value))
+        return row_attention(attention, query, key, value, frozen)
 
     def of_targets(
         attention: OriginalAttention,
@@ -106,13 +117,18 @@ def _restrict_to_sources(call: BlockCall, rows: Rows, row_attention: RowAttentio
         value: Tensor,
         frozen: Sequence[tuple[AttentionCall, Rows]],
     ) -> Any:
-        output = row_attention(attention, query[R:], key[:R], value[:R], [(past, rows) for past, _ in frozen])
-        found = output[0] if isinstance(output, tuple) else output
-        padded = torch.cat([torch.zeros_like(found), found])  # the sources' own output is not used
-        return (padded, *output[1:]) if isinstance(output, tuple) else padded
+        pasts = [(past, rows) for (past, _), (_, rows) in zip(frozen, selections, strict=True)]
+        return row_attention(attention, query, *live.pop(0), pasts)
 
-    f = restrict([(call, both)], of_targets)
-    return lambda x: f(torch.cat([x, targets]))[R:]
+    run_sources = restrict([(call, Rows(rows.sample, rows.live)) for call, rows in selections], of_sources)
+    run_targets = restrict([(call, Rows(rows.sample, rows.token)) for call, rows in selections], of_targets)
+
+    def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        live.clear()
+        run_sources(x)
+        return run_targets(targets)
+
+    return f
 
 
 def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:

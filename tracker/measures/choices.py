@@ -1,6 +1,8 @@
 """The choices of `measures=`. Nothing heavy is imported here: command lines read this file to print their help."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,6 +13,7 @@ class Option:
     text: str
     default: bool = False
     needs: str = ""  # the option that it extends
+    expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
 
 
 OPTIONS = (
@@ -18,7 +21,7 @@ OPTIONS = (
     Option("trajectory", "line-shape score, expodistance, norms of the states", default=True),
     Option("vju", "coupling with the sides of the bases swapped, V^T J U", needs="coupling"),
     Option("matrices", "the coupling matrices A, for the smallest K", needs="coupling"),
-    Option("tokenwise", "coupling across tokens"),
+    Option("tokenwise", "coupling across tokens", expensive=True),
     Option("entropy", "entropy of the next token by depth"),
     Option("pca", "states on the principal plane of the last states"),
     Option("noise", "response of the states to noise on the embeddings"),
@@ -28,6 +31,37 @@ OPTIONS = (
 def choices() -> tuple[str, ...]:
     """Return the names that `measures=` takes besides "all"."""
     return tuple(option.name for option in OPTIONS)
+
+
+def expensive() -> tuple[str, ...]:
+    """Return the names that "all" leaves out."""
+    return tuple(option.name for option in OPTIONS if option.expensive)
+
+
+def everything() -> tuple[str, ...]:
+    """Return what `measures=` takes to measure all of it."""
+    return ("all", *expensive())
+
+
+def includes(measures: Collection[str], name: str) -> bool:
+    """Whether `measures=` requests a name, itself or by "all"."""
+    return name in measures or ("all" in measures and name not in expensive())
+
+
+def explain_all(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Explain, for stores whose settings differ, what "all" means in them; "" if that is not the difference.
+
+    In settings, ["all"] with `pair_layers` is everything, as "all" once was, and ["all"] without leaves out what is expensive.
+    """
+    if stored.get("measures") != ["all"] or given.get("measures") != ["all"]:
+        return ""
+    what = ", ".join(expensive())
+    match "pair_layers" in stored, "pair_layers" in given:
+        case True, False:
+            return f"; it holds {what}, which 'all' leaves out: to continue it, measure {','.join(everything())}"
+        case False, True:
+            return f"; it was measured without {what}: to continue it, measure 'all'"
+    return ""
 
 
 def defaults() -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobi
 from tracker.measures.memory import bytes_of, converted_block
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states
-from tracker.measures.tokenwise import tokenwise_couplings, tokenwise_steps
+from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
@@ -210,9 +210,10 @@ def _tokenwise(case: _Case) -> dict[str, float]:
     if not basis_layers:
         return {}
     few, middle = tokens[: max(2, min(3, len(tokens)))], L // 2 + 1
+    selected = [Selected(recording, 0, few)]
     how = (case.sample.ks, settings.svd, settings.includes("matrices"), case.memory)
-    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, recording, 0, few, {middle: middle}, *how))
-    steps = tokenwise_steps(tokens, basis_layers) / tokenwise_steps(few, {middle: middle})
+    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {middle: middle}, *how))
+    steps = tokenwise_steps(len(tokens), basis_layers) / tokenwise_steps(len(few), {middle: middle})
     return {"tokenwise": case.samples * steps * seconds}
 
 

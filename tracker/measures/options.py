@@ -106,7 +106,8 @@ def _canonical(name: str, value: Any) -> Any:
     if name == "measures":
         if value is None:
             return USUAL
-        several = isinstance(value, Iterable) and not isinstance(value, (str, bytes))
+        value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        several = isinstance(value, Iterable) and not isinstance(value, bytes)
         # Settings refuses what is not a measure's name, with the allowed ones.
         return tuple(map(str, value)) if several else (str(value),)
     if name == "pair_layers":

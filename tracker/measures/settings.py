@@ -86,7 +86,9 @@ class Settings:
     measures: tuple[str, ...] = _option(
         USUAL,
         values.NAMES,
-        f"all, or any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}. Default: {', '.join(USUAL)}.",
+        f"any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}; all means all of them but "
+        f"{', '.join(choices.expensive())}, which costs many times as much as the rest and is added by name "
+        f"({','.join(choices.everything())}). Default: {', '.join(USUAL)}.",
     )
     window: int | None = _option(
         None,
@@ -112,7 +114,10 @@ class Settings:
         if self.memory_budget < 1:
             raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
         if not self.measures or set(self.measures) - {*MEASURES, "all"}:
-            raise UsageError(f"measures {', '.join(map(str, self.measures))!r}; choose from all, {', '.join(MEASURES)}")
+            raise UsageError(
+                f"measures {', '.join(map(str, self.measures))!r}; choose from all, {', '.join(MEASURES)} (all leaves out "
+                f"{', '.join(choices.expensive())}, which costs most: {','.join(choices.everything())} adds it)"
+            )
         for needing in choices.OPTIONS:
             if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
                 raise UsageError(
@@ -136,7 +141,8 @@ class Settings:
         """Return, as JSON values, the options that identify a store: those in `named`, and those not at their default.
 
         An option added later is absent from the identity at its default, so that existing stores keep theirs. The memory
-        budget is never part of it; `pair_layers` is, with tokenwise alone.
+        budget is never part of it; `pair_layers` is, with tokenwise alone. Everything is ["all"], as in stores that were
+        written when "all" left nothing out.
         """
         tokenwise = self.includes("tokenwise")
         identity = {}
@@ -145,13 +151,15 @@ class Settings:
             if name in named or value != option.default or (name == "pair_layers" and tokenwise):
                 identity[name] = _jsonable(value)
         identity.pop("memory_budget", None)
+        if "measures" in identity and set(choices.everything()) <= set(self.measures):
+            identity["measures"] = ["all"]
         if not tokenwise:
             identity.pop("pair_layers", None)
         return identity
 
     def includes(self, measure: str) -> bool:
         """Whether a measure is requested."""
-        return measure in self.measures or "all" in self.measures
+        return choices.includes(self.measures, measure)
 
     @property
     def forms_jacobians(self) -> bool:
@@ -176,15 +184,13 @@ class Settings:
     def basis_layers(self, L: int) -> dict[int, int]:
         """Return, for tokenwise on L blocks, the basis block l' of each block l, counted from 1.
 
-        Empty for measures="all" on a single block, which has no other.
-
         Raises:
             UsageError: if the model does not have these blocks.
         """
         blocks = range(1, L + 1)
         if isinstance(self.pair_layers, int):
             chosen = {l: l + self.pair_layers for l in blocks if l + self.pair_layers in blocks}
-            exist = bool(chosen) or (L == 1 and "tokenwise" not in self.measures)
+            exist = bool(chosen)
         else:
             chosen = dict(self.pair_layers)
             exist = all(l in blocks and other in blocks for l, other in chosen.items())

@@ -8,7 +8,7 @@ With J^l_{t1 t2} = d f^l(X)_{t2} / d x_{t1}, and chosen tokens t_1 < ... < t_T o
     fixed_output   J^l_{t t_T}    J^{l'}_{t' t_T}     the effect of t on the last chosen token  (Figs 19, 23)
 
 None of these Jacobians is zero in a causal model. Cost: 3 T - 3 Jacobians of every block, each computed once, and 3 T^2
-coupling matrices for every pair of blocks.
+coupling matrices for every pair of blocks. Samples pass through a block together, as many as fit into memory.
 
 Block l' is measured before block l where possible, so that the Jacobians of block l can be dropped once they are expressed
 in its basis. Otherwise (l' = l, or cycles of blocks) the Jacobians of block l are kept until block l' is measured; if they
@@ -18,25 +18,29 @@ Memory: as many Jacobians as fit, and the singular vectors of the blocks whose b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import BlockCall, Recording
+from tracker.capture.recording import Recording
+from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
+from tracker.linalg.transfer import to_arrays
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.depthwise import pairs
 from tracker.measures.layers import Layer, triplets_of_jacobians
 from tracker.measures.registry import DIMS, KINDS
 from tracker.values import Method
 
-Link = tuple[int, int]  # (t1, t2) of J_{t1 t2}
+Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
+Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, from `pairs`
 PARTS = {  # of the singular triplets, by name of the variable with the kind left open
     "{}_singular_value": "S",
     f"{DIAGNOSTICS}{{}}_residual": "residual",
@@ -44,18 +48,25 @@ PARTS = {  # of the singular triplets, by name of the variable with the kind lef
 }
 
 
+@dataclass(frozen=True)
+class Selected:
+    """A sample of a recording, and its chosen positions."""
+
+    recording: Recording
+    sample: int
+    tokens: Sequence[int]
+
+
 def tokenwise_couplings(
     jacobians: Jacobians,
-    recording: Recording,
-    sample: int,
-    tokens: Sequence[int],
+    selected: Sequence[Selected],
     basis_layers: Mapping[int, int],
     ks: Sequence[int],
     method: Method,
     matrices: bool,
     memory: int,
-) -> dict[str, np.ndarray]:
-    """Return the measures of all kinds at these tokens of a sample, with the dimensions of `registry.DIMS`.
+) -> list[dict[str, np.ndarray]]:
+    """Return the measures of all kinds for each selected sample, with the dimensions of `registry.DIMS`.
 
     Blocks that have no basis block are NaN.
 
@@ -63,59 +74,91 @@ def tokenwise_couplings(
         basis_layers: block l -> basis block l', from 1.
         memory: the scalars that Jacobians kept together may take.
     """
-    kinds = _links_by_kind(tokens)
-    links = list(dict.fromkeys(link for links_of_kind in kinds.values() for link in links_of_kind))
-    d = recording.calls[0].x.shape[-1]
-    at_once = max(1, memory // d**2)
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for T in {len(one.tokens) for one in selected}:
+        alike = [i for i, one in enumerate(selected) if len(one.tokens) == T]
+        size = samples_at_once(selected[0].recording, T, memory)
+        for start in range(0, len(alike), size):
+            group = alike[start : start + size]
+            samples = [selected[i] for i in group]
+            values = _couplings(jacobians, samples, basis_layers, ks, method, matrices, memory)
+            found |= dict(zip(group, values, strict=True))
+    return [found[i] for i in range(len(selected))]
+
+
+def samples_at_once(recording: Recording, T: int, memory: int) -> int:
+    """Return how many samples of T tokens to measure together so that a block's Jacobians fit into `memory` scalars."""
+    return max(1, memory // recording.calls[0].x.shape[-1] ** 2 // len(_all_links(_links_by_kind(T))))
+
+
+def _couplings(
+    jacobians: Jacobians,
+    samples: Sequence[Selected],
+    basis_layers: Mapping[int, int],
+    ks: Sequence[int],
+    method: Method,
+    matrices: bool,
+    memory: int,
+) -> list[dict[str, np.ndarray]]:
+    """Return the measures of samples with equally many tokens, which pass through each block together."""
+    kinds = _links_by_kind(len(samples[0].tokens))
+    links = _all_links(kinds)
+    d = samples[0].recording.calls[0].x.shape[-1]
+    at_once = max(1, memory // d**2 // len(samples))
     extras = ("matrices",) if matrices else ()
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
-    certificates: dict[tuple[int, Link], dict[str, Tensor]] = {}
-    rows: dict[tuple[int, str, Link], dict[str, Tensor]] = {}
+    certificates: dict[int, dict[str, Tensor]] = {}
+    parts: dict[tuple[int, str], list[Part]] = {}
 
     def couple(l: int, layers: Mapping[Link, Layer]) -> None:
-        for link, layer in layers.items():
-            for kind in (kind for kind in KINDS if link in kinds[kind]):
-                kind_bases = [bases[basis_layers[l]][other] for other in kinds[kind]]
-                values = pairs([layer], ks, extras, bases=kind_bases)
-                rows[l, kind, link] = {name: value[0] for name, value in values.items()}
+        for kind in KINDS:
+            if chosen := [link for link in layers if link in kinds[kind]]:
+                kind_bases = [bases[basis_layers[l]][link] for link in kinds[kind]]
+                values = pairs([layers[link] for link in chosen], ks, extras, bases=kind_bases)
+                parts.setdefault((l, kind), []).append((chosen, values))
 
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
-        call, block_triplets = recording.calls[l - 1], {}
+        block_triplets: dict[Link, Triplets] = {}
         for start in range(0, len(links), at_once):
-            layers = _layers(jacobians, call, sample, links[start : start + at_once], max(ks), method, memory)
-            block_triplets |= {link: _contiguous(layer.triplets) for link, layer in layers.items()}
+            layers = _layers(jacobians, l, samples, links[start : start + at_once], max(ks), method, memory)
+            block_triplets |= {link: layer.triplets for link, layer in layers.items()}
             if basis_layers.get(l) in bases:
                 couple(l, layers)
             elif l in basis_layers:
-                kept = layers if len(links) <= at_once else _recomputed_layers(layers, jacobians, call, sample)
+                kept = layers if len(links) <= at_once else _recomputed_layers(layers, jacobians, l, samples)
                 pending.setdefault(l, {}).update(kept)
             del layers
         bases[l] = block_triplets
-        for link, triplets in block_triplets.items():
-            certificates[l, link] = {name: getattr(triplets, part) for name, part in PARTS.items()}
+        of_links = [block_triplets[link] for link in links]
+        certificates[l] = {
+            name: torch.stack([getattr(triplets, part) for triplets in of_links], 1) for name, part in PARTS.items()
+        }
         for m in [m for m in pending if basis_layers[m] in bases]:
             couple(m, pending.pop(m))
         needed = {basis_layers.get(m) for m in (*order[place + 1 :], *pending)}
         bases = {m: triplets for m, triplets in bases.items() if m in needed}
-    return _assemble(kinds, rows, certificates, len(recording.calls))
+    return _assemble(kinds, parts, certificates, len(samples[0].recording.calls))
 
 
-def tokenwise_steps(tokens: Sequence[int], basis_layers: Mapping[int, int]) -> int:
-    """Return how many steps `Jacobians.advance` counts for one sample: a Jacobian and its singular vectors for each link."""
-    links = {link for of_kind in _links_by_kind(tokens).values() for link in of_kind}
-    return 2 * len(links) * len(_measuring_order(basis_layers))
+def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
+    """Return how many steps `Jacobians.advance` counts for a sample of T tokens: a Jacobian and its triplets for each link."""
+    return 2 * len(_all_links(_links_by_kind(T))) * len(_measuring_order(basis_layers))
 
 
-def _links_by_kind(tokens: Sequence[int]) -> dict[str, list[Link]]:
-    first, last = tokens[0], tokens[-1]
+def _links_by_kind(T: int) -> dict[str, list[Link]]:
+    tokens, last = range(T), T - 1
     links = {
         "self": [(t, t) for t in tokens],
-        "fixed_input": [(first, t) for t in tokens],
+        "fixed_input": [(0, t) for t in tokens],
         "fixed_output": [(t, last) for t in tokens],
     }
     return {kind: links[kind] for kind in KINDS}
+
+
+def _all_links(kinds: Mapping[str, Sequence[Link]]) -> list[Link]:
+    return list(dict.fromkeys(link for of_kind in kinds.values() for link in of_kind))
 
 
 def _measuring_order(basis_layers: Mapping[int, int]) -> list[int]:
@@ -131,73 +174,102 @@ def _measuring_order(basis_layers: Mapping[int, int]) -> list[int]:
 
 
 def _layers(
-    jacobians: Jacobians, call: BlockCall, sample: int, links: Sequence[Link], K: int, method: Method, memory: int
+    jacobians: Jacobians,
+    l: int,
+    samples: Sequence[Selected],
+    links: Sequence[Link],
+    K: int,
+    method: Method,
+    memory: int,
 ) -> dict[Link, Layer]:
-    """Return a layer with the block's Jacobian for each link."""
-    Js: dict[Link, Float[Tensor, "1 d d"]] = {}
+    """Return a layer with the Jacobians of block l at all samples, for each link."""
+    by_link: dict[Link, list[Float[Tensor, "_ d d"]]] = {link: [] for link in links}
     for same in (True, False):  # separate calls, because the identity is subtracted where t1 = t2
         chosen = [link for link in links if (link[0] == link[1]) == same]
         if chosen:
-            ((J, _),) = jacobians([(call, _rows(sample, chosen))])
-            jacobians.advance(len(chosen))
-            Js |= dict(zip(chosen, J.split(1), strict=True))
-    triplets = triplets_of_jacobians(list(Js.values()), K, method, memory, jacobians.advance)
+            for J, _ in jacobians(_selections(l, samples, chosen)):
+                jacobians.advance(len(J))
+                for link, of_link in zip(chosen, J.split(len(J) // len(chosen)), strict=True):
+                    by_link[link].append(of_link)
+    Js = [J for of_link in by_link.values() for J in of_link]
+    triplets = iter(triplets_of_jacobians(Js, K, method, memory, jacobians.advance))
     return {
-        link: Layer(of_link, J.matmul, torch.linalg.matrix_norm(J), [], True)
-        for (link, J), of_link in zip(Js.items(), triplets, strict=True)
+        link: Layer(
+            _joined([next(triplets) for _ in of_link]),
+            partial(_product, of_link),
+            torch.cat([torch.linalg.matrix_norm(J) for J in of_link]),
+            [],
+            True,
+        )
+        for link, of_link in by_link.items()
     }
 
 
+def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
+    """Return J V for Jacobians in several tensors."""
+    return torch.cat([J @ some for J, some in zip(Js, V.split([len(J) for J in Js]), strict=True)])
+
+
 def _recomputed_layers(
-    layers: Mapping[Link, Layer], jacobians: Jacobians, call: BlockCall, sample: int
+    layers: Mapping[Link, Layer], jacobians: Jacobians, l: int, samples: Sequence[Selected]
 ) -> dict[Link, Layer]:
     """Return the layers without their Jacobians: their products linearise the block again."""
 
     def product(link: Link, V: Tensor) -> Tensor:
-        return jacobians.sketch([(call, _rows(sample, [link]))]).operator.apply(V)
+        return jacobians.sketch(_selections(l, samples, [link])).operator.apply(V)
 
     return {link: replace(layer, product=partial(product, link)) for link, layer in layers.items()}
 
 
-def _rows(sample: int, links: Sequence[Link]) -> Rows:
-    """Return the rows of links that all have t1 = t2, or all t1 != t2."""
-    source, token = torch.tensor(links).unbind(1)
-    return Rows(torch.full_like(token, sample), token, None if links[0][0] == links[0][1] else source)
+def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[Selection]:
+    """Return the rows of links that all have t1 = t2, or all t1 != t2: for each recording, those of one link after another."""
+    selections = []
+    for _, of_recording in groupby(samples, lambda one: id(one.recording)):
+        some = list(of_recording)
+        rows = [(one.sample, one.tokens[i], one.tokens[j]) for i, j in links for one in some]
+        sample, source, token = torch.tensor(rows).unbind(1)
+        same = links[0][0] == links[0][1]
+        selections.append((some[0].recording.calls[l - 1], Rows(sample, token, None if same else source)))
+    return selections
 
 
-def _contiguous(triplets: Triplets) -> Triplets:
-    """Return the triplets with singular vectors in contiguous memory.
-
-    A full decomposition returns views, which would keep all d vectors in memory.
-    """
-    return replace(triplets, U=triplets.U.contiguous(), V=triplets.V.contiguous())
+def _joined(parts: Sequence[Triplets]) -> Triplets:
+    """Return the triplets of several batches as one, copied: those of a full decomposition keep all d vectors in memory."""
+    return Triplets(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets)))
 
 
 def _assemble(
     kinds: Mapping[str, Sequence[Link]],
-    rows: Mapping[tuple[int, str, Link], Mapping[str, Tensor]],
-    certificates: Mapping[tuple[int, Link], Mapping[str, Tensor]],
+    parts: Mapping[tuple[int, str], Sequence[Part]],
+    certificates: Mapping[int, Mapping[str, Tensor]],
     L: int,
-) -> dict[str, np.ndarray]:
-    """Return the arrays of all blocks by variable name."""
+) -> list[dict[str, np.ndarray]]:
+    """Return the values of all blocks by variable name, for each sample."""
+    links = _all_links(kinds)
     by_layer: dict[str, dict[int, Tensor]] = {}
-    for kind, links in kinds.items():
-        for l in {l for l, row_kind, _ in rows if row_kind == kind}:
-            for name in rows[l, kind, links[0]]:
-                axis = [dim for dim in DIMS[f"{kind}_{name}"] if dim != "layer"].index("pair_token")
-                values = torch.cat([rows[l, kind, link][name] for link in links], axis)
-                by_layer.setdefault(f"{kind}_{name}", {})[l] = values
-        for l in {l for l, _ in certificates}:
-            for name in PARTS:
-                values = torch.cat([certificates[l, link][name] for link in links])
-                by_layer.setdefault(name.format(kind), {})[l] = values
-    return {name: _stack_layers(values, DIMS[name].index("layer"), L) for name, values in by_layer.items()}
+    for (l, kind), some in parts.items():
+        order = [link for chosen, _ in some for link in chosen]
+        index = torch.tensor([order.index(link) for link in kinds[kind]])
+        for name in some[0][1]:
+            axis = 1 + [dim for dim in DIMS[f"{kind}_{name}"] if dim != "layer"].index("pair_token")
+            values = torch.cat([values[name] for _, values in some], axis)
+            by_layer.setdefault(f"{kind}_{name}", {})[l] = values.index_select(axis, index.to(values.device))
+    for l, of_block in certificates.items():
+        for kind in kinds:
+            index = torch.tensor([links.index(link) for link in kinds[kind]])
+            for name, values in of_block.items():
+                by_layer.setdefault(name.format(kind), {})[l] = values.index_select(1, index.to(values.device))
+    arrays = to_arrays(
+        {name: _stack_layers(values, 1 + DIMS[name].index("layer"), L) for name, values in by_layer.items()}
+    )
+    count = len(next(iter(arrays.values())))
+    return [{name: array[b] for name, array in arrays.items()} for b in range(count)]
 
 
-def _stack_layers(by_layer: Mapping[int, Tensor], axis: int, L: int) -> np.ndarray:
+def _stack_layers(by_layer: Mapping[int, Tensor], axis: int, L: int) -> Tensor:
     """Stack the values of L layers; NaN where a layer has none."""
     if len(by_layer) == L:
-        return torch.stack([by_layer[l] for l in range(1, L + 1)], axis).cpu().numpy()
+        return torch.stack([by_layer[l] for l in range(1, L + 1)], axis)
     example = next(iter(by_layer.values()))
-    missing = torch.full(example.shape, torch.nan, dtype=torch.promote_types(example.dtype, torch.float32))
-    return torch.stack([by_layer.get(l, missing).to(missing).cpu() for l in range(1, L + 1)], axis).numpy()
+    missing = torch.full_like(example, torch.nan, dtype=torch.promote_types(example.dtype, torch.float32))
+    return torch.stack([by_layer.get(l, missing).to(missing) for l in range(1, L + 1)], axis)

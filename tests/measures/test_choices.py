@@ -1,0 +1,49 @@
+"""What "all" means."""
+
+import pytest
+
+import tracker
+from tests.models import neox, tokens
+from tracker.errors import UsageError
+from tracker.measures import choices
+from tracker.measures.options import settings_from
+from tracker.results import Store
+
+
+def test_all_leaves_out_what_is_expensive():
+    alone, added = (settings_from({"measures": given}, "test") for given in ("all", ["all", "tokenwise"]))
+    assert [name for name in choices.choices() if not alone.includes(name)] == ["tokenwise"]
+    assert all(added.includes(name) for name in choices.choices())
+    ds = tracker.measure(neox(), tokens(1), k=2, measures="all")
+    assert "entropy" in ds and "miscoupling_vju" in ds and "self_miscoupling" not in ds
+
+
+def test_the_error_and_the_help_say_how_to_add_it():
+    with pytest.raises(UsageError, match=r"all leaves out tokenwise.*all,tokenwise adds it"):
+        settings_from({"measures": "every"}, "test")
+
+
+@pytest.mark.parametrize("named", [[], ["measures", "pair_tokens"]])
+def test_stores_of_everything_continue_under_the_new_spelling_and_are_refused_under_the_old(tmp_path, named):
+    everything, most = (
+        settings_from({"measures": given}, "test").identity(named) for given in ("all,tokenwise", "all")
+    )
+    # As written when "all" left nothing out.
+    assert everything["measures"] == ["all"] and everything["pair_layers"] == 1
+    store = Store(tmp_path)
+    store.check_settings(everything)
+    store.file(0).touch()
+    store.check_settings(everything)
+    with pytest.raises(
+        ValueError, match="it holds tokenwise, which 'all' leaves out: to continue it, measure all,tokenwise"
+    ):
+        store.check_settings(most)
+
+
+def test_stores_without_what_is_expensive_say_so(tmp_path):
+    everything, most = (settings_from({"measures": given}, "test").identity([]) for given in ("all,tokenwise", "all"))
+    store = Store(tmp_path)
+    store.check_settings(most)
+    store.file(0).touch()
+    with pytest.raises(ValueError, match="measured without tokenwise: to continue it, measure 'all'"):
+        store.check_settings(everything)
