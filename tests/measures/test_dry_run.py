@@ -84,7 +84,7 @@ def test_the_report_names_the_method(options, method):
 
 
 def test_all_measures_have_a_stage():
-    cost = dry_run(neox(), tokens(), measures="all")
+    cost = dry_run(neox(), tokens(), measures=["all", "tokenwise"])
     assert {"trajectory", "entropy", "pca", "noise", "tokenwise"} < set(cost.stages)
 
 
