@@ -34,8 +34,6 @@ COORDINATES = {
     "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
     "row": Coordinate("row of A", "1, …, K", "paper, eq. 10"),
     "column": Coordinate("column of A", "1, …, K", "paper, eq. 10"),
-    "feature": Coordinate("feature of the state after the block, the output", "i of xᵢˡ", "paper, eq. 8"),
-    "feature_input": Coordinate("feature of the state before the block, the input", "j of xⱼˡ⁻¹", "paper, eq. 8"),
     "depth": Coordinate("number of blocks that the state has passed", "l = 0, …, L", "paper, eq. 15"),
     "component": Coordinate("principal axis", "1, 2", "paper, A.2.1"),
     "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tracker.figures.coupling import MEASURE
 from tracker.figures.palette import DIVERGING, SERIES
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
 
@@ -15,11 +16,13 @@ def texts() -> dict[str, Any]:
 
     Returns:
         measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of, its
-        variant before the final norm, and whether it is 0 on the diagonal by definition; kinds, pairs, last: labels of
-        choices; charts: the charts drawn from one variable each; colours: of lines by theme, and from -1 to 1.
+        variant before the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
+        kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; colours: of lines by theme,
+        and from -1 to 1.
     """
     return {
         "measures": {name: _measure(BY_NAME[name]) for name in VARIANTS},
+        "paper": MEASURE,
         "kinds": KINDS,
         "pairs": PAIRS,
         "last": LAST_BLOCK,

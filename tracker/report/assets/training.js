@@ -47,7 +47,7 @@ figures.coupling = {
 };
 
 // The words are those of Fig. 1b, which is of its own measure: the same measure has the same onset in both.
-const PAPERS = "offdiag_normalized";
+const PAPERS = data.texts.paper;
 
 function onsetSaid(begun) {
   return begun.map(([m, , o]) => {
