@@ -11,6 +11,7 @@ from scipy import stats
 from tests.stores import unit
 from tracker.analysis.across_models import compare_models
 from tracker.analysis.clusters import assign_clusters, cluster_labels, independence_note
+from tracker.figures import drawing
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.figures.write import main
 from tracker.report.summary import summary
@@ -74,7 +75,8 @@ def means(values):
     return pd.Series(np.asarray(values, float)).groupby(LABELS, sort=False).mean().to_numpy()
 
 
-def test_figures_also_fit_the_means_of_clusters(results):
+def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
+    monkeypatch.setattr(drawing, "FEWEST_POINTS", 4)
     figure, table = score_against_coupling(results, 4)
     assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling, K = 4"], table["score"]

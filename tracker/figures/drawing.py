@@ -79,6 +79,8 @@ def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
 
     The page's axis has the same scale.
     """
+    from matplotlib.ticker import NullLocator
+
     shown = np.unique(np.asarray(steps, float)[np.isfinite(steps)])
     later = shown[shown > 0]
     if len(later):
@@ -94,7 +96,7 @@ def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
         left = -later[0] * margin / np.log(2) if shown[0] == 0 else shown[0] * np.exp(-margin)
         axes.set_xlim(left, shown[-1] * np.exp(margin))
         axes.set_xticks(shown[ticks])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("Training step")
     axes.grid(alpha=0.3)
