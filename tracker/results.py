@@ -26,8 +26,8 @@ from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
 from tracker.values import FinalNorm
 
-# Attributes that differ between two runs with the same numbers.
-VOLATILE = ("created", "seconds")
+# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
+VOLATILE = ("created", "seconds", "final_norm_reason")
 
 
 class Store:

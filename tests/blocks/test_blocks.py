@@ -513,7 +513,7 @@ def test_a_class_token_is_confirmed_by_what_reaches_the_output():
     found = find_blocks(Pooled(4, 4), class_token=4)
     assert (tracker.measure(Pooled(4, 4), images(1), blocks=found, k=2).token_position == 4).all()
     for choice in ("last", "cls", "all", [0, 1]):
-        assert tracker.measure(Pooled(0, None), images(1), tokens=choice, k=2).complete.all()
+        assert tracker.measure(Pooled(0, None), images(1), tokens=choice, k=2).diagnostics_complete.all()
 
 
 def test_llama4s_class_token_stands_last():

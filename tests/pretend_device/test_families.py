@@ -30,7 +30,8 @@ def compare(model, inputs, device, tolerance, **options):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_architecture(pretend, name):
     model, inputs = build(name)
-    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], dtype=torch.float64)
+    # Some norms compute in float32 whatever the dtype, and expodistance divides by a mean near zero.
+    compare(model, inputs, pretend.device, 1e-6, k=3, tokens=[1, -1], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
