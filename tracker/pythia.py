@@ -215,7 +215,7 @@ def _write_page(summaries: "Summaries") -> None:
 def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
     """Add the scores given to this walk to a unit of an earlier one."""
     scored, summary = output.scores.get(step, {}), summaries.by_step[step]
-    if with_scores(summary, scored).identical(summary):
+    if with_scores(summary, scored).equals(summary):
         return
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:
