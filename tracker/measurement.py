@@ -23,6 +23,7 @@ from tracker.capture.reachability import check_reachability
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.replicas.sharded import gathering_together
+from tracker.capture.special_tokens import LAST_WORD, with_class_token
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures.calls import record_call
 from tracker.measures.cost import Cost
@@ -138,7 +139,7 @@ def measure_samples(
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
     with preserve_global_state(device), gathering_together(model) as gather:
-        new_replica = partial(Replica, model, blocks, settings.torch_dtype, device, gather)
+        new_replica = _new_replica(model, blocks, calls, settings, device, gather)
         replica = new_replica()
         progress = progress or Progress()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance)
@@ -155,11 +156,20 @@ def estimate_cost(
 ) -> Cost:
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
     with preserve_global_state(device), gathering_together(model) as gather:
-        jacobians = Jacobians(
-            Replica(model, blocks, settings.torch_dtype, device, gather), settings.precision, settings.memory(4)
-        )
-
+        replica = _new_replica(model, blocks, calls, settings, device, gather)()
+        jacobians = Jacobians(replica, settings.precision, settings.memory(4))
         return estimate(jacobians, calls, settings, model, blocks, depth)
+
+
+def _new_replica(
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device, gather: Any
+) -> Callable[[], Replica]:
+    """Return what makes replicas of the model, whose blocks have a class token if it is to be measured."""
+    new_replica = partial(Replica, model, blocks, settings.torch_dtype, device, gather)
+    if settings.tokens != "cls":
+        return new_replica
+    blocks = with_class_token(blocks, calls, new_replica)
+    return partial(Replica, model, blocks, settings.torch_dtype, device, gather)
 
 
 def to_dataset(
@@ -172,12 +182,12 @@ def to_dataset(
     started: float,
 ) -> xr.Dataset:
     """Join samples into one Dataset, with the provenance of a measurement started at `started` (`time.perf_counter`)."""
-    tokens = settings.chosen_tokens(blocks)
     dataset = assemble(samples)
+    without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
     dataset.attrs |= describe(model, device) | {
         "blocks_found_by": blocks.found_by,
         "dtype": settings.dtype,
-        "tokens": tokens if isinstance(tokens, str) else ", ".join(map(str, tokens)),
+        "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,
         "precision": settings.precision,

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from checkpoints.integrity import find_repeats
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
-from tracker.values import FinalNorm
+from tracker.measures.settings import Settings
 
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
 VOLATILE = ("created", "seconds", "final_norm_reason")
@@ -170,13 +171,20 @@ class Store:
         """Replace the record of steps that could not be measured."""
         write_atomic(self.path / "skipped.json", json.dumps(reasons, indent=2).encode())
 
-    def kept_final_norm(self, option: FinalNorm) -> FinalNorm:
-        """Return the final-norm convention that continues this store: of its units, if the option leaves it open."""
+    def continued(self, settings: Settings) -> Settings:
+        """Return the settings that continue this store: what they leave open is as in its units.
+
+        That is the convention of the final norm, and whether "last" is the very last token of a text encoder, as it once was.
+        """
         steps = self.steps()
-        if option != "auto" or not steps:
-            return option
+        if not steps:
+            return settings
         with self._opened(steps[-1]) as opened:
-            return opened.attrs.get("final_norm", option)
+            if settings.final_norm == "auto":
+                settings = replace(settings, final_norm=opened.attrs.get("final_norm", "auto"))
+            if settings.tokens in (None, "last") and opened.attrs.get("tokens") == "last":
+                settings = replace(settings, tokens=(-1,))
+        return settings
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
@@ -254,6 +262,7 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
         ("number of blocks", {unit.sizes.get("layer") for unit in units}),
         ("final norm", {unit.attrs.get("final_norm", "") for unit in units}),
+        ("tokens", {unit.attrs.get("tokens", "") for unit in units}),
         ("layers compared across tokens", {_pair_layers(unit) for unit in units if "pair_position" in unit}),
     ):
         if len(values) > 1:

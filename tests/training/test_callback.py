@@ -234,6 +234,34 @@ def test_resumed_run_continues_its_units(tmp_path):
     assert len(np.unique(tracker.open_results(tmp_path / "b").attrs["inputs_sha256"])) == 1
 
 
+class WithFinalNorm(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.stages:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
+    """Units written by a version that included the norm of this model; now "auto" would leave it out."""
+    first, second = (Watch(4, save_dir=tmp_path / "store") for _ in range(2))
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(trainer([first, keep], max_steps=4, enable_checkpointing=True), WithFinalNorm)
+    assert first.units[4].attrs["final_norm"] == "exclude"
+    store = Store(tmp_path / "store")
+    for step in store.steps():
+        module = WithFinalNorm.load_from_checkpoint(tmp_path / f"step={step or 1}.ckpt")
+        older = tracker.measure(module, PROBE, k=2, final_norm="include").assign_coords(step=step)
+        store.write(step, older.assign_attrs(store.read(step).attrs | {"final_norm": "include"}))
+    fit(trainer([second], max_steps=8), WithFinalNorm, ckpt_path=tmp_path / "step=4.ckpt")
+    assert list(second.units) == [8] and second.units[8].attrs["final_norm"] == "include"
+    assert "miscoupling_raw" in second.units[8] and tracker.open_results(store.path).attrs["final_norm"] == "include"
+
+
 def test_another_probe_after_resuming(tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([Watch(3), keep], enable_checkpointing=True))

@@ -198,6 +198,26 @@ def damaged(suite, tmp_path):
     return copy, snapshots(copy) / commit(copy, 2)
 
 
+def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, suite, tmp_path):
+    """Units without the final norm, by a version that did not find it; "auto" would now include it."""
+    steps = tmp_path / "steps"
+    for step in (4, 8):
+        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+
+    def walk(out, *more):
+        assert pythia.main(walker.arguments("--out", str(tmp_path / out), *more, model=str(steps))) == 0
+        return Store(tmp_path / out)
+
+    without, older = walk("without", "--final_norm", "exclude"), walk("older", "--steps", "4")
+    settings = older.read(4).attrs["settings_sha256"]
+    assert older.read(4).attrs["final_norm"] == "include"
+    older.write(4, without.read(4).assign_attrs(settings_sha256=settings))
+    walk("older")
+    assert older.read(8).attrs["final_norm"] == "exclude"
+    np.testing.assert_array_equal(older.read(8).miscoupling, without.read(8).miscoupling)
+    assert tracker.open_results(older.path).step.values.tolist() == [4, 8]
+
+
 def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     status, out, err = walker.run("--steps", "0,2")
     assert status == 0, err

@@ -17,6 +17,19 @@ from tracker.values import whole_numbers
 
 
 @dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of special tokens, as the tokenizer states them, or the model's config where the inputs are ids.
+
+    Attributes:
+        first: the id of the class token at the beginning of a text, None if it is not stated.
+        ends: ids of separator, class and end tokens, which a tokenizer may put at the end of a text.
+    """
+
+    first: int | None = None
+    ends: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Batch:
     """One forward call of B samples."""
 
@@ -25,6 +38,8 @@ class Batch:
     labels: list[str]  # the prompts' texts; empty strings for other inputs
     valid: Tensor | None = None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
     token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
+    ids: Tensor | None = None  # (B, n) token ids
+    special: SpecialTokens = SpecialTokens()
 
 
 def batches(
@@ -92,7 +107,8 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
     arguments = () if "input_ids" in keywords else (ids,)
     decode = getattr(tokenizer, "decode", None)
     texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
-    return replace(_batch(model, arguments, keywords, ids, None, [prompt]), token_texts=texts)
+    batch = _batch(model, arguments, keywords, ids, None, [prompt])
+    return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer))
 
 
 def _batch(
@@ -109,7 +125,20 @@ def _batch(
     valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
     if valid is not None and not valid.any(1).all():
         raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
-    return Batch(arguments, keywords, labels or [""] * len(main), valid)
+    owner = huggingface_owner(model)
+    if owner is None or main.is_floating_point() or main.dim() > 2:
+        return Batch(arguments, keywords, labels or [""] * len(main), valid)
+    return Batch(
+        arguments, keywords, labels or [""] * len(main), valid, ids=main, special=_special_tokens(owner.config)
+    )
+
+
+def _special_tokens(stated_by: Any) -> SpecialTokens:
+    """Read the ids of special tokens from a tokenizer or a config; those that it does not state are left out."""
+    first = getattr(stated_by, "cls_token_id", None)
+    stated = [first, *(getattr(stated_by, f"{kind}_token_id", None) for kind in ("sep", "eos"))]
+    ends = {one for ids in stated for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    return SpecialTokens(first, frozenset(ends))
 
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
@@ -156,9 +185,7 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
         return valid[-1:]
     if isinstance(tokens, str) and tokens == "all":
         return valid
-    if isinstance(tokens, str) and tokens == "cls":
-        if class_token is None:
-            raise UsageError("tokens='cls', but the model has no class token; choose 'last', 'all' or indices")
+    if isinstance(tokens, str) and tokens == "cls" and class_token is not None:
         return [valid[class_token]]
     indices, n = whole_numbers(tokens), len(valid)
     if not indices:

@@ -74,6 +74,23 @@ def check_reachability(
         )
 
 
+def reads_first_position_alone(
+    new_replica: Callable[[], Replica], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> bool:
+    """Whether the outputs with one vector per sample (a pooler's, or logits of classes) depend on position 0 alone.
+
+    It is then the class token, whatever reads it. Blocks between boundaries are not examined. Cost: up to three forward passes.
+    """
+    replica = new_replica()
+    if replica.description.spans:
+        return False
+    plain, at_first, elsewhere = (
+        [value for value in _floating(_run(one, (arguments, keywords), noise_at=at)) if value.dim() == 2]
+        for one, at in ((replica, None), (new_replica(), slice(0, 1)), (new_replica(), slice(1, None)))
+    )
+    return bool(plain) and _differ(plain, at_first) and not _differ(plain, elsewhere)
+
+
 def _check_class_token_position(
     found: Blocks, new_replica: Callable[[], Replica], inputs: ForwardArguments, token: int
 ) -> None:

@@ -4,11 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracker.capture.inputs import Batch, positions
+from tracker.capture.inputs import Batch
 from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.recording import record_spans
+from tracker.capture.special_tokens import chosen_positions
 from tracker.errors import UsageError
 from tracker.jacobians.rows import Rows
 from tracker.measures import trajectory
@@ -48,8 +49,8 @@ def record_call(
         )
     valid = _valid(batch, B, n)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
-    tokens = settings.chosen_tokens(replica.description)
-    chosen = [positions(tokens, at, replica.description.class_token) for at in valid]
+    choice = settings.chosen_tokens(replica.description)
+    chosen, tokens = chosen_positions(choice, recording, batch, valid, replica.description.class_token)
     window = settings.window or trajectory.default_width(depth)
     if settings.window is not None and window > depth + 1:
         raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
@@ -60,6 +61,7 @@ def record_call(
         "final_norm_module": norm,
         "final_norm_reason": reason,
         "post_norm": int(is_post_norm(recording)),
+        "tokens": tokens,
         "window": window,
         "width": d,
         "blocks": ", ".join(call.name for call in recording.calls),

@@ -15,6 +15,8 @@ ATTRIBUTE, VERSION = "names_version", 2
 
 def with_present_names(dataset: xr.Dataset) -> xr.Dataset:
     """Return a measured Dataset with the present names of its variables; one that has them is returned as it is."""
+    if dataset.attrs.get("tokens") == "-1":
+        dataset = dataset.assign_attrs(tokens="last")
     if int(dataset.attrs.get(ATTRIBUTE, 1)) == VERSION:
         return dataset
     diagnostics = [measure.name for measure in MEASURES if measure.name.startswith(DIAGNOSTICS)]

@@ -190,7 +190,7 @@ class CouplingCallback(Callback):
                 refusal = run_store.claim(self.store, self._identity(), trainer.global_step, self.last_checked >= 0)
             if refusal := trainer.strategy.broadcast(refusal):
                 raise UsageError(refusal)
-            self.measured = trainer.strategy.broadcast(run_store.continued(self.settings, self.store))
+            self.measured = trainer.strategy.broadcast(self.store.continued(self.settings))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure before the first step, and at the step of a checkpoint that was saved before it was measured."""

@@ -1,7 +1,6 @@
 """The store of a training run: one run per directory, continued when the run is resumed."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from tracker.measures.settings import OPTIONS, Settings
@@ -13,11 +12,6 @@ def identity(settings: Settings, weights: str) -> dict[str, Any]:
     """Return the settings that all units of the store share."""
     shared = settings.identity([name for name in OPTIONS if name != "pair_layers"])
     return {"schema": SCHEMA, **shared, "dtype": f"torch.{settings.dtype}", "weights": weights}
-
-
-def continued(settings: Settings, store: Store) -> Settings:
-    """Return the settings to measure with: a resumed run keeps the final-norm convention of its units."""
-    return replace(settings, final_norm=store.kept_final_norm(settings.final_norm))
 
 
 def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:

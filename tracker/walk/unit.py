@@ -27,8 +27,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
     with _fingerprint(model.state_dict().items(), measurement.device) as fingerprint:
-        kept = output.store.kept_final_norm(measurement.settings.final_norm)
-        unit, resident = _measure(measurement, replace(measurement.settings, final_norm=kept), model, tokenizer)
+        unit, resident = _measure(measurement, output.store.continued(measurement.settings), model, tokenizer)
     listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,

@@ -1,0 +1,240 @@
+"""Text encoders are measured at the last word, not at [SEP], and have the class token that their tokenizer puts first."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+
+import tracker
+from tests.models import Encoder, build, images, timm_vit
+from tracker import pythia
+from tracker.errors import UsageError
+from tracker.results import Store
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the blocks of this model end in a norm", "ignore:.*computed over the full sequence"
+)
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()
+SIZE = dict(vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+PROMPTS = ["the cat sat on the mat", "a dog"]
+ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
+DECODERS = {"GPT2": dict(n_embd=16, n_layer=3, n_head=2), "GPTNeoX": SIZE, "Llama": SIZE}
+
+
+def tokenizer(template: str = "[CLS] $A [SEP]", **special: str) -> transformers.PreTrainedTokenizerFast:
+    """Return a tokenizer of words; `special` names its special tokens in addition to [UNK]."""
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ids = [(word, i) for i, word in enumerate(WORDS) if word in template.split()]
+    plain.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]", **special)
+
+
+def of_bert() -> transformers.PreTrainedTokenizerFast:
+    return tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+
+
+def hugging_face(family: str, head: str = "Model", **config) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = dict(dim=16, n_layers=3, n_heads=2, hidden_dim=32) if family == "DistilBert" else {}
+    sizes |= dict(embedding_size=16) if family == "Electra" else {}
+    settings = DECODERS.get(family, SIZE | sizes) | {"vocab_size": len(WORDS)} | config
+    absent = {"pad_token_id": None if family in DECODERS else 0, "bos_token_id": None, "eos_token_id": None}
+    settings = absent | settings
+    return getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**settings)).eval()
+
+
+def measured(model, inputs, tokenizer=None, tokens=None, **options):
+    return tracker.measure(model, inputs, tokenizer=tokenizer, tokens=tokens, k=2, dtype="float64", **options)
+
+
+def at(ds) -> list[int]:
+    return ds.token_position.values[:, 0].astype(int).tolist()
+
+
+def texts(ds) -> list[str]:
+    return [str(ds.token_text.values[prompt, position]) for prompt, position in enumerate(at(ds))]
+
+
+# The last token.
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_text_encoders_are_measured_at_the_last_word(family):
+    model = hugging_face(family)
+    ds = measured(model, PROMPTS, of_bert())
+    assert texts(ds) == ["mat", "dog"] and ds.attrs["tokens"] == "last non-special"
+    same = measured(model, PROMPTS, of_bert(), [-2])
+    np.testing.assert_array_equal(ds.miscoupling, same.miscoupling)
+    very_last = measured(model, PROMPTS, of_bert(), [-1])
+    assert texts(very_last) == ["[SEP]", "[SEP]"] and very_last.attrs["tokens"] == "last"
+    assert not np.array_equal(ds.singular_value, very_last.singular_value)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_keep_their_last_token_whatever_it_is(family):
+    for template, special in (("$A </s>", dict(eos_token="</s>")), ("[CLS] $A [SEP]", dict(sep_token="[SEP]"))):
+        ds = measured(hugging_face(family), PROMPTS, tokenizer(template, **special))
+        assert texts(ds) == [template.split()[-1]] * 2 and ds.attrs["tokens"] == "last"
+
+
+def test_an_encoder_that_ends_texts_with_an_end_token_alone():
+    model = transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)
+    )
+    assert texts(measured(model.eval(), PROMPTS, tokenizer("$A </s>", eos_token="</s>"))) == ["mat", "dog"]
+
+
+def test_other_special_tokens_and_prompts_of_special_tokens_alone_are_kept():
+    """A mask stands for a word; a cut prompt has no [SEP]; a prompt has at least one token."""
+    model = hugging_face("Bert")
+    assert texts(measured(model, ["the [MASK]", "the cat [SEP]"], of_bert())) == ["[MASK]", "cat"]
+    assert texts(measured(model, "[CLS]", of_bert())) == ["[SEP]"]
+    with pytest.warns(UserWarning, match="cut to its first 3"):
+        ds = measured(model, PROMPTS[::-1], of_bert(), max_tokens=3)
+    assert texts(ds) == ["dog", "cat"]
+    with pytest.warns(UserWarning, match="cut to its first 4"):
+        ds = measured(model, PROMPTS, of_bert(), max_tokens=4)
+    assert texts(ds) == ["sat", "dog"] and ds.attrs["tokens"] == "last non-special"
+
+
+def test_ids_with_padding_are_read_with_the_config():
+    """RoBERTa's config states its end token, BERT's states none; a sample without special tokens ends where it ends."""
+    ids = torch.tensor([[2, 6, 7, 8, 3], [2, 6, 3, 0, 0], [2, 6, 7, 8, 9]])
+    padded = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    ds = measured(hugging_face("Roberta", eos_token_id=3, pad_token_id=0), padded)
+    assert at(ds) == [3, 1, 4] and ds.attrs["tokens"] == "last non-special"
+    ds = measured(hugging_face("Bert", pad_token_id=0), padded)
+    assert at(ds) == [4, 2, 4] and ds.attrs["tokens"] == "last"
+
+
+# The class token.
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_the_class_token_of_text_encoders(family):
+    model = hugging_face(family)
+    ds = measured(model, PROMPTS, of_bert(), "cls")
+    assert texts(ds) == ["[CLS]", "[CLS]"] and ds.attrs["tokens"] == "cls"
+    np.testing.assert_array_equal(ds.miscoupling, measured(model, PROMPTS, of_bert(), [0]).miscoupling)
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (lambda: tokenizer("[CLS] $A [SEP]"), "the tokenizer has no class token"),
+        (lambda: tokenizer("$A [SEP]", cls_token="[CLS]"), "prompt 0 begins with token 6, not with the class token, 2"),
+    ],
+)
+def test_prompts_without_a_class_token_are_refused(made, message):
+    with pytest.raises(UsageError, match=rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"):
+        measured(hugging_face("Bert"), PROMPTS, made(), "cls")
+
+
+@pytest.mark.parametrize(
+    "family, head",
+    [("Bert", "Model"), ("Roberta", "ForSequenceClassification"), ("Electra", "ForSequenceClassification")],
+)
+def test_ids_have_a_class_token_if_a_pooler_or_classifier_reads_it(family, head):
+    ids = torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]])
+    assert at(measured(hugging_face(family, head), ids, tokens="cls")) == [0, 0]
+    assert tracker.measure(hugging_face(family, head), ids, tokens="cls", k=2, dry_run=True).rows == 2
+
+
+def test_the_class_token_that_a_config_states():
+    model = hugging_face("ModernBert", cls_token_id=2)
+    assert at(measured(model, torch.tensor([[2, 7, 8], [2, 8, 6]]), tokens="cls")) == [0, 0]
+    with pytest.raises(UsageError, match="sample 1 begins with token 9, not with the class token, 2"):
+        measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
+
+
+class Mean(nn.Module):
+    """A classifier that reads the mean over all tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder(causal=False)
+
+    def forward(self, ids):
+        return self.encoder(ids).mean(1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: hugging_face("Bert", "ForMaskedLM"),
+        lambda: hugging_face("GPT2", "ForSequenceClassification", pad_token_id=0),
+        lambda: hugging_face("GPTNeoX", "ForCausalLM"),
+        Mean,
+    ],
+)
+def test_ids_of_models_that_read_other_tokens_are_refused(model):
+    with pytest.raises(UsageError, match="no class token: no pooler or classifier reads position 0 alone"):
+        measured(model(), torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]]), tokens="cls")
+
+
+def test_padding_on_the_left_of_ids_is_refused():
+    padded = {"input_ids": torch.tensor([[0, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    with pytest.raises(UsageError, match="begins with padding"):
+        measured(hugging_face("Bert"), padded, tokens="cls")
+
+
+# Stores.
+
+
+def bert_checkpoints(directory, steps):
+    for step in steps:
+        torch.manual_seed(step)
+        model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZE))
+        model.save_pretrained(directory / f"step{step}")
+        of_bert().save_pretrained(directory / f"step{step}")
+
+
+@pytest.mark.filterwarnings("ignore:If you want to use")
+def test_a_walk_measures_the_last_word_and_an_older_store_keeps_its_separator(tmp_path):
+    bert_checkpoints(tmp_path / "run", (1, 2))
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+
+    def walk(out, steps):
+        flags = f"--model {tmp_path}/run --prompts {tmp_path}/prompts.txt --k 2 --wandb off --device cpu --measures coupling"
+        assert pythia.main([*flags.split(), "--out", str(tmp_path / out), "--steps", steps]) == 0
+        return tracker.open_results(tmp_path / out)
+
+    ds = walk("new", "1")
+    assert ds.attrs["tokens"] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
+    settings = Store(tmp_path / "new").read_settings()
+    assert settings["tokens"] == "last", "as before: it identifies the store"
+
+    older = Store(tmp_path / "older")  # a unit as it was written when "last" was the very last token
+    model, tokens = transformers.BertLMHeadModel.from_pretrained(tmp_path / "run" / "step1"), of_bert()
+    unit = tracker.measure(model, PROMPTS, tokenizer=tokens, tokens=[-1], k=2, measures="coupling")
+    of_new = Store(tmp_path / "new").read(1)
+    unit = unit.assign_coords({name: c for name, c in of_new.coords.items() if name not in unit.coords})
+    unit.attrs |= {name: of_new.attrs[name] for name in of_new.attrs if name not in unit.attrs}
+    older.check_settings(settings)
+    older.write(1, unit)
+    ds = walk("older", "1,2")
+    assert ds.attrs["tokens"] == "last" and ds.token_position.values[:, :, 0].tolist() == [[7, 3]] * 2
+    assert walk("new", "1,2").token_position.values[:, :, 0].tolist() == [[6, 2]] * 2
+
+    Store(tmp_path / "new").write(2, older.read(2).assign_attrs(settings_sha256=of_new.attrs["settings_sha256"]))
+    with pytest.raises(ValueError, match="differ in their tokens"):
+        tracker.open_results(tmp_path / "new")
+
+
+def test_the_very_last_token_is_recorded_by_one_name(tmp_path):
+    """Older units, measured at [-1], say -1."""
+    unit = measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1])
+    assert unit.attrs["tokens"] == "last"
+    store = Store(tmp_path)
+    store.check_settings({})
+    store.write(0, unit.assign_attrs(tokens="-1"))
+    assert store.read(0).attrs["tokens"] == "last"
+
+
+def test_image_models_are_unchanged():
+    assert measured(timm_vit(), images(), tokens="last").attrs["tokens"] == "last"
+    assert measured(timm_vit(), images()).attrs["tokens"] == "cls"
