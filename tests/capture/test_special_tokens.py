@@ -1,5 +1,7 @@
 """Text encoders are measured at the last word, not at [SEP], and have the class token that their tokenizer puts first."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,10 +20,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()
-SIZE = dict(vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32)
+SIZE: dict[str, Any] = dict(
+    vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+)
 PROMPTS = ["the cat sat on the mat", "a dog"]
 ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
-DECODERS = {"GPT2": dict(n_embd=16, n_layer=3, n_head=2), "GPTNeoX": SIZE, "Llama": SIZE}
+DECODERS: dict[str, dict[str, Any]] = {"GPT2": dict(n_embd=16, n_layer=3, n_head=2), "GPTNeoX": SIZE, "Llama": SIZE}
 
 
 def tokenizer(template: str = "[CLS] $A [SEP]", **special: str) -> transformers.PreTrainedTokenizerFast:

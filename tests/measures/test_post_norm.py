@@ -44,3 +44,45 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     off = ds.miscoupling.where(ds.layer != ds.layer_other)
     assert float(off.mean()) < 0.3 and float(ds.miscoupling_null.mean()) == pytest.approx(1.003, abs=2e-3)
     assert (abs(ds.singular_value.sel(rank=[1, 2]) - 1) < 0.01).all() and (ds.singular_value.sel(rank=3) < 0.2).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
+def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from_the_null_level():
+    """The table in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, intermediate_size=256, vocab_size=16)
+    without_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(num_labels=8, eos_token_id=9, **sizes, **without_dropout)
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        words = torch.randint(8, (size, 16), generator=generator)
+        answer = torch.nn.functional.one_hot(words, 8).sum(1).argmax(-1)
+        return torch.nn.functional.pad(torch.nn.functional.pad(words, (1, 0), value=8), (0, 1), value=9), answer
+
+    probe, _ = batch(16)
+
+    def miscoupling(tokens: str | list[int]) -> tuple[float, float]:
+        ds = tracker.measure(model.eval(), probe, tokens=tokens, k=10, measures="coupling")
+        return float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()), float(ds.miscoupling_null.mean())
+
+    measured = {"[CLS]": "cls", "last word": "last", "[SEP]": [-1]}
+    untrained = {name: miscoupling(tokens) for name, tokens in measured.items()}
+    optimizer = torch.optim.AdamW(model.train().parameters(), 5e-4)
+    for _ in range(100):
+        ids, answer = batch(64)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids).logits, answer).backward()
+        optimizer.step()
+    trained = {name: miscoupling(tokens) for name, tokens in measured.items()}
+    spreads = [
+        max(value for value, _ in of.values()) - min(value for value, _ in of.values()) for of in (untrained, trained)
+    ]
+    assert spreads[0] < 0.01 < 0.05 < spreads[1]
+    expected = {"[CLS]": 0.377, "last word": 0.236, "[SEP]": 0.323}
+    for name, (value, null) in trained.items():
+        assert untrained[name][0] == pytest.approx(0.100, abs=0.01) and null == pytest.approx(1.016, abs=0.01)
+        assert value == pytest.approx(expected[name], abs=0.05) and value > 2 * untrained[name][0]

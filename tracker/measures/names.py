@@ -3,6 +3,7 @@
 Version 1 (the attribute is absent): `expodistance`, `alpha_mean`, `equidistance`, `norm` and their windows included the final
 norm in the last state, `expodistance_raw`, `expodistance_raw_window` and so on did not. In version 2, the plain name is that
 of the value before the final norm, and `expodistance_normed` and so on include the norm. Diagnostics have a prefix.
+The very last token is recorded as "last", also where the caller gave -1, which older Datasets repeat.
 """
 
 import xarray as xr

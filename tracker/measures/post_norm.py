@@ -16,5 +16,5 @@ def warn_of_post_norm(recording: Recording) -> None:
             "the blocks of this model end in a norm (post-norm, as in BERT): the norm alone gives their Jacobians top singular "
             "vectors in common, so that mis-coupling is far below its null level even untrained. Compare with the same "
             "architecture untrained, not with the null level. A norm also sets the length of every state, so expodistance "
-            "and alpha_mean say little; read lss. docs/limits.md has the details"
+            "and alpha_mean say little; read lss. The section on post-norm models in docs/measurements.md says more"
         )

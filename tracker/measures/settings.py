@@ -44,7 +44,8 @@ class Settings:
     tokens: str | tuple[int, ...] | None = _option(
         None,
         values.TOKENS,
-        "tokens whose Jacobians are measured: last, cls, all, or positions such as 0,-1. Default: cls for image models that "
+        "tokens whose Jacobians are measured: last, cls, all, or positions such as 0,-1. In text encoders (BERT), last leaves "
+        "out the special tokens at the end ([SEP]), and cls is the tokenizer's class token. Default: cls for image models that "
         "classify from their class token, last elsewhere.",
     )
     final_norm: FinalNorm = _option(
