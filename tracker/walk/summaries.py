@@ -3,6 +3,7 @@
 import xarray as xr
 
 from tracker.loggers.protocol import Row
+from tracker.measures.labels import labelled
 from tracker.report.reader import Reader
 from tracker.results import Store
 
@@ -30,6 +31,7 @@ class Summaries:
 
     def write(self, step: int, unit: xr.Dataset) -> xr.Dataset:
         """Write a unit whose step is claimed; return its summary."""
+        unit = labelled(unit)
         self.store.write(step, unit)
         self.reader.hold(self.store, step, unit)
         return self._summarize(step, unit)
