@@ -36,9 +36,9 @@ class DryRun:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from jsonargparse import ArgumentParser
+    from tracker.cli import Parser
 
-    parser = ArgumentParser(prog="python -m benchmarks.dry_run", description=(DryRun.__doc__ or "").split("Args:")[0])
+    parser = Parser(prog="python -m benchmarks.dry_run", description=(DryRun.__doc__ or "").split("Args:")[0])
     parser.add_class_arguments(DryRun, as_group=False)
     settings = DryRun(**parser.parse_args(arguments).as_dict())
 

@@ -76,7 +76,7 @@ def test_known_defects_are_reported():
 
 def test_known_defects_need_no_network(monkeypatch):
     def unreachable(*_):
-        raise Unreachable("no network")
+        raise Unreachable("no network, and nothing of the suite is in the cache") from Unreachable("no network")
 
     monkeypatch.setattr("checkpoints.hub.list_branches", unreachable)
     suite = find_suite("12b")

@@ -501,6 +501,7 @@ class TestChoices:
         shown(page, "coupling")
         in_dark = page.evaluate(background), page.evaluate(ink)
         page.emulate_media(color_scheme="light")
+        page.wait_for_function(f"(before) => {background} !== before", arg=in_dark[0])
         shown(page, "coupling")
         in_light = page.evaluate(background), page.evaluate(ink)
         assert in_light == ("rgb(255, 255, 255)", "#1a1d21") and in_dark[0] != in_light[0] and in_dark[1] != in_light[1]

@@ -129,7 +129,7 @@ class Budget(lightning.Callback):
 @pytest.mark.parametrize("ema, waits", [(None, 0), (0.9, 1)])
 def test_a_training_batch_does_not_wait_for_the_device(pretend, tmp_path, monkeypatch, ema, waits):
     """With a moving average, the number of its steps is sent to the device."""
-    budget, make = Budget(pretend), training._trainer
+    budget, make = Budget(pretend), training.make_trainer
     recipe = replace(HARD, **DEVICE, out=tmp_path, epochs=2, train_size=192, measure_at="off", ema=ema)
 
     def with_budget(*arguments, **options):
@@ -137,7 +137,7 @@ def test_a_training_batch_does_not_wait_for_the_device(pretend, tmp_path, monkey
         trainer.callbacks.append(budget)
         return trainer
 
-    monkeypatch.setattr(training, "_trainer", with_budget)
+    monkeypatch.setattr(training, "make_trainer", with_budget)
     with FromHost() as copies:
         train(recipe)
     assert len(budget.batches) == 2 * (192 // 32 - 1)
