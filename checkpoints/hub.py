@@ -27,6 +27,7 @@ FORMATS = {
 }
 INDEX = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}
 TEXT = (".json", ".txt", ".model")
+CODE = ".py"
 
 T = TypeVar("T")
 Notify = Callable[[str], None]
@@ -55,6 +56,7 @@ class Listing:
 
     commit: str
     files: tuple[File, ...]
+    with_code: bool = False  # whether its Python files are needed
 
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
@@ -75,9 +77,10 @@ class Listing:
 
     @property
     def needed(self) -> tuple[File, ...]:
-        """All files to download: weights, configuration and tokenizer."""
+        """All files to download: weights, configuration and tokenizer, perhaps code."""
         others = {index for name, index in INDEX.items() if name != self.format}
-        text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
+        endings = (*TEXT, CODE) if self.with_code else TEXT
+        text = [f for f in self.files if "/" not in f.name and f.name.endswith(endings) and f.name not in others]
         return (*text, *self.weights)
 
     @property
@@ -273,5 +276,6 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, and the second where the first announces it with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])

@@ -5,60 +5,88 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
 from checkpoints.hub import CheckpointError, first_line, list_branches
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
 TOKENIZER_REMEDY = (
     "add --tokenizer NAME (a directory, or a repository on the hub), or --inputs FILE: what the model's forward takes in place "
     "of prompts, saved with torch.save"
 )
+DAMAGED = "if a file is missing or damaged, download it again"
 # Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
 
-def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load(directory: Path, approved_code: str = "") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a downloaded checkpoint's model and tokenizer.
 
+    Args:
+        approved_code: the digest of the checkpoint's own code that the user approved (`configuration.code_digest`).
+
     Raises:
-        CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged or missing.
+        CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged or missing, or the checkpoint needs
+            code that is not approved.
     """
     if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
         raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
-    try:
-        tokenizer = _tokenizer(directory)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"the tokenizer in {directory} can't be loaded ({first_line(error)}); {TOKENIZER_REMEDY}"
-        ) from error
-    return load_model(directory), tokenizer
+    return load_model(directory, approved_code), load_own_tokenizer(directory, approved_code)
 
 
-def load_model(directory: Path) -> "PreTrainedModel":
+def load_own_tokenizer(directory: Path, approved_code: str = "") -> "PreTrainedTokenizerBase":
+    """Load the tokenizer in a checkpoint's directory.
+
+    Raises:
+        CheckpointError: if there is none, it is damaged, or it needs code that is not approved.
+    """
+    with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
+        return _tokenizer(directory, trust_remote_code=runs_own_code(directory, approved_code))
+
+
+def load_model(directory: Path, approved_code: str = "") -> "PreTrainedModel":
     """Load a downloaded checkpoint's model in the stored dtype; its weights are memory-mapped.
 
     Raises:
-        CheckpointError: if a tensor is missing, unexpected or mis-shaped, or a file is damaged.
+        CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged, or the model needs code that is
+            not approved.
     """
     # Otherwise transformers starts a thread that converts legacy weights over the network.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    with _readable(directory), without_progress_bars():
-        config = AutoConfig.from_pretrained(directory)
-        auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    with readable(directory, str(directory), DAMAGED), without_progress_bars():
+        check_index(directory)
+        own_code = runs_own_code(directory, approved_code)
+        config, auto = read_architecture(directory, own_code)
+        check_size(directory, config, auto, own_code)
         loaded: Any = auto.from_pretrained(
-            directory, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True
+            directory,
+            config=config,
+            dtype="auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=own_code,
         )
     model, info = loaded
     _check_tensors(directory, info)
     return model
+
+
+def read_architecture(directory: Path, own_code: bool = False) -> "tuple[PreTrainedConfig, Any]":
+    """Return a checkpoint's configuration, and the class of transformers that builds its model: with a head if it has one."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = read_config(directory, own_code)
+    with_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or (
+        own_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    )
+    return config, AutoModelForCausalLM if with_head else AutoModel
 
 
 def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
@@ -71,15 +99,22 @@ def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
 
 
 @contextmanager
-def _readable(directory: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
+def readable(directory: Path, what: str, remedy: str) -> Iterator[None]:
+    """Turn whatever a library raises for a checkpoint's malformed files into one sentence."""
     try:
         yield
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError) as error:
+    except (CheckpointError, MemoryError):
+        raise
+    except UnpicklingError as error:
         raise CheckpointError(
-            f"{directory} can't be loaded ({type(error).__name__}: {first_line(error)}); if a file is missing or damaged, "
-            "download it again"
+            f"a pickle in {directory} holds other objects than tensors, or is damaged, and is not loaded: pickles can run code "
+            f"({first_line(error)[:80]} …); publish the weights as safetensors"
+        ) from error
+    except Exception as error:  # libraries raise errors of any type for files that they don't expect
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(describe_refusal(directory)) from error
+        raise CheckpointError(
+            f"{what} can't be loaded ({type(error).__name__}: {first_line(error)}); {remedy}"
         ) from error
 
 
@@ -92,8 +127,6 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
     Raises:
         ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit the class.
     """
-    from pickle import UnpicklingError
-
     where, _, name = module.partition(":")
     try:
         load_from_checkpoint = getattr(importlib.import_module(where), name).load_from_checkpoint
@@ -145,7 +178,7 @@ def _tokenizer(source: Path | str, **options: Any) -> "PreTrainedTokenizerBase":
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    tokenizer = AutoTokenizer.from_pretrained(source, **{"trust_remote_code": False} | options)
     vocabularies = [*tokenizer.vocab_files_names.values(), "tokenizer.json"]
     if isinstance(source, Path):
         found = [file for file in vocabularies if (source / file).is_file()]

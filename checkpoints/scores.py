@@ -46,7 +46,10 @@ def read_from_checkpoint(directory: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        return {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
+        found = {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
+        for task in found:
+            _check_name(task)
+        return found
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a table of scores ({error}); fix or remove it") from error
 
@@ -72,11 +75,23 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
                 f"lm-evaluation-harness ({type(error).__name__}: {error})"
             ) from error
         for step, of_step in found.items():
+            for task in of_step:
+                _check_name(task)
             scores.setdefault(step, {}).update(of_step)
     if not scores:
         about = f"it is about {join_names(sorted(seen))}" if seen else "it contains no scores"
         raise ValueError(f"--scores {path} has no scores of {suite.name} ({suite.source}): {about}")
     return scores
+
+
+def _check_name(task: str) -> None:
+    """Refuse the names that a file of results can't hold.
+
+    Raises:
+        ValueError: for a name with NUL, or with half of a surrogate pair.
+    """
+    if "\0" in task or not task.isascii() and task.encode(errors="ignore").decode() != task:
+        raise ValueError(f"the task {task!r} has a character that can't be stored; rename it")
 
 
 def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:

@@ -38,8 +38,9 @@ class Hub:
     """The running server: its address, requests and faults."""
 
     endpoint: str = ""
-    requests: list[str] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    root: Path = Path()
+    requests: list[str] = field(default_factory=list, repr=False)
+    faults: list[Fault] = field(default_factory=list, repr=False)
     sent: int = 0  # bytes of file contents
 
     @property
@@ -104,7 +105,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reply(json.dumps(found).encode(), body)
             siblings = [sibling(file, snapshot) for file in sorted(snapshot.rglob("*")) if file.is_file()]
             info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
-            return self.reply(json.dumps(info).encode(), body)
+            content = json.dumps(info).encode()
+            return self.reply(fault.content(content) if fault and fault.content else content, body)
         kind = "datasets" if parts[0] == "datasets" else "models"
         parts = parts[1:] if kind == "datasets" else parts
         if len(parts) >= 5 and parts[2] == "resolve":
@@ -206,7 +208,7 @@ def git_hash(file: Path) -> str:
 @contextmanager
 def serve(root: Path) -> Iterator[Hub]:
     """Serve the repositories below `root`."""
-    hub = Hub()
+    hub = Hub(root=root)
     handler = type("BoundHandler", (Handler,), {"root": root, "hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tracker.loggers.protocol import Row
     from tracker.walk.summaries import Summaries
 
+ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
 STOPS = (signal.SIGINT, signal.SIGTERM)
 KEPT = "finished revisions are kept, and the same command continues with the rest"
 RESUME = f"interrupted; {KEPT}"
@@ -91,7 +93,7 @@ def run(walk: Walk) -> int:
             for step in list(summaries.by_step):
                 _rescore(plan.output, summaries, step)
                 log(summaries.row(step))
-            _measure_missing(plan, missing, summaries, failures, shown, log, interrupts)
+            _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
         print_repeats(summaries.by_step)
         _write_page(summaries)
     except BrokenPipeError:
@@ -156,6 +158,7 @@ def _measure_missing(
     shown: Progress,
     log: "Callable[[Row | None], None]",
     interrupts: Sequence[int],
+    debug: bool,
 ) -> None:
     """Measure the missing checkpoints into the store; record those that fail."""
 
@@ -172,11 +175,14 @@ def _measure_missing(
             checkpoint, started = prefetched.checkpoint, time.perf_counter()
             try:
                 unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
-            # This revision can't be fetched or loaded, or does not fit into memory; the others may.
-            except (CheckpointError, FloatingPointError, MemoryError, OSError, RuntimeError) as error:
+            except Exception as error:  # whatever is wrong with this revision, the others are measured
                 _stop_without_device(checkpoint.step, error)
-                kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, f'{kind}{error}')}")
+                if debug:
+                    traceback.print_exception(error)
+                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, _reason(error, debug))}")
+                # An option that no revision can be measured with.
+                if isinstance(error, UsageError) and not summaries.by_step and failures.alike(min(ALIKE, len(missing))):
+                    raise
                 continue
             summary = summaries.write(checkpoint.step, unit)
             del unit  # frees memory before the next is measured
@@ -185,6 +191,13 @@ def _measure_missing(
                 shown.notify(f"weights are kept {kept}; memory budget {budget}")
             log(summaries.row(checkpoint.step))
             shown.advance(f"step {checkpoint.step}: {headline(summary)}  ({time.perf_counter() - started:.1f} s)")
+
+
+def _reason(error: Exception, debug: bool) -> str:
+    """Return why a revision failed."""
+    if isinstance(error, (CheckpointError, UsageError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}" + ("" if debug else "; --debug prints the traceback")
 
 
 def _stop_without_device(step: int, error: Exception) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity
+from checkpoints.configuration import runs_own_code
 from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
-from checkpoints.hub import CheckpointError, Listing, first_line
-from checkpoints.load import load_tokenizer
+from checkpoints.hub import CheckpointError, Listing
+from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.suites import Checkpoint, join_names
 from tracker.walk.plan import Plan, Selection
 
@@ -153,7 +154,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
-            return _from_config(source, with_tokenizer)
+            return _from_config(source, measurement.approved_code, with_tokenizer)
         model, tokenizer = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
         return model, model, tokenizer
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
@@ -163,7 +164,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
             "nano is trained first, in about 90 s on two cores; a dry run after that times its blocks"
         )
     if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, with_tokenizer)
+        return _from_config(directory, measurement.approved_code, with_tokenizer)
     with tempfile.TemporaryDirectory() as temporary:
         fetched = fetch(
             checkpoint.source,
@@ -172,7 +173,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
             Path(temporary),
             offline=selection.offline,
         )
-        return _from_config(fetched, with_tokenizer)
+        return _from_config(fetched, measurement.approved_code, with_tokenizer)
 
 
 def _without_weights(listing: Listing) -> Listing:
@@ -180,29 +181,23 @@ def _without_weights(listing: Listing) -> Listing:
     return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
 
 
-def _from_config(directory: Path, with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
+def _from_config(directory: Path, approved_code: str, with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
     """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
 
     Raises:
         CheckpointError: if transformers can't.
     """
     import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    try:
-        config = AutoConfig.from_pretrained(directory)
-        auto: Any = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-        dtype = config.dtype or torch.float32
+    with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
+        own_code = runs_own_code(directory, approved_code)
+        config, auto = read_architecture(directory, own_code)
+        options = {"dtype": config.dtype or torch.float32, "trust_remote_code": own_code}
         with torch.device("meta"):
-            whole = auto.from_config(config, dtype=dtype)
+            whole = auto.from_config(config, **options)
         with torch.random.fork_rng():
-            small = auto.from_config(_with_few_blocks(config), dtype=dtype)
-        return small.eval(), whole.eval(), AutoTokenizer.from_pretrained(directory) if with_tokenizer else None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"no model can be built from the configuration in {directory} ({first_line(error)})"
-        ) from error
+            small = auto.from_config(_with_few_blocks(config), **options)
+    return small.eval(), whole.eval(), load_own_tokenizer(directory, approved_code) if with_tokenizer else None
 
 
 def _with_few_blocks(config: Any) -> Any:

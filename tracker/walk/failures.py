@@ -30,6 +30,11 @@ class Failures:
         found[checkpoint.step] = shown if found else message
         return message if first is None else f"for the same reason as step {first}"
 
+    def alike(self, count: int) -> bool:
+        """Whether so many checkpoints failed, all for one cause."""
+        causes = [*self._by_cause.values()]
+        return len(causes) == 1 and len(causes[0]) >= count
+
     def lines(self) -> list[str]:
         """Return a line for each cause, with the steps that it stopped."""
         lines = []

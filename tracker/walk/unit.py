@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
+from checkpoints.configuration import OWN_CODE, code_digest
 from checkpoints.suites import UNTRAINED, Checkpoint
 from tracker.measures.settings import Settings
 from tracker.walk.plan import Measurement, Plan, Selection, untrained
@@ -45,6 +46,8 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
+    if type(model).__module__.startswith(OWN_CODE):
+        unit.attrs["remote_code"] = code_digest(directory)
     in_files = directory.is_dir() and trained
     unit.attrs["weights_kept"] = "on the device" if resident else "in their files" if in_files else "in memory"
     return unit
