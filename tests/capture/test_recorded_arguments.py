@@ -10,7 +10,7 @@ from torch import nn
 import tracker
 from tests.brute_force import couplings
 from tests.jacobians.test_rows import Attention, random
-from tests.models import tokens
+from tests.models import build, tokens
 from tracker.blocks.find import find_blocks
 from tracker.errors import UsageError
 
@@ -116,3 +116,35 @@ def test_gemma4_unified_shares_keys_between_layers(samples, length):
         J = jacobians(states, length - 1, b)
         for name, values in couplings(J, 3).items():
             np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-6, err_msg=name)
+
+
+class Wrapped(nn.Module):
+    """A module around another one, that takes whatever that takes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped keys"])  # states and masks by position, and by name
+def test_blocks_in_wrappers_that_name_no_argument(name):
+    model, inputs = build(name)
+    plain = tracker.measure(model, inputs, k=4)
+    layers = model.base_model.h if name == "gpt2" else model.base_model.layers
+    for l in range(len(layers)):
+        layers[l] = Wrapped(layers[l])
+    ds = tracker.measure(model, inputs, k=4)
+    assert ds.diagnostics_sliced.all()
+    np.testing.assert_allclose(ds.miscoupling, plain.miscoupling, atol=1e-5)
+
+
+def test_an_embedding_in_a_wrapper_is_one_of_token_ids():
+    model, inputs = build("gpt2")
+    plain = find_blocks(model)
+    model.transformer.wte = Wrapped(model.transformer.wte)
+    assert find_blocks(model) == plain and plain.include_final_norm
+    with pytest.raises(UsageError, match="vocabulary has 50"):
+        tracker.measure(model, inputs + 50)

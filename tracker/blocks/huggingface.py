@@ -34,7 +34,7 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
         embed = model.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one without an embedding
         return None
-    return embed if isinstance(embed, nn.Embedding) else None
+    return _table(embed)
 
 
 def unembedding(model: nn.Module, block: str) -> str | None:
@@ -60,7 +60,7 @@ def in_text_tower(model: nn.Module, block: str) -> bool:
         try:
             embed = inner.get_input_embeddings()  # type: ignore[operator]
             tables = embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]  # one for each codebook
-            return all(isinstance(table, nn.Embedding) for table in tables)
+            return all(_table(table) is not None for table in tables)
         except (AttributeError, NotImplementedError):
             continue
     return any(isinstance(getattr(inner.config, "vocab_size", None), int) for inner in owners)
@@ -88,6 +88,15 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     if found is None:
         return None
     return DeclaredBlocks(owner, found.container, found.names, _name_of(model, tower), role)
+
+
+def _table(embedding: Any) -> nn.Embedding | None:
+    """Return an embedding of ids, also from inside a wrapper without parameters of its own; None for any other module."""
+    if not isinstance(embedding, nn.Module):
+        return None
+    inside = [module for module in embedding.modules() if isinstance(module, nn.Embedding)]
+    owned = {id(parameter) for table in inside for parameter in table.parameters()}
+    return inside[0] if len(inside) == 1 and all(id(p) in owned for p in embedding.parameters()) else None
 
 
 def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:

@@ -34,12 +34,18 @@ class Run:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside `torch.compile`, DataParallel and DistributedDataParallel wrappers."""
+    """Return the model inside wrappers: `torch.compile`, DataParallel, DistributedDataParallel, a TransformerBridge.
+
+    TransformerLens's TransformerBridge keeps the model that its forward calls outside its own tree, and puts its hook points
+    into that model.
+    """
     while True:
         if "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
         elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
+        elif "original_model" in model.__dict__ and "TransformerBridge" in {c.__name__ for c in type(model).__mro__}:
+            model = model.__dict__["original_model"]
         else:
             return model
 

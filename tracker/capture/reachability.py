@@ -6,7 +6,6 @@ block's input at the class token's position and nowhere else. Cost: two or three
 up to the first block; none if nothing was assumed (`Blocks.assumed`).
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.find import Blocks
 from tracker.blocks.towers import class_token_parameter, find_runs, related
+from tracker.capture.arguments import bind_arguments
 from tracker.capture.global_state import preserve_random_state
 from tracker.capture.outputs import hidden_state, with_hidden_state
 from tracker.capture.replicas.replica import Replica, StopForward
@@ -133,7 +133,7 @@ def _run(
 
     def enter(block: nn.Module, args: tuple, kwargs: dict) -> None:
         if until_first_block:
-            state = next(iter(inspect.signature(block.forward).bind(*args, **kwargs).arguments.values()))
+            state = next(iter(bind_arguments(block, args, kwargs).arguments.values()))
             raise StopForward(state if batch_first else state.transpose(0, 1))
 
     def leave(block: nn.Module, args: tuple, output: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.capture import outputs, residual_pair
+from tracker.capture.arguments import bind_arguments
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.head import Head
 from tracker.capture.outputs import hidden_state
@@ -73,7 +74,7 @@ class _Recorder:
         self.head.enter_block()
         self.inner_normed = None
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
-        bound = inspect.signature(block.forward).bind(*args, **kwargs)
+        bound = bind_arguments(block, args, kwargs)
         name = self.names[id(block)]
         if not bound.arguments:
             raise UsageError(

@@ -13,7 +13,6 @@ copied.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from itertools import zip_longest
 from types import MethodType
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, unwrap
 from tracker.capture.attention import hook_attn_method
+from tracker.capture.replicas.configs import adjust_configs
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
 from tracker.capture.replicas.sharded import Gather, gather_alone
@@ -56,7 +56,7 @@ class Replica:
             hook_attn_method(part)
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # LightningModule's own record of dtype and device
                 part.__dict__.update(_dtype=dtype, _device=device)
-        _adjust_configs(self.module)
+        adjust_configs(self.module, dtype, device)
         self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
         self.description = blocks
         self.dtype = dtype
@@ -266,24 +266,3 @@ def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
             f"the forward of {type(module).__name__} was replaced on the instance by {state['forward']!r}, and what that "
             "computes is not known: measure the model without it, or make it a method or a subclass"
         )
-
-
-def _adjust_configs(replica: nn.Module) -> None:
-    """Give a Hugging Face replica its own configs, changed where replays need it.
-
-    No cache, where a replay would find the block's own keys; an attention that supports float32 and derivatives; experts
-    one by one, as the grouped kernels support neither float64 nor vmap.
-    """
-    copies: dict[int, Any] = {}
-    for part in replica.modules():
-        config: Any = part.__dict__.get("config")
-        if not hasattr(config, "_attn_implementation"):
-            continue
-        if id(config) not in copies:
-            adjusted = copies[id(config)] = copy(config)
-            adjusted.use_cache = False
-            if adjusted._attn_implementation not in (None, "eager", "sdpa"):
-                adjusted._attn_implementation = "sdpa"
-            if getattr(adjusted, "_experts_implementation", None) not in (None, "eager"):
-                adjusted._experts_implementation = "eager"
-        part.__dict__["config"] = copies[id(config)]

@@ -1,0 +1,175 @@
+"""TransformerLens models: HookedTransformer (TransformerLens 2 and 3) and TransformerBridge (3 and 4)."""
+
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import tracker
+from tests import brute_force
+from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
+from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tracker.blocks.find import unwrap
+
+transformer_lens = pytest.importorskip(
+    "transformer_lens", reason="transformer-lens is not installed (pip install 'transformer-lens>=3.9,<4')"
+)
+IDS = torch.tensor([[1, 4, 2, 7, 3, 5, 9], [0, 2, 2, 8, 6, 1, 3]])
+DEPTH = 3
+RANDOM = dict(n_layers=DEPTH, d_model=16, n_ctx=48, d_head=4, n_heads=4, d_vocab=10, seed=0, device="cpu")
+GATED = dict(gated_mlp=True, act_fn="silu", positional_embedding_type="rotary")
+NO_MLP = dict(attn_only=True, act_fn=None)
+HOOKED = {
+    "as GPT-2": {},
+    "as Pythia": dict(positional_embedding_type="rotary", rotary_dim=2, parallel_attn_mlp=True),
+    "as Llama": dict(normalization_type="RMS", n_key_value_heads=2, **GATED),
+    "folded LayerNorm": dict(normalization_type="LNPre"),
+    "folded RMSNorm": dict(normalization_type="RMSPre", n_key_value_heads=2, **GATED),
+    "attention only": NO_MLP,
+    "shortformer": dict(positional_embedding_type="shortformer", **NO_MLP),
+    "alibi": dict(positional_embedding_type="alibi"),
+    "local attention": dict(use_local_attn=True, window_size=3, attn_types=["global", "local", "local"]),
+    "soft caps, norms on both sides": dict(
+        attn_scores_soft_cap=5.0, normalization_type="RMS", use_normalization_before_and_after=True
+    ),
+    "experts": dict(num_experts=4, experts_per_token=2, normalization_type="RMS", gated_mlp=True),
+    "bidirectional": dict(attention_dir="bidirectional"),
+    "hooks on the inputs": dict(use_hook_mlp_in=True, use_attn_in=True),
+    "hooks on queries, keys, values and heads": dict(use_split_qkv_input=True, use_attn_result=True),
+}
+
+
+BRIDGED = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=10, n_positions=48, n_embd=16, n_layer=DEPTH, n_head=4, initializer_range=0.3
+        )
+    ),
+    "pythia-70m": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZE)),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZE)),
+}
+SIZE = dict(
+    vocab_size=10,
+    max_position_embeddings=48,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=DEPTH,
+    num_attention_heads=4,
+    initializer_range=0.3,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning:transformer_lens"),
+    pytest.mark.filterwarnings("ignore:.*computed over the full sequence"),
+]
+
+
+def hooked(name="as GPT-2", **options):
+    if int(version("transformer-lens").split(".")[0]) >= 4:
+        pytest.skip("TransformerLens 4 has no HookedTransformer")
+    settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **HOOKED[name], **options}
+    model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def saved_tokenizer(directory):
+    words = tokenizer()
+    words.bos_token = words.eos_token = words.pad_token = "the"
+    words.save_pretrained(directory)
+    return transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def bridge(name, directory, compatible):
+    bridges = pytest.importorskip(
+        "transformer_lens.model_bridge", reason="this TransformerLens has no TransformerBridge"
+    )
+    boot = bridges.TransformerBridge.boot_transformers
+    model = boot(name, hf_model=BRIDGED[name]().eval(), tokenizer=saved_tokenizer(directory), device="cpu")
+    if compatible:
+        model.enable_compatibility_mode()
+    return model
+
+
+def check_against_brute_force(model, final_norm):
+    """Measure in float64 and compare every Jacobian, norm and mis-coupling; `final_norm` is its name, or None."""
+    before = snapshot(model)
+    ds = tracker.measure(model, IDS, k=4, tokens="all", dtype=torch.float64)
+    assert_unchanged(model, before)
+    assert ds.attrs["final_norm"] == ("include" if final_norm else "exclude")
+    assert ds.attrs["final_norm_module"] == (final_norm or "")
+    found, model = tracker.find_blocks(model), unwrap(model.to(torch.float64))
+    blocks = [model.get_submodule(name) for name in found.names]
+    assert len(blocks) == DEPTH and ds.diagnostics_complete.all()
+    norm = model.get_submodule(final_norm) if final_norm else None
+    # Without torch.func, as bridges keep tensors of their last pass.
+    expected = brute_force.run(model, IDS, blocks, norm, batch_first=True, functorch=False)
+    truth = brute_force_jacobians(expected, IDS)
+    assert jacobian_difference(model, IDS, ds, truth, torch.float64) <= 1e-10
+    for (b, t), J in truth.items():
+        for measure, values in brute_force.couplings(J, 4).items():
+            np.testing.assert_allclose(ds[measure].sel(k=4).values[b, t], values, rtol=0, atol=1e-8)
+    states = torch.stack([*expected.inputs, expected.last]).norm(dim=-1).movedim(1, 0).detach()
+    np.testing.assert_allclose(ds.norm.values, states, rtol=1e-10)
+    return ds
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooked_transformers_against_brute_force(name):
+    ds = check_against_brute_force(hooked(name), "ln_final")
+    assert "10 logits follow" in ds.attrs["final_norm_reason"]
+
+
+@pytest.mark.filterwarnings("ignore:this is a language model")
+def test_a_hooked_transformer_without_norms():
+    check_against_brute_force(hooked("attention only", normalization_type=None), None)
+
+
+@pytest.mark.parametrize("compatible", [False, True], ids=["plain", "compatibility mode"])
+@pytest.mark.parametrize("name", ["gpt2", "pythia-70m"])
+def test_bridges_against_brute_force(name, compatible, tmp_path):
+    model = bridge(name, tmp_path, compatible)
+    check_against_brute_force(model, {"gpt2": "transformer.ln_f"}.get(name, "gpt_neox.final_layer_norm"))
+
+
+@pytest.mark.parametrize("name", BRIDGED)
+def test_a_plain_bridge_has_the_measures_of_its_hugging_face_model(name, tmp_path):
+    torch.manual_seed(0)
+    plain = tracker.measure(BRIDGED[name]().eval(), IDS, k=4)
+    torch.manual_seed(0)
+    ds = tracker.measure(bridge(name, tmp_path, compatible=False), IDS, k=4)
+    assert ds.attrs["final_norm"] == plain.attrs["final_norm"] == "include"
+    for measure in ("miscoupling", "miscoupling_raw", "lss", "expodistance", "norm"):
+        np.testing.assert_allclose(ds[measure], plain[measure], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["as GPT-2", "as Llama", "folded LayerNorm"])
+def test_half_precision_weights_are_measured_in_float32(name):
+    model = hooked(name, dtype=torch.bfloat16)
+    seen = tracker.measure(model, IDS, k=4)
+    expected = tracker.measure(model.to(torch.float32), IDS, k=4)
+    assert seen.attrs["weights_dtype"] == "bfloat16" and seen.attrs["dtype"] == "float32"
+    np.testing.assert_array_equal(seen.miscoupling, expected.miscoupling)
+    np.testing.assert_array_equal(seen.norm, expected.norm)
+
+
+def test_prompts_and_hooks_of_the_caller(tmp_path):
+    model, fired = hooked(tokenizer_name=None), []
+    model.set_tokenizer(saved_tokenizer(tmp_path))
+    model.blocks[1].hook_resid_pre.add_hook(lambda x, hook: fired.append(hook.name) or 2 * x)
+    prompt = "the cat sat on the mat"
+    ds = tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4)
+    assert fired == []
+    with torch.no_grad():
+        model(model.tokenizer(prompt, return_tensors="pt")["input_ids"])
+        assert fired == ["blocks.1.hook_resid_pre"]
+        model.reset_hooks()
+    ids = model.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    np.testing.assert_allclose(ds.miscoupling, tracker.measure(model, ids, k=4).miscoupling, atol=1e-6)
