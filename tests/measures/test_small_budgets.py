@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import tracker
 from tests.models import Size, build
@@ -50,3 +51,14 @@ def test_a_host_without_memory_for_them_has_the_blocks_gone_through_twice(preten
     again = tracker.measure(model, given, **OPTIONS, memory_budget=2 * ONE)
     assert set(sketches) == {1, 2, 3}
     np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-5)
+
+
+def test_the_matrices_of_all_pairs_of_blocks_count_in_the_budget(pretend):
+    """In a narrow model with many rows they are larger than the Jacobians."""
+    model, _ = build("gpt_neox", Size(width=16, depth=8))
+    model, given = model.to(pretend.device), torch.randint(0, 50, (8, 16))
+    budget = 4_000_000
+    pretend.reset_peak()
+    before = pretend.live_bytes()
+    tracker.measure(model, given, k=16, tokens="all", svd="full", measures="coupling", memory_budget=budget)
+    assert pretend.peak_bytes() - before <= budget

@@ -76,7 +76,7 @@ def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory
     """Return how many rows to measure together so that their arrays fit into `memory` scalars."""
     d, L, K = recording.calls[0].x.shape[-1], len(measured_calls(recording)), max(ks)
     rows = max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
-    return rows if is_matrix_free(recording, rows, ks, method, memory) else _dense_rows_at_once(recording, memory)
+    return rows if is_matrix_free(recording, rows, ks, method, memory) else _dense_rows_at_once(recording, K, memory)
 
 
 def fits(recording: Recording, memory: int) -> bool:
@@ -94,11 +94,16 @@ def _host_scalars(recording: Recording) -> int:
     return 0 if call.replica.device.type == "cpu" else host_memory() // call.x.itemsize
 
 
-def _dense_rows_at_once(recording: Recording, memory: int) -> int:
-    """Return how many rows' Jacobians fit: those of all blocks or, if only the host or no memory holds them, of one block."""
+def scalars_of_pairs(recording: Recording, K: int) -> int:
+    """Return the scalars that the matrices A of all pairs of blocks take at one row: each block's, and all together."""
+    return 2 * (len(measured_calls(recording)) * K) ** 2
+
+
+def _dense_rows_at_once(recording: Recording, K: int, memory: int) -> int:
+    """Return how many rows' arrays fit: Jacobians of all blocks or, if only the host or no memory holds them, of one block."""
     of_all = _scalars_of_row(recording)
     if of_all <= memory:
-        return memory // of_all
+        return max(1, memory // (of_all + scalars_of_pairs(recording, K)))
     of_one = max(1, memory // recording.calls[0].x.shape[-1] ** 2)
     return min(of_one, _host_scalars(recording) // of_all) if fits(recording, memory) else of_one
 
@@ -130,7 +135,7 @@ def depthwise_couplings(
     first = selected[0][0]
     rows = sum(len(rows) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method, memory)
-    for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, memory)):
+    for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, max(ks), memory)):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
         if not matrix_free and _scalars_of_row(first) <= memory:

@@ -240,8 +240,9 @@ def _peak(case: _Case, calls: int) -> int:
     recordings = min(settings.memory(4), case.recording.scalars() * min(together, calls))
     if not settings.forms_jacobians:
         return recordings * itemsize
-    bases = 3 * case.together * L * d * K
-    products = min(settings.memory(4), 16 * d * max(256, case.together))
+    bases = 4 * case.together * L * d * K  # U and V of each block, and of all blocks together
+    pairs = case.together * depthwise.scalars_of_pairs(case.recording, K)
+    products = max(pairs, min(settings.memory(4), 16 * d * max(256, case.together)))
     if case.matrix_free:
         return (recordings + bases + case.together * 2 * d * basis_size(d, K) + products) * itemsize
     parallel = min(L, torch.get_num_threads()) if case.kept else 1
