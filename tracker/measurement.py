@@ -16,9 +16,10 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, Named, find_blocks
+from tracker.blocks.find import Blocks, Named, find_blocks, recognises_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
+from tracker.capture.mixing import choose_blocks, confirm_blocks
 from tracker.capture.reachability import check_reachability
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
@@ -116,9 +117,12 @@ def measure(
     """
     started = time.perf_counter()
     settings = settings_from(options, "measure", signature(measure).parameters)
-    found = find_blocks(model, blocks)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
+    if blocks is None and not recognises_blocks(model):
+        found = _blocks_by_forward_pass(model, calls[0], settings.torch_dtype, device)
+    else:
+        found = find_blocks(model, blocks)
     if dry_run:
         return estimate_cost(model, found, calls, settings, device)
     with progress_bar(progress) as shown:
@@ -164,12 +168,13 @@ def estimate_cost(
 def _new_replica(
     model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device, gather: Any
 ) -> Callable[[], Replica]:
-    """Return what makes replicas of the model, whose blocks have a class token if it is to be measured."""
-    new_replica = partial(Replica, model, blocks, settings.torch_dtype, device, gather)
-    if settings.tokens != "cls":
-        return new_replica
-    blocks = with_class_token(blocks, calls, new_replica)
-    return partial(Replica, model, blocks, settings.torch_dtype, device, gather)
+    """Return what makes replicas of the model, whose blocks are confirmed, and have a class token if it is to be measured."""
+    new_replica = partial(Replica, model, dtype=settings.torch_dtype, device=device, gather=gather)
+    if "attention" in blocks.assumed:
+        blocks = confirm_blocks(blocks, model, new_replica, calls[0])
+    if settings.tokens == "cls":
+        blocks = with_class_token(blocks, calls, partial(new_replica, blocks))
+    return partial(new_replica, blocks)
 
 
 def to_dataset(
@@ -195,6 +200,11 @@ def to_dataset(
         "seconds": time.perf_counter() - started,
     }
     return labelled(dataset)
+
+
+def _blocks_by_forward_pass(model: nn.Module, batch: Batch, dtype: torch.dtype, device: torch.device) -> Blocks:
+    with preserve_global_state(device), gathering_together(model) as gather:
+        return choose_blocks(model, partial(Replica, model, dtype=dtype, device=device, gather=gather), batch)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

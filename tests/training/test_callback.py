@@ -472,7 +472,7 @@ class NoForward(EncoderModule):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (NoBlocks, {}, "no residual blocks found in NoBlocks. Looked for"),
+        (NoBlocks, {}, "no residual blocks found in NoBlocks. A block is recognised by an attention module"),
         (NoForward, {}, "no forward of its own, and neither has 'stages'"),
         (Classifier, {"blocks": "layers"}, "no module named 'layers'"),
     ],

@@ -6,5 +6,6 @@ in order of depth, the final norm, the unembedding and the class token, and whic
 - `find`: `find_blocks`, and its result `Blocks`.
 - `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
 - `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each.
+- `candidates`: lists of modules that may be blocks, if no attention is recognised by name.
 - `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
 """

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from tracker.blocks.towers import has_matrices, named_attention
 from tracker.errors import UsageError
 
 SIDES = ("input", "output")
@@ -67,7 +68,7 @@ def _read(entry: Any) -> Boundary:
 
 
 def suggest_boundaries(model: nn.Module) -> list[str]:
-    """Suggest a `blocks=` argument for every list of lists that contain attention (vit-pytorch, x-transformers).
+    """Suggest a `blocks=` argument for every list of lists that may contain attention (vit-pytorch, x-transformers).
 
     It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
     next to the list, or at the output of the module that contains the list. The measurement checks both.
@@ -86,7 +87,7 @@ def _suggestion(model: nn.Module, name: str, layers: nn.Module) -> str | None:
     if (
         period == len(classes)
         or first is None
-        or not any("attention" in name.lower() or "attn" in name.lower() for name in sum(classes, ()))
+        or not (any(map(named_attention, sum(classes, ()))) or has_matrices(model.get_submodule(f"{name}.0.{first}")))
     ):
         return None
     holder, _, _ = name.rpartition(".")

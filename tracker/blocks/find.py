@@ -2,8 +2,9 @@
 
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
 the list that a Hugging Face model's config declares (`huggingface`); the only run of modules of one class that each contain
-an attention module (`towers`). It does not guess between several towers or stages. Blocks that are no modules are named by
-their boundaries (`boundaries`).
+an attention module (`towers`). It does not guess between several towers or stages. If no attention is recognised by name, the
+only list of modules of one class (`candidates`), which a forward pass has to confirm (`tracker.capture.mixing`). Blocks that
+are no modules are named by their boundaries (`boundaries`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tracker.blocks.boundaries import Span, read_spans, suggest_boundaries
+from tracker.blocks.boundaries import Span, read_spans
+from tracker.blocks.candidates import candidate_runs, describe_candidates, outermost
 from tracker.blocks.huggingface import (
     declared_blocks,
     huggingface_owner,
@@ -54,7 +56,7 @@ class Blocks:
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
     batch_first: bool = True
-    assumed: tuple[str, ...] = ()  # which of "blocks" and "class token" a forward pass has to confirm
+    assumed: tuple[str, ...] = ()  # which of "blocks", "attention" and "class token" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
 
     def __str__(self) -> str:
@@ -102,11 +104,11 @@ def find_blocks(
     spans = read_spans(blocks) or []
     within = [_boundary_module(model, boundary.module) for span in spans for boundary in span]
     if spans:
-        names, found_by, guessed = within, "boundaries named by the caller", False
+        names, found_by, assumed = within, "boundaries named by the caller", ()
     elif blocks is not None:
-        names, found_by, guessed = _named(model, blocks), "named by the caller", False  # type: ignore[arg-type]
+        names, found_by, assumed = _named(model, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
-        names, found_by, guessed = _found(model, runs)
+        names, found_by, assumed = _found(model, runs)
     language = in_text_tower(model, names[0])
     token = class_token
     if token is None and not language and class_token_parameter(model, names, runs) is not None:
@@ -129,9 +131,15 @@ def find_blocks(
         unembedding=unembedding or find_unembedding(model, names[0]),
         class_token=token,
         batch_first=batch_first,
-        assumed=("blocks",) * guessed + ("class token",) * (token is not None and class_token is None and not spans),
+        assumed=assumed + ("class token",) * (token is not None and class_token is None and not spans),
         spans=tuple(spans),
     )
+
+
+def recognises_blocks(model: nn.Module) -> bool:
+    """Whether the config declares the blocks, or modules are recognised as attention by their names."""
+    model = unwrap(model)
+    return declared_blocks(model) is not None or any(len(run.names) > 1 for run in find_runs(model))
 
 
 def _boundary_module(model: nn.Module, name: str) -> str:
@@ -166,14 +174,14 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         raise UsageError(f"the model has no module named {name!r}; its parts are {_top_level(model)}") from error
 
 
-def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, bool]:
-    """Return the blocks' names, how they were found, and whether the choice of the tower was assumed."""
+def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Return the blocks' names, how they were found, and what was assumed: the tower, or that they contain attention."""
     declared = declared_blocks(model)
     if declared is not None:
         others = [run for run in runs if not related(run, declared.names)]
         stages = [run for run in runs if nested(run, declared.names)]
         if not others and not stages:
-            return declared.names, str(declared), False
+            return declared.names, str(declared), ()
         prefix = next(f"{name}." for name, module in model.named_modules() if module is declared.owner).lstrip(".")
         within = all(run.container.startswith(prefix) for run in others)
         if within and declared.tower:
@@ -182,37 +190,27 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
             return (
                 declared.names,
                 f"the text tower {declared.tower} ({tower_class}), which {declared.role}; not {towers}",
-                True,
+                ("blocks",),
             )
         text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
         if within and text and not is_encoder_decoder(declared.owner):
-            return declared.names, str(declared), True
+            return declared.names, str(declared), ("blocks",)
     if not any(len(run.names) > 1 for run in runs):
-        raise UsageError(
-            f"no residual blocks found in {type(model).__name__}. Looked for: a Hugging Face model's list of "
-            "config.num_hidden_layers blocks; a ModuleList or Sequential of two or more modules of one class that each "
-            f"contain an attention module. The model's parts are {_top_level(model)}. {_naming_hint(model)}"
-        )
+        candidates = candidate_runs(model)
+        (run, *others) = outermost(candidates) or (None,)
+        if run is None or others:
+            raise UsageError(
+                f"no residual blocks found in {type(model).__name__}. {describe_candidates(model, candidates)}"
+            )
+        how = f"the only list of modules of one class, {run}, if they move information between tokens"
+        return run.names, how, ("blocks", "attention")
     trunks = [run for run in runs if not is_class_attention(run)]
     if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].block_class:
         (run,), after = trunks, [run for run in runs if is_class_attention(run)]
         if not after:
-            return run.names, f"the only list of blocks with attention, {run}", True
-        return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", True
+            return run.names, f"the only list of blocks with attention, {run}", ("blocks",)
+        return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", ("blocks",)
     raise UsageError(_ambiguity(model, runs))
-
-
-def _naming_hint(model: nn.Module) -> str:
-    lines = suggest_boundaries(model)
-    if lines:
-        return (
-            "It calls attention and MLP separately, so that no module is a block: name the boundaries between "
-            f"blocks: {' or '.join(lines)}"
-        )
-    return (
-        "Name the blocks: blocks='path.to.list', or a list of modules, or, if no module is a block, "
-        "blocks=[('input of A', 'output of B'), ...]"
-    )
 
 
 def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> str:

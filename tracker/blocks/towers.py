@@ -50,6 +50,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+_OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
+
+
+def has_matrices(module: nn.Module) -> bool:
+    """Whether a module has two matrices outside convolutions, recurrent layers and embeddings, as attention has."""
+    parts = (part for part in module.modules() if not isinstance(part, _OTHER_LAYERS))
+    return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
+
+
 def find_runs(model: nn.Module) -> list[Run]:
     """Return all runs of blocks, lists of a single block included, in the order in which the model registers them."""
     modules = dict(model.named_modules())
@@ -110,7 +119,7 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
             return None
     for name, part in tower.named_modules():
         # An attention pool has a query of such a name, which is not one of the blocks' tokens.
-        if not _named_attention(type(part).__name__):
+        if not named_attention(type(part).__name__):
             for token in _CLASS_TOKENS & {key for key, value in part._parameters.items() if value is not None}:
                 return _join(_join(path, name) if name else path, token)
     return None
@@ -181,12 +190,13 @@ def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]
 def _is_attention(name: str, module: nn.Module) -> bool:
     """Whether a module is attention, by its class name or its attribute name."""
     called = name.rpartition(".")[2] in ("attn", "attention", "self_attn", "self_attention")
-    return _named_attention(type(module).__name__) or (
+    return named_attention(type(module).__name__) or (
         called and any(isinstance(m, nn.Linear) for m in module.modules())
     )
 
 
-def _named_attention(class_name: str) -> bool:
+def named_attention(class_name: str) -> bool:
+    """Whether a class is attention by its name."""
     return "attention" in class_name.lower() or "attn" in class_name.lower()
 
 

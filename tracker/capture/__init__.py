@@ -13,6 +13,8 @@ arguments, its input and output states, and the keys and values of its attention
 - `outputs`: the hidden state in a block's output.
 - `residual_pair`: blocks that pass their state on as two tensors.
 - `spans`: blocks that are no modules, between two boundaries of the forward pass.
+- `mixing`: find blocks in which no attention is recognised by name, by what they do.
+- `noise`: noise for checks by forward passes.
 - `reachability`: check that the blocks reach the model's output.
 - `spill`: tensors in memory up to a budget, the others in files.
 """

@@ -18,6 +18,7 @@ from tracker.blocks.find import Blocks
 from tracker.blocks.towers import class_token_parameter, find_runs, related
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.global_state import preserve_random_state
+from tracker.capture.noise import noise_like
 from tracker.capture.outputs import hidden_state, with_hidden_state
 from tracker.capture.replicas.replica import Replica, StopForward
 from tracker.errors import UsageError
@@ -142,7 +143,7 @@ def _run(
         y = hidden_state(output)
         noise = torch.zeros_like(y)
         at = (slice(None), noise_at) if batch_first else (noise_at,)
-        noise[at] = _noise(y)[at]
+        noise[at] = noise_like(y)[at]
         return with_hidden_state(output, y + noise)
 
     with preserve_random_state(replica.device), ExitStack() as stack:
@@ -155,16 +156,10 @@ def _run(
                 if value is None or not value.is_floating_point():
                     continue
                 if not value.any():
-                    parameters[name] = value + _noise(value)
+                    parameters[name] = value + noise_like(value)
                 if noisy_parameter == (f"{path}.{name}" if path else name):
-                    parameters[name] = parameters[name] + _noise(value)
+                    parameters[name] = parameters[name] + noise_like(value)
         return replica.run(*replica.copy_inputs((list(inputs[0]), dict(inputs[1]))))
-
-
-def _noise(values: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(values.shape, generator=generator, dtype=values.dtype).to(values.device)
-    return noise * (1 + values.square().mean().sqrt())
 
 
 def _floating(output: Any) -> list[Tensor]:

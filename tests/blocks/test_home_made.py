@@ -1,0 +1,189 @@
+"""Models written by hand, whose attention has any name or none: blocks are found by what they do."""
+
+import re
+
+import lightning
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tracker
+from tests import brute_force, home_made
+from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
+from tests.models import WIDTH, images, tokens
+from tracker.errors import UsageError
+
+K = 4
+
+
+def in_dict(blocks):
+    return nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks)})
+
+
+# A model, its input, the names of its blocks with {i} for the number.
+FOUND = {
+    "nanoGPT": (home_made.NanoGPT, tokens(), "transformer.h.{i}"),
+    "a list of heads, softmax by hand": (lambda: home_made.Sequential(home_made.LectureBlock), tokens(), "blocks.{i}"),
+    "einsum": (lambda: LM(home_made.Mixer), tokens(), "blocks.{i}"),
+    "functional attention in the block": (lambda: LM(Flat), tokens(), "blocks.{i}"),
+    "nn.MultiheadAttention": (lambda: LM(home_made.Torch), tokens(), "blocks.{i}"),
+    "forward(*args, **kwargs)": (lambda: LM(home_made.Wrapped), tokens(), "blocks.{i}"),
+    "a ModuleDict": (lambda: LM(Flat, in_dict), tokens(), "blocks.layer_{i}"),
+    "numbered attributes": (home_made.Numbered, tokens(), "block{i}"),
+    "a Sequential of Sequentials": (
+        lambda: home_made.Sequential(lambda: nn.Sequential(PreNorm(SA()), PreNorm(MLP()))),
+        tokens(),
+        "blocks.{i}",
+    ),
+    "sequence first": (lambda: LM(lambda: Flat(sequence_first=True), sequence_first=True), tokens(), "blocks.{i}"),
+    "between convolutions and MLPs": (home_made.ViT, images(), "layers.{i}"),
+}
+
+
+def measured_as_by_brute_force(model, inputs, names, batch_first=True, **keywords):
+    ds = tracker.measure(model, inputs, k=K, dtype="float64", final_norm="exclude", **keywords)
+    assert ds.attrs["blocks"].split(", ") == names
+    blocks = [model.get_submodule(name) for name in names]
+    given = inputs.double() if inputs.is_floating_point() else inputs
+    oracle = brute_force.run(model, given, blocks, None, batch_first)
+    t = int(ds.token_position[0, 0])
+    J = [oracle.jacobian(l, 0, t, t).detach() for l in range(len(blocks))]
+    for name, values in brute_force.couplings(J, K).items():
+        found = torch.as_tensor(ds[name].sel(k=K).isel(prompt=0, token=0).values)
+        torch.testing.assert_close(found, values, rtol=0, atol=1e-8)
+    return ds
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_blocks_are_found_whatever_their_attention_is_called(name):
+    make, inputs, pattern = FOUND[name]
+    torch.manual_seed(0)
+    names = [pattern.format(i=i) for i in range(DEPTH)]
+    measured_as_by_brute_force(make().double().eval(), inputs, names, batch_first=name != "sequence first")
+
+
+def test_attention_with_a_name_needs_no_further_pass(monkeypatch):
+    monkeypatch.setattr("tracker.measurement.choose_blocks", None)
+    assert (
+        tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory").attrs["blocks"].startswith("transformer")
+    )
+    with pytest.raises(TypeError):
+        tracker.measure(LM(Flat), tokens(), measures="trajectory")
+
+
+def test_projections_that_start_at_zero_hide_nothing():
+    ds = tracker.measure(LM(home_made.ZeroStart), tokens(), measures="trajectory")
+    assert ds.attrs["blocks"] == "blocks.0, blocks.1, blocks.2"
+
+
+def argument(line: str):
+    return eval(line.removeprefix("blocks="))
+
+
+def refusal(model, inputs=None, **keywords):
+    with pytest.raises(UsageError) as error:
+        tracker.measure(model, tokens() if inputs is None else inputs, k=K, **keywords)
+    return str(error.value)
+
+
+def lines(message):
+    return [argument(line) for line in re.findall(r"^  (blocks=.*?)  #", message, re.MULTILINE)]
+
+
+def test_several_chains_are_offered_not_chosen_from():
+    message = refusal(home_made.Towers())
+    assert "2 lists of blocks found in Towers by a forward pass" in message
+    assert lines(message) == ["encoder", "decoder"]
+    for line, depth in (("encoder", DEPTH), ("decoder", DEPTH + 1)):
+        model = home_made.Towers().double().eval()
+        measured_as_by_brute_force(model, tokens(), [f"{line}.{i}" for i in range(depth)], blocks=line)
+    assert lines(refusal(home_made.Ensemble())) == ["stages", "stages.0", "stages.1"]
+
+
+def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
+    message = refusal(LM(lambda: PreNorm(MLP())))
+    assert "blocks='blocks'  # 3 x PreNorm: they move no information between tokens" in message
+    assert "a class whose name contains 'attention' or 'attn', or an attribute attn" in message
+    message = refusal(home_made.Columns())
+    assert "blocks='mix'  # 3 x SA: the model changes the state between them" in message
+    assert "blocks='feed'  # 3 x MLP: the model changes the state between them" in message
+    stem = nn.Sequential(nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3))))
+    assert "The model has no list of such modules; its parts are 0 (Conv2d), 1 (Sequential)" in refusal(stem, images())
+    message = refusal(nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))), torch.randn(2, 8))
+    assert "they take (2, 32), not (batch, tokens, width)" in message
+
+
+def test_one_token_decides_nothing():
+    assert "3 x Flat: not decided: with one token" in refusal(LM(Flat), tokens(1, 1))
+    assert tracker.measure(LM(Flat), tokens(1, 1), k=K, blocks="blocks").sizes["layer"] == DEPTH
+
+
+def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
+    model = home_made.Sequential(lambda: nn.Sequential(PreNorm(SA()), PreNorm(MLP())))
+    model.blocks = nn.Sequential(*(part for block in model.blocks for part in block))
+    message = refusal(model)
+    assert "6 x PreNorm: 3 of them move no information between tokens" in message
+    (line,) = re.findall(r"before it: (blocks=.*)", message)
+    assert argument(line) == ["input of blocks.0", "input of blocks.2", "input of blocks.4", "output of blocks.5"]
+    assert tracker.measure(model, tokens(), blocks=argument(line), k=K).sizes["layer"] == DEPTH
+
+
+def test_lists_of_lists_get_the_line_of_their_boundaries():
+    model = home_made.Pairs()
+    (line,) = re.findall(r"between blocks: (blocks=.*)", refusal(model))
+    assert line == 'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]'
+    assert tracker.measure(model, tokens(), blocks=argument(line), k=K).sizes["layer"] == DEPTH
+
+
+def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
+    found = tracker.find_blocks(LM(Flat))
+    assert "the only list of modules of one class, 3 x Flat, if they move information between tokens" in str(found)
+    assert tracker.measure(LM(Flat), tokens(), blocks=found, k=K).sizes["layer"] == DEPTH
+    assert tracker.measure(LM(Flat), tokens(), blocks=found, dry_run=True).peak_bytes
+    mlps = LM(lambda: PreNorm(MLP()))
+    assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps), dry_run=True)
+    assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps))
+    with pytest.raises(UsageError, match="Lists of modules of one class:\n  blocks='encoder'  # 3 x Flat\n"):
+        tracker.find_blocks(home_made.Towers())
+    turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
+    assert tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"] == 2
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make):
+        super().__init__()
+        self.model = LM(make)
+
+    def forward(self, ids):
+        return self.model(ids)
+
+    def training_step(self, batch, _):
+        return self(batch[0]).square().mean()
+
+    def validation_step(self, batch, _):
+        return self(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def fit(module, tmp_path):
+    callback = tracker.CouplingCallback(every_n_steps=1, k=K, save_dir=tmp_path)
+    loader = DataLoader(TensorDataset(tokens()))
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", callbacks=[callback], **quiet)
+    trainer.fit(module, loader, loader)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_callback_confirms_the_only_list_at_its_first_measurement(tmp_path):
+    fit(Module(Flat), tmp_path / "found")
+    assert tracker.open_results(tmp_path / "found").sizes["layer"] == DEPTH
+    with pytest.raises(UsageError, match="they move no information between tokens"):
+        fit(Module(lambda: PreNorm(MLP())), tmp_path / "refused")
