@@ -9,10 +9,24 @@ import timm
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, modeling_utils
+from transformers import ASTConfig, ASTModel, PreTrainedTokenizerFast, modeling_utils
 
 import tracker
-from tests.models import DEPTH, FAMILIES, WIDTH, Encoder, Size, build, images, neox, timm_vit, tokens, torchvision_vit
+from tests import home_made
+from tests.models import (
+    DEPTH,
+    FAMILIES,
+    WIDTH,
+    Encoder,
+    Size,
+    build,
+    images,
+    neox,
+    timm_vit,
+    tokens,
+    torchvision_vit,
+    vision,
+)
 from tracker.blocks.find import find_blocks
 from tracker.errors import UsageError
 from tracker.linalg.precision import switches
@@ -290,6 +304,30 @@ def test_bad_inputs(case):
     inputs, message = BAD_INPUTS[case]
     with pytest.raises(UsageError, match=message):
         tracker.measure(neox(), inputs, tokenizer=tokenizer())
+
+
+IMAGE_MODELS = {
+    "timm": (timm_vit, 3),
+    "torchvision": (torchvision_vit, 3),
+    "Hugging Face": (lambda: vision("ViTModel")(Size()), 3),
+    "Hugging Face, one channel": (lambda: vision("ViTModel", num_channels=1)(Size()), 1),
+    "home-made": (home_made.ViT, 3),
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_an_image_without_a_batch_axis_is_refused(name):
+    make, channels = IMAGE_MODELS[name]
+    model, image = make(), torch.randn(channels, Size().pixels, Size().pixels)
+    with pytest.raises(UsageError, match=r"a single image without a batch axis.*measure\(model, image\[None\]\)"):
+        tracker.measure(model, image)
+    assert tracker.measure(model, image[None], measures="trajectory").sizes["prompt"] == 1
+
+
+def test_a_batch_of_one_spectrogram_is_no_image():
+    size = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "intermediate_size": WIDTH}
+    model = ASTModel(ASTConfig(**size, max_length=32, num_mel_bins=32))
+    assert tracker.measure(model, torch.randn(1, 32, 32), measures="trajectory").sizes["prompt"] == 1
 
 
 def test_inputs_that_the_forward_does_not_accept_are_refused():

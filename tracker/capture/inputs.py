@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.errors import UsageError
@@ -118,8 +119,7 @@ def _batch(
         inspect.signature(model.forward).bind(*arguments, **keywords)
     except TypeError as error:
         raise UsageError(f"the forward of {type(model).__name__} does not take these inputs: {error}") from error
-    if main.dim() < 2:
-        raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
+    _check_batch_axis(model, main)
     if not main.is_floating_point():
         _check_ids(model, main)
     valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
@@ -131,6 +131,21 @@ def _batch(
     return Batch(
         arguments, keywords, labels or [""] * len(main), valid, ids=main, special=_special_tokens(owner.config)
     )
+
+
+def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
+    if main.dim() < 2:
+        raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
+    layers = (entry for entry in model.named_modules() if isinstance(entry[1], (nn.Linear, nn.Embedding, _ConvNd)))
+    name, first = next(layers, ("", None))
+    if main.dim() != 3 or not isinstance(first, nn.Conv2d) or first.in_channels != len(main):
+        return
+    # (1, height, width) may also be a batch of one spectrogram, to which the model adds the channel (AST).
+    if len(main) > 1 or getattr(huggingface_owner(model), "main_input_name", "") == "pixel_values":
+        raise UsageError(
+            f"inputs of shape {tuple(main.shape)}, a single image without a batch axis: the model's first layer ({name}) takes "
+            f"(batch, {len(main)}, height, width). Add the axis with [None]: measure(model, image[None])"
+        )
 
 
 def _special_tokens(stated_by: Any) -> SpecialTokens:
