@@ -1,11 +1,12 @@
 """Intercept a model's attention without changing its code.
 
 Every part of a block but attention acts row by row, so a block can be restricted to single rows by replacing its attention,
-o = softmax(scale q K^T + mask) V, alone. Three hooks intercept it:
+o = softmax(scale q K^T + mask) V, alone. Hooks intercept it:
 
 - `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch);
 - `AttentionInterface.get_interface` of transformers, which looks up attention functions, `eager` included;
-- the `_attn` method of older transformers families (GPT-J, GPT-Neo), on the replica's own modules.
+- the `_attn` method of older transformers families (GPT-J, GPT-Neo), on the replica's own modules;
+  `tracker.capture.hooked_attention` does the same for TransformerLens.
 
 Inside `intercept_attention(handler)`, every attention of this thread calls
 
@@ -58,28 +59,51 @@ AttentionHandler = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor |
 # Installed hooks are process-wide; the handler belongs to one thread, so a model running in another thread is not
 # intercepted. The first context installs the hooks, the last one removes them.
 _handler: ContextVar[AttentionHandler | None] = ContextVar("handler", default=None)
+_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 _hooks = ExitStack()
 _contexts = 0
 _lock = threading.Lock()
 
 
 @contextmanager
-def intercept_attention(handler: AttentionHandler) -> Iterator[None]:
-    """Pass every attention of this thread to `handler`; remove the hooks on exit."""
+def intercept_attention(handler: AttentionHandler, positions: Tensor | None = None) -> Iterator[None]:
+    """Pass every attention of this thread to `handler`; remove the hooks on exit.
+
+    Args:
+        positions: where single rows run, the position (R,) of each in its sequence, for attention that computes rotary
+            embeddings itself.
+    """
     global _contexts
     with _lock:
         if _contexts == 0:
             _install_hooks()
         _contexts += 1
-    token = _handler.set(handler)
+    token, place = _handler.set(handler), _positions.set(positions)
     try:
         yield
     finally:
         _handler.reset(token)
+        _positions.reset(place)
         with _lock:
             _contexts -= 1
             if _contexts == 0:
                 _hooks.close()
+
+
+def is_intercepted() -> bool:
+    """Whether attention is intercepted here."""
+    return _handler.get() is not None
+
+
+def row_positions() -> Tensor | None:
+    """Return the position of each single row that runs, (R,); None if sequences run."""
+    return _positions.get()
+
+
+def hand_over(attention: OriginalAttention, *arguments: Any) -> Any:
+    """Pass an attention to the handler; compute it if there is none."""
+    handler = _handler.get()
+    return attention(*arguments) if handler is None else _call_handler(handler, attention, *arguments)
 
 
 def _install_hooks() -> None:
@@ -164,10 +188,7 @@ def hook_attn_method(module: nn.Module) -> None:
         def attend(query, key, value, mask, causal):
             return original(module, query, key, value, mask, *more, **settings)
 
-        handler = _handler.get()
-        if handler is None:
-            return attend(query, key, value, attention_mask, False)
-        return _call_handler(handler, OriginalAttention(attend), query, key, value, attention_mask, False)
+        return hand_over(OriginalAttention(attend), query, key, value, attention_mask, False)
 
     module.__dict__["_attn"] = _attn
 

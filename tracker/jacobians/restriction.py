@@ -63,6 +63,7 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     ]
     arguments = divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
+    positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
     if len({len(call.attention) for call, _ in selections}) > 1:
         raise NotSliceable("its samples do not pass through the same attentions")
     recorded = [
@@ -82,7 +83,7 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
                 raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
-        with intercept_attention(handler):
+        with intercept_attention(handler, positions):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
             raise NotSliceable("its attention in the full sequence does not happen in a single row")

@@ -18,7 +18,7 @@ from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.capture.replicas.copies import contains_tensors
 from tracker.linalg.transfer import to_device
 
-PER_TOKEN = ("position_embeddings", "position_ids", "cache_position")
+PER_TOKEN = ("position_embeddings", "position_ids", "cache_position", "shortformer_pos_embed")
 MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, unwrap
 from tracker.capture.attention import hook_attn_method
+from tracker.capture.hooked_attention import hook_methods
 from tracker.capture.replicas.configs import adjust_configs
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
@@ -54,6 +55,7 @@ class Replica:
         self.module = _ModuleCopier(self._shared).copy(model)
         for part in self.module.modules():
             hook_attn_method(part)
+            hook_methods(part)
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # LightningModule's own record of dtype and device
                 part.__dict__.update(_dtype=dtype, _device=device)
         adjust_configs(self.module, dtype, device)
