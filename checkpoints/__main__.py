@@ -64,14 +64,14 @@ def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -
                 "+".join(listing.formats) if listing else "?",
                 f"{listing.bytes / 1e9:.3g} GB" if listing else "?",
                 _cache_state(suite, checkpoint, listing),
-                examination.suspect.get(checkpoint.step, ""),
+                _defects(checkpoint, examination),
             )
         )
     _print_table(rows)
     print(
         f"{len(chosen)} of {len(suite.checkpoints)} checkpoints of {suite.source}; {len(examination.suspect)} suspect"
     )
-    return FAILED if examination.suspect else OK
+    return FAILED if any(_defects(checkpoint, examination) for checkpoint in chosen) else OK
 
 
 def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -> int:
@@ -87,7 +87,7 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
         damaged = [file.name for file in cached if file.sha256 and hash_file(directory / file.name) != file.sha256]
         problems = [
             f"DAMAGED: {', '.join(damaged)}" if damaged else "",
-            examination.suspect.get(checkpoint.step, ""),
+            _defects(checkpoint, examination),
         ]
         verdict = "; ".join(filter(None, problems))
         failed |= bool(verdict)
@@ -100,6 +100,12 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
         failed |= (earlier, step) != (0, 1)
         print(f"note: {integrity.describe_repeat(step, earlier)}")
     return FAILED if failed else OK
+
+
+def _defects(checkpoint: Checkpoint, examination: Examination) -> str:
+    """Return why a checkpoint is suspect or its files are not listed, or ""."""
+    found = (examination.suspect.get(checkpoint.step), examination.unlisted.get(checkpoint.name))
+    return "; ".join(filter(None, found))
 
 
 def _passed(cached: Sequence[File]) -> str:

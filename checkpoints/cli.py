@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-from checkpoints.hub import CheckpointError
+from checkpoints.errors import CheckpointError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)

@@ -11,8 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.fetch import fetch, snapshot_dir
-from checkpoints.hub import CODE, INDEX, CheckpointError, Listing, Notify, Unreachable, list_files
+from checkpoints.hub import CODE, INDEX, Listing, list_files
+from checkpoints.retries import Notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -1,8 +1,9 @@
 """Download the needed files of a revision into the hub's cache, resuming after interruptions.
 
-Weight files are downloaded by our own loop, as blobs named by their hash: since version 2, huggingface_hub discards a
-partial file when a download ends early, but a 10 GB shard has to resume where it stopped, also in another process. Their
-SHA-256 is computed while they arrive. The hub's client downloads the other files and links blobs into snapshots.
+Files are downloaded by our own loop, as blobs named by their hash. Since version 2, huggingface_hub discards a partial file
+when a download ends early, but a 10 GB shard has to resume where it stopped, also in another process; and it sleeps as long as
+the hub asks, without a limit. The hash is computed while a file arrives. The hub's client then links blobs into snapshots; it
+downloads only small files for which the hub lists no hash.
 """
 
 import errno
@@ -13,20 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
+from checkpoints.errors import CheckpointError, Unreachable, first_line
 from checkpoints.files import write_atomic
-from checkpoints.hub import (
-    TIMEOUT,
-    CheckpointError,
-    File,
-    Listing,
-    Notify,
-    Unreachable,
-    first_line,
-    pause_or_raise,
-    read_ref,
-    repo_dir,
-    with_retries,
-)
+from checkpoints.hub import File, Listing, read_ref, repo_dir
+from checkpoints.retries import TIMEOUT, Attempts, Notify, require_content, with_retries
 
 BLOCK = 1 << 20  # bytes
 Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded
@@ -84,26 +75,26 @@ def fetch(
         raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {repo_cache.parent}")
     try:
         for file in missing:
-            if file.sha256 is None:
-                _fetch_by_client(repo, listing.commit, file, cache_dir, notify, stop)
+            what = f"{file.name} of {repo} at {revision}"
+            if file.blob is None:
                 count(file.size)
             else:
-                blob = repo_cache / "blobs" / file.sha256
+                blob = repo_cache / "blobs" / file.blob
                 if not blob.exists() or blob.stat().st_size != file.size:
-                    _download(repo, listing.commit, file, blob, notify, count, stop)
-                _fetch_by_client(repo, listing.commit, file, cache_dir, notify, stop)
+                    _download(repo, listing.commit, file, blob, Attempts(what, notify, stop), count)
+            _link(repo, listing.commit, file, cache_dir, what, notify, stop)
         _write_ref(repo_cache / "refs" / revision, listing.commit, required=bool(missing))
     except OSError as error:
         raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
     return directory
 
 
-def _fetch_by_client(
-    repo: str, commit: str, file: File, cache_dir: Path | None, notify: Notify, stop: threading.Event
+def _link(
+    repo: str, commit: str, file: File, cache_dir: Path | None, what: str, notify: Notify, stop: threading.Event
 ) -> None:
-    """Let huggingface_hub download a file, or link its blob into the snapshot if the blob is in the cache."""
+    """Let huggingface_hub link a file's blob into the snapshot, or download the file if the cache has no blob of it."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, httpx
 
     disable_progress_bars()
@@ -111,21 +102,18 @@ def _fetch_by_client(
     def ask() -> None:
         try:
             hf_hub_download(repo, file.name, revision=commit, cache_dir=cache_dir)
-        except LocalEntryNotFoundError as error:  # the client raises it if the hub does not answer
-            if isinstance(error.__cause__, httpx.HTTPError):
+        except LocalEntryNotFoundError as error:  # the client raises it if the hub does not answer, or not as a hub
+            if isinstance(error.__cause__, (httpx.HTTPError, FileMetadataError)):
                 raise error.__cause__ from error
             raise
 
-    with_retries(ask, f"{file.name} of {repo} at {commit[:8]}", notify, stop)
+    with_retries(ask, what, notify, stop)
 
 
-def _download(
-    repo: str, commit: str, file: File, blob: Path, notify: Notify, count: Count, stop: threading.Event
-) -> None:
+def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts, count: Count) -> None:
     """Download a blob, resuming an earlier attempt, and verify its hash."""
     from huggingface_hub.utils import WeakFileLock
 
-    what = f"{file.name} of {repo} at {commit[:8]}"
     blob.parent.mkdir(parents=True, exist_ok=True)
     lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the one that the client uses
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -133,68 +121,79 @@ def _download(
         if blob.exists() and blob.stat().st_size == file.size:  # another process has downloaded it
             return
         for attempt in (1, 2):
-            digest = _receive(repo, commit, file, partial_file(blob), what, notify, count, stop)
-            if digest == file.sha256:
+            digest = _receive(repo, commit, file, partial_file(blob), attempts, count)
+            if digest == blob.name:
                 partial_file(blob).replace(blob)
                 return
             partial_file(blob).unlink()
             count(-file.size)
             if attempt == 1:
-                notify(f"{what}: the content does not match the hash that the hub lists; downloading it again")
+                attempts.notify(
+                    f"{attempts.what}: the content does not match the hash that the hub lists; downloading it again"
+                )
         raise CheckpointError(
-            f"{what} was downloaded twice and does not match its SHA-256 {file.sha256}; the copy on the hub or the "
-            "connection is damaged: try again later, or leave this revision out"
+            f"{attempts.what} was downloaded twice and does not match its {'SHA-256' if file.sha256 else 'git hash'} "
+            f"{blob.name}; the copy on the hub or the connection is damaged: try again later, or leave this revision out"
         )
 
 
-def _receive(
-    repo: str, commit: str, file: File, target: Path, what: str, notify: Notify, count: Count, stop: threading.Event
-) -> str:
-    """Download the rest of a file to `target` and return the SHA-256 of its whole content."""
+def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempts, count: Count) -> str:
+    """Download the rest of a file to `target` and return the hash of its whole content."""
     from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
+    from huggingface_hub.utils import build_hf_headers, httpx
 
     url = hf_hub_url(repo, file.name, revision=commit)
-    sha = hashlib.sha256()
-    have = attempt = 0
+    sha = _new_hash(file)
+    have = 0
     with open(target, "a+b") as handle:
         handle.seek(0)
         while block := handle.read(BLOCK):
             sha.update(block)
             have += len(block)
         if have:
-            notify(f"{what}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
+            attempts.notify(f"{attempts.what}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
             raise OSError(
                 errno.ENOSPC, f"{(file.size - have) / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free"
             )
+        furthest = have
         while have < file.size:
             # Identity: byte positions in a compressed response would differ.
             headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
-            before = have
             try:
                 with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
-                    hf_raise_for_status(response)
+                    require_content(response, attempts.what)
                     if have and response.status_code != 206:  # the server ignored the range: start over
                         handle.truncate(0)
                         count(-have)
-                        sha, have = hashlib.sha256(), 0
+                        sha, have = _new_hash(file), 0
                     for block in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
                         handle.write(block)
                         sha.update(block)
                         count(len(block))
                         have += len(block)
-                        if stop.is_set():
-                            raise Unreachable(f"stopped while fetching {what}")
+                        if attempts.stop.is_set():
+                            raise Unreachable(f"stopped while fetching {attempts.what}")
+                        if have > file.size:  # it would not match the hash, and might never end
+                            break
                 if have < file.size:
                     raise httpx.RemoteProtocolError(f"the response ended after {have:,} of {file.size:,} bytes")
             except httpx.HTTPError as error:
                 handle.flush()
-                attempt = 1 if have > before else attempt + 1
-                pause_or_raise(error, attempt, what, notify, stop)
+                if have - furthest >= BLOCK:  # a few bytes for each attempt are no progress
+                    attempts.restart()
+                    furthest = have
+                attempts.wait_or_raise(error)
     return sha.hexdigest()
+
+
+def _new_hash(file: File) -> "hashlib._Hash":
+    """Start the hash that names a file's blob: SHA-256 in LFS, that of git for small files."""
+    if file.sha256:
+        return hashlib.sha256()
+    return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
 
 
 def _write_ref(reference: Path, commit: str, required: bool) -> None:
@@ -210,8 +209,6 @@ def _write_ref(reference: Path, commit: str, required: bool) -> None:
 
 
 def _describe_error(error: OSError, what: str, cache: Path) -> str:
-    if getattr(getattr(error, "response", None), "status_code", None) == 404:
-        return f"{what} is no longer on the hub as it was listed: the branch has changed; run the same command again"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
             f"{what} does not fit on the disk of {cache} ({first_line(error)}); free some space, set HF_HUB_CACHE to a larger "

@@ -1,25 +1,26 @@
 """Metadata from the hub: a repository's branches, and each branch's files with size and hash, before any download.
 
-The listing of a commit never changes and is cached on disk. After 429, 5xx, time-outs and dropped connections a request is
-retried a bounded number of times, with a message for each retry. If the hub can't be reached, the local cache is used.
+The listing of a commit never changes and is cached on disk. If the hub can't be reached, the local cache is used.
 """
 
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
+from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.files import cache_root, write_atomic
+from checkpoints.retries import PATIENCE, TIMEOUT, Notify, with_retries
 
-ATTEMPTS, ATTEMPTS_TO_CONNECT = 6, 3
-LONGEST_WAIT = 60.0  # seconds between retries, unless the hub asks for more
-TIMEOUT = 30.0  # seconds without a response or a byte
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
 AT_ONCE = 8  # concurrent requests
-BUSY = (408, 429, 500, 502, 503, 504)
 # In the order of preference of transformers.
 FORMATS = {
     "safetensors": r"model(?:-\d{5}-of-(?P<of>\d{5}))?\.safetensors",
@@ -28,17 +29,7 @@ FORMATS = {
 INDEX = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}
 TEXT = (".json", ".txt", ".model")
 CODE = ".py"
-
-T = TypeVar("T")
-Notify = Callable[[str], None]
-
-
-class CheckpointError(Exception):
-    """A checkpoint can't be loaded or can't be trusted; the message states which, why and what to do."""
-
-
-class Unreachable(CheckpointError):
-    """The hub does not respond: offline mode is on, there is no network, or the hub stays busy."""
+COMMIT, SHA256 = r"[0-9a-f]{40}", r"[0-9a-f]{64}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +39,12 @@ class File:
     name: str
     size: int
     sha256: str | None = None  # None for small files, which the hub keeps in git
+    git: str | None = None  # the hash of a small file, if listed
+
+    @property
+    def blob(self) -> str | None:
+        """The name of its content in the cache, the hub's ETag."""
+        return self.sha256 or self.git
 
 
 @dataclass(frozen=True)
@@ -114,13 +111,13 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         The commits by branch, and why the hub could not be reached ("" if it was).
 
     Raises:
-        CheckpointError: if there is no such repository, or the hub can't be reached and nothing is cached.
+        CheckpointError: if the hub refuses access, or can't be reached and nothing is cached.
     """
     from huggingface_hub import HfApi
 
     try:
         found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
-        return {reference.name: reference.target_commit for reference in found.branches}, ""
+        return {str(branch.name): str(branch.target_commit) for branch in found.branches}, ""
     except Unreachable as error:
         references = repo_dir(repo) / "refs"
         files = (file for file in references.rglob("*") if not file.name.startswith("."))  # dot files are being written
@@ -130,47 +127,114 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
 
 
-def list_files(
+def list_files(repo: str, commits: Mapping[str, str], *args: Any, **options: Any) -> dict[str, Listing]:
+    """List the files of each revision, as `list_revisions` does.
+
+    Raises:
+        CheckpointError: if the listing of a revision can't be got.
+    """
+    listings, faults = list_revisions(repo, commits, *args, **options)
+    for error in faults.values():
+        raise error
+    return listings
+
+
+def list_revisions(
     repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
-) -> dict[str, Listing]:
+) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
     """List the files of each revision.
 
     Args:
         commits: the commit of each revision, from `list_branches`, so that listing and download refer to the same commit.
         offline: use cached listings and snapshots only; revisions without either are left out.
+
+    Returns:
+        The listings, and why others can't be got, both by revision. Revisions that do not exist are in neither.
     """
-    found = {revision: _cached_listing(repo, commit) for revision, commit in commits.items()}
-    unknown = [revision for revision, listing in found.items() if listing is None]
+    cached = {revision: _cached_listing(repo, commit) for revision, commit in commits.items()}
+    listings = {revision: listing for revision, listing in cached.items() if listing is not None}
+    unknown = {revision: commit for revision, commit in commits.items() if revision not in listings}
     if offline:
-        found |= {revision: _list_snapshot(repo, commits[revision], cache_dir) for revision in unknown}
-    else:
-        if len(unknown) > AT_ONCE:
-            notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            found |= zip(unknown, pool.map(lambda r: _request_listing(repo, commits[r], notify), unknown), strict=True)
-    return {revision: listing for revision, listing in found.items() if listing is not None}
+        found = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
+        return listings | {revision: listing for revision, listing in found.items() if listing is not None}, {}
+    if len(unknown) > AT_ONCE:
+        notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
+    requested, faults = _request_listings(repo, unknown, notify)
+    return listings | requested, faults
 
 
-def _request_listing(repo: str, commit: str, notify: Notify) -> Listing | None:
+def _request_listings(
+    repo: str, commits: Mapping[str, str], notify: Notify
+) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
+    """Request several listings; stop asking if the latest ones failed and much time has passed."""
+    listings: dict[str, Listing] = {}
+    faults: dict[str, CheckpointError] = {}
+    failed_in_a_row, started, stop = 0, time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        requests = {pool.submit(_request_listing, repo, commits[r], notify, stop): r for r in commits}
+        for request in as_completed(requests):
+            revision = requests[request]
+            try:
+                listing = request.result()
+                failed_in_a_row = 0
+                if listing is not None:
+                    listings[revision] = listing
+            except Unreachable as error:
+                faults[revision] = error
+                failed_in_a_row += 1
+                if failed_in_a_row >= AT_ONCE and time.monotonic() - started > PATIENCE:
+                    stop.set()
+            except CheckpointError as error:
+                faults[revision] = error
+    return listings, faults
+
+
+def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Event) -> Listing | None:
+    """Request the listing of a commit; return None if the hub does not have it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
-    try:
-        info = with_retries(
-            lambda: HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=TIMEOUT),
-            f"the files of {repo} at {commit[:8]}",
-            notify,
-        )
-    except RevisionNotFoundError:
+    def ask() -> Listing | None:
+        try:
+            info = HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=TIMEOUT)
+        except RevisionNotFoundError:
+            return None
+        if info.sha != commit:
+            raise ValueError(f"it is about the commit {info.sha!r}")
+        return Listing(commit, tuple(_file(sibling) for sibling in info.siblings or []))
+
+    what = f"the files of {repo} at {commit[:8]}"
+    if not _is(COMMIT, commit):
+        raise CheckpointError(f"the hub states {commit!r} as the commit of a branch of {repo}; leave its step out")
+    if stop.is_set():
+        raise Unreachable(f"can't get {what}: the hub was not asked, since it failed to list those before it")
+    listing = with_retries(ask, what, notify, stop)
+    if listing is None:
         return None
-    files = [File(s.rfilename, s.size or 0, s.lfs.sha256 if s.lfs else None) for s in info.siblings or []]
-    listing = Listing(commit, tuple(files))
     try:
         _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in files]).encode())
+        write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in listing.files]).encode())
     except OSError:
         pass  # a cache that can't be written: the listing is requested again next time
     return listing
+
+
+def _file(sibling: "RepoSibling") -> File:
+    """Check a file's entry in a listing.
+
+    Raises:
+        ValueError: for a name, size or hash that can't be one.
+    """
+    name, size, sha256 = sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None
+    if not isinstance(name, str) or not isinstance(size, int) or size < 0:
+        raise ValueError(f"it lists {name!r} with size {size!r}")
+    if sha256 and not _is(SHA256, sha256):
+        raise ValueError(f"it lists {name!r} with SHA-256 {sha256!r}")
+    return File(name, size, sha256, None if sha256 or not _is(COMMIT, sibling.blob_id) else sibling.blob_id)
+
+
+def _is(pattern: str, value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _cached_listing(repo: str, commit: str) -> Listing | None:
@@ -192,8 +256,7 @@ def _list_snapshot(repo: str, commit: str, cache_dir: Path | None) -> Listing | 
     files = []
     for file in sorted(path for path in snapshot.rglob("*") if path.is_file()):
         blob = file.resolve().name
-        named_by_hash = re.fullmatch(r"[0-9a-f]{64}", blob) is not None
-        files.append(File(str(file.relative_to(snapshot)), file.stat().st_size, blob if named_by_hash else None))
+        files.append(File(str(file.relative_to(snapshot)), file.stat().st_size, blob if _is(SHA256, blob) else None))
     return Listing(commit, tuple(files))
 
 
@@ -210,72 +273,3 @@ def read_ref(reference: Path) -> str:
         return reference.read_text().strip()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return ""
-
-
-def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: threading.Event | None = None) -> T:
-    """Call `ask`, and retry after transient errors; `notify` receives the reason and the waiting time of each retry.
-
-    Raises:
-        Unreachable: if all attempts fail, with the last reason.
-        CheckpointError: if there is no such repository.
-    """
-    from huggingface_hub import get_session
-    from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
-    from huggingface_hub.utils import httpx
-
-    get_session().timeout = TIMEOUT  # by default the client waits for ever
-    stop = stop or threading.Event()
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return ask()
-        except RepositoryNotFoundError as error:
-            raise CheckpointError(
-                f"can't get {what}: the hub has no such repository (or it is private and you are not logged in)"
-            ) from error
-        except OfflineModeIsEnabled as error:
-            raise Unreachable(f"can't get {what}: offline mode is on (HF_HUB_OFFLINE)") from error
-        except httpx.HTTPError as error:
-            pause_or_raise(error, attempt, what, notify, stop)
-
-
-def pause_or_raise(error: Exception, attempt: int, what: str, notify: Notify, stop: threading.Event) -> None:
-    """Wait before the next attempt if the error is transient and attempts are left.
-
-    Raises:
-        Unreachable: if no attempt is left, or `stop` is set.
-        Exception: the error itself, if it is not transient.
-    """
-    from huggingface_hub.utils import httpx
-
-    response = getattr(error, "response", None)
-    if not isinstance(error, httpx.TransportError) and (response is None or response.status_code not in BUSY):
-        raise error
-    status = f"{response.status_code} {response.reason_phrase}" if response is not None else ""
-    reason = status or f"{type(error).__name__}: {first_line(error)}"
-    # Without a network every connection fails at once; a few attempts suffice to tell that from a transient failure.
-    attempts = ATTEMPTS_TO_CONNECT if isinstance(error, httpx.ConnectError) else ATTEMPTS
-    if attempt >= attempts:
-        raise Unreachable(f"can't get {what}: the hub can't be reached ({reason}, {attempt} attempts)") from error
-    wait = (response is not None and _retry_after(response.headers)) or min(LONGEST_WAIT, 2.0 ** (attempt - 1))
-    notify(f"{what}: {reason}; trying again in {wait:.0f} s ({attempt} of {attempts - 1})")
-    if stop.wait(wait):
-        raise Unreachable(f"stopped while waiting for {what}") from error
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a busy hub asks the client to wait."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    limit = parse_ratelimit_headers(headers)
-    if limit is not None and limit.remaining == 0:
-        return limit.reset_in_seconds + 1.0  # whole seconds, rounded down
-    after = headers.get("retry-after", "")
-    return float(after) if after.isdigit() else None
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, and the second where the first announces it with a colon."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])

@@ -10,15 +10,17 @@ import hashlib
 import os
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints import files, hub
-from checkpoints.hub import CheckpointError, File, Listing, missing_shards
+from checkpoints.errors import CheckpointError, Unreachable
+from checkpoints.hub import File, Listing, missing_shards
+from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite, join_names
 
 if TYPE_CHECKING:
@@ -40,30 +42,38 @@ class Examination:
     listings: dict[str, Listing]  # by revision
     suspect: dict[int, str]  # reasons by step, for the chosen steps
     offline: str = ""  # why the hub could not be reached, or ""
+    unlisted: dict[str, str] = field(default_factory=dict)  # why the files of revisions are not known
 
 
-def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: hub.Notify = print) -> Examination:
+def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) -> Examination:
     """List the files of a suite's revisions and compare their hashes.
 
-    All revisions are compared; of a suite with more than 200, only the chosen ones and the last. A suite that is not on
-    the hub has no listings.
+    All revisions are compared; of a suite with more than 200, only the chosen ones and the last. Those that the hub does not
+    list are reported and not compared. A suite that is not on the hub has no listings.
     """
     if not suite.on_hub:
         return Examination({}, {})
     try:
         commits, offline = hub.list_branches(suite.source, notify)
-    except hub.Unreachable as error:  # the table of known defects works offline
+    except Unreachable as error:  # the table of known defects works offline
         commits, offline = {}, str(error.__cause__)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     found = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings = hub.list_files(suite.source, found, suite.cache_dir, bool(offline), notify)
-    suspect = find_suspects(compared, listings, online=not offline)
-    return Examination(listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline)
+    listings, faults = hub.list_revisions(suite.source, found, suite.cache_dir, bool(offline), notify)
+    if not_compared := [c.name for c in compared if c.name in faults]:
+        first = not_compared[0]
+        notify(f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}")
+    suspect = find_suspects(compared, listings, online=not offline, unlisted=faults)
+    unlisted = {revision: str(error) for revision, error in faults.items()}
+    return Examination(listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline, unlisted)
 
 
 def find_suspects(
-    checkpoints: Sequence[Checkpoint], listings: Mapping[str, Listing], online: bool = True
+    checkpoints: Sequence[Checkpoint],
+    listings: Mapping[str, Listing],
+    online: bool = True,
+    unlisted: Container[str] = (),
 ) -> dict[int, str]:
     """Find suspect checkpoints and return the reasons by step: known defects, missing files, files of other revisions.
 
@@ -71,6 +81,7 @@ def find_suspects(
         checkpoints: the checkpoints to compare, including the last of the training.
         listings: by revision. With `online`, a revision without a listing is missing on the hub.
         online: whether the listings come from the hub; a revision missing from the cache may still exist.
+        unlisted: revisions of which the hub gives no listing.
     """
     reasons: dict[int, list[str]] = defaultdict(list)
     for checkpoint in checkpoints:
@@ -79,7 +90,7 @@ def find_suspects(
         listing = listings.get(checkpoint.name)
         if listing is not None:
             reasons[checkpoint.step] += _missing(listing)
-        elif online:
+        elif online and checkpoint.name not in unlisted:
             reasons[checkpoint.step].append(f"{checkpoint.source} has no revision {checkpoint.name}")
     by_step = {c.step: listings[c.name].weights for c in checkpoints if c.name in listings}
     for step, reason in _shared(by_step, last=max(c.step for c in checkpoints)).items():

@@ -9,7 +9,8 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
-from checkpoints.hub import CheckpointError, first_line, list_branches
+from checkpoints.errors import CheckpointError, first_line
+from checkpoints.hub import list_branches
 
 if TYPE_CHECKING:
     from torch import nn

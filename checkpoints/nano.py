@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.errors import CheckpointError
 from checkpoints.fetch import cached_snapshot
 from checkpoints.files import Lock, cache_root, write_atomic
-from checkpoints.hub import CheckpointError
 from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkpoints.hub import CheckpointError
+from checkpoints.errors import CheckpointError
 from checkpoints.suites import Suite, join_names
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from checkpoints import hub, nano
+from checkpoints.retries import Notify
 
 PYTHIA_SIZES = ("14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
 PYTHIA_DEDUPED = PYTHIA_SIZES[2:]
@@ -133,7 +134,7 @@ def find_suite(
     revisions: str | None = None,
     stage: str | None = None,
     lightning: bool = False,
-    notify: hub.Notify = print,
+    notify: Notify = print,
 ) -> Suite:
     """Find the suite named `model`: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
 
@@ -213,7 +214,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     return _suite(name, str(path), checkpoints, stage)
 
 
-def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: hub.Notify) -> Suite:
+def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:
     names, _ = hub.list_branches(repo, notify)
     family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
     found = [_parse(branch, repo, branch, pattern or re.compile(family.revisions)) for branch in names]

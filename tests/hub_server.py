@@ -7,6 +7,8 @@ datasets--ORG--NAME). Weight files are in LFS: their ETag is their SHA-256; othe
 import hashlib
 import json
 import re
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ class Fault:
     slow: float = 0.0  # seconds of delay per 64 kB
     content: Callable[[bytes], bytes] | None = None  # changes the content, under the hash of the original
     then: Callable[[], None] | None = None  # called before answering
+    reset: bool = False  # the connection is reset in place of an answer
 
 
 @dataclass
@@ -80,6 +83,10 @@ class Handler(BaseHTTPRequestHandler):
             fault.times -= 1
             if fault.then:
                 fault.then()
+            if fault.reset:
+                self.close_connection = True
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return self.connection.close()
             if fault.status:
                 return self.reply(b"", True, fault.headers, fault.status)
         parts = unquote(self.path.split("?")[0]).strip("/").split("/")

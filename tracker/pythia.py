@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints import nano
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
-from checkpoints.hub import CheckpointError, first_line
+from checkpoints.errors import CheckpointError, first_line
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse

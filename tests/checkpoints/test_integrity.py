@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from checkpoints.hub import CheckpointError, File, Listing, Unreachable, missing_shards
+from checkpoints.errors import CheckpointError, Unreachable
+from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.integrity import examine, files_digest, find_repeats, find_suspects, fingerprint, known_defect
 from checkpoints.suites import Checkpoint, find_suite
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkpoints import nano, scores
-from checkpoints.hub import CheckpointError
+from checkpoints.errors import CheckpointError
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
 from tests.conftest import TINY
 

@@ -12,7 +12,7 @@ import torch
 import tracker
 from benchmarks import shapes
 from checkpoints import integrity
-from checkpoints.hub import CheckpointError
+from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
 from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots

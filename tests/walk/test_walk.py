@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 
 import tracker
-from checkpoints.hub import CheckpointError
+from checkpoints.errors import CheckpointError
 from checkpoints.load import load
 from tracker import pythia
 from tracker.analysis.statistics import scalars

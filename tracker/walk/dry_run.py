@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import integrity
 from checkpoints.configuration import runs_own_code
 from checkpoints.disk import missing_files
+from checkpoints.errors import CheckpointError
 from checkpoints.fetch import fetch, snapshot_dir
-from checkpoints.hub import CheckpointError, Listing
+from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.suites import Checkpoint, join_names
 from tracker.walk.plan import Plan, Selection
@@ -150,7 +151,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
     """Return a model with `BLOCKS` blocks, the whole model, perhaps without weights, and the tokenizer."""
     selection, measurement = plan.selection, plan.measurement
     with_tokenizer = with_tokenizer and isinstance(measurement.inputs, list)  # of prompts
-    checkpoint = next((c for c in missing if c.seed is None), missing[0])
+    checkpoint = next((c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0])
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
@@ -159,6 +160,8 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
         return model, model, tokenizer
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
     listing = selection.listings.get(checkpoint.revision)
+    if checkpoint.name in selection.unlisted:
+        raise CheckpointError(selection.unlisted[checkpoint.name])
     if not selection.suite.on_hub and not (directory / "config.json").is_file():  # the embedded suite
         raise CheckpointError(
             "nano is trained first, in about 90 s on two cores; a dry run after that times its blocks"

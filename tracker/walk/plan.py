@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import hub, integrity, scores
 from checkpoints.configuration import fetch_code
 from checkpoints.disk import DiskBudget
+from checkpoints.errors import CheckpointError, first_line
 from checkpoints.suites import UNTRAINED, Checkpoint, Suite, find_suite
 from tracker.walk.command import Walk
 from tracker.walk.prompts import load_prompts, prompts_digest
@@ -31,6 +32,7 @@ class Selection:
     suspect: dict[int, str]  # steps measured though suspect, and why
     listings: dict[str, hub.Listing]  # by revision
     offline: str  # why the hub is not used, or ""
+    unlisted: dict[str, str]  # why the hub gives no listing of revisions
 
     def digest(self, checkpoint: Checkpoint) -> str:
         """Return a hash of a checkpoint's weight files; "" if there are none, or if they would have to be fetched first."""
@@ -43,7 +45,7 @@ class Selection:
                 return integrity.files_digest(directory, listing)
             try:
                 directory = self.cached(checkpoint)
-            except hub.CheckpointError:
+            except CheckpointError:
                 return ""
         return integrity.files_digest(directory, listing)
 
@@ -173,7 +175,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
     listings = examined.listings
     if walk.trust_remote_code:
         listings = {name: replace(listing, with_code=True) for name, listing in listings.items()}
-    return Selection(suite, kept, excluded, suspect, listings, examined.offline)
+    return Selection(suite, kept, excluded, suspect, listings, examined.offline, examined.unlisted)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -230,7 +232,7 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ValueError(
-            f"--inputs {walk.inputs} can't be read ({hub.first_line(error)}); give a file that torch.save wrote, with a tensor "
+            f"--inputs {walk.inputs} can't be read ({first_line(error)}); give a file that torch.save wrote, with a tensor "
             "or a dictionary of tensors"
         ) from error
     return digest(inputs)[:16], inputs, {}

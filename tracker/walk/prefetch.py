@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
+from checkpoints.errors import CheckpointError
 from checkpoints.fetch import fetch
 from checkpoints.files import Lock
-from checkpoints.hub import CheckpointError, repo_dir
+from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.walk.plan import Selection
 from tracker.walk.progress import Progress
@@ -74,7 +75,8 @@ class Prefetched:
         repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
         listing = selection.listings.get(revision)
         if listing is None:
-            raise CheckpointError(f"{repo} has no revision {revision}; see its branches on the hub")
+            missing = f"{repo} has no revision {revision}; see its branches on the hub"
+            raise CheckpointError(selection.unlisted.get(revision, missing))
         if selection.offline:
             return fetch(repo, revision, listing, cache_dir, offline=selection.offline)
         while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
