@@ -13,6 +13,7 @@ from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
 from tracker.results import Store
 from tracker.training import measurement
+from tracker.training.ranks import Failure
 from tracker.training.run_store import claim
 from tracker.training.skipped import Skipped
 
@@ -115,10 +116,10 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     watch = Watch(2, save_dir=tmp_path)
     with warnings.catch_warnings(record=True, action="always") as caught:
         fit(trainer([watch]))
-    said = [str(w.message) for w in caught if "not measured" in str(w.message)]
+    said = [str(w.message) for w in caught if "not measured" in str(w.message) or "skipped" in str(w.message)]
     assert said == [
         "step 0 is not measured (RuntimeError: no kernel for this shape); training continues",
-        "5 steps were not measured: 0, 2, 4, 6, 8 (the last: RuntimeError: no kernel for this shape)",
+        "5 steps were skipped: 0, 2, 4, 6, 8 (the last: RuntimeError: no kernel for this shape)",
     ]
     assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
 
@@ -133,7 +134,7 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
         fit(trainer([watch], logger=logger))
     assert "coupling/skipped" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
     page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()
-    assert "Step 4 could not be measured: RuntimeError: no kernel for this shape" in page
+    assert "Step 4 has no results: RuntimeError: no kernel for this shape" in page
 
 
 def test_a_resumed_run_forgets_later_skips(tmp_path):
@@ -141,8 +142,8 @@ def test_a_resumed_run_forgets_later_skips(tmp_path):
     assert claim(store, {}, 0, resumed=False) is None
     skipped = Skipped(store)
     with pytest.warns(UserWarning, match="step 3 is not measured"):
-        skipped.add(3, RuntimeError("first"))
-        skipped.add(7, RuntimeError("second"))
+        skipped.add(3, Failure("RuntimeError", "RuntimeError: first"))
+        skipped.add(7, Failure("RuntimeError", "RuntimeError: second"))
     store.file(5).touch()  # a unit
     assert claim(store, {}, 5, resumed=True) is None
     assert store.skipped() == {3: "RuntimeError: first"}
@@ -166,4 +167,4 @@ def test_a_failure_on_one_of_two_ranks_is_skipped_on_both(tmp_path, strategy):
     ran = run_process("--out", tmp_path, "--strategy", strategy, "--devices", 2, "--fail_at", 4)
     assert ran.returncode == 0, ran.stderr
     assert Store(tmp_path / "store").steps() == [0, 2, 6, 8]
-    assert Store(tmp_path / "store").skipped() == {4: "RuntimeError: planted on rank 1"}
+    assert Store(tmp_path / "store").skipped() == {4: "RuntimeError on rank 1: planted"}

@@ -23,7 +23,7 @@ def doubts(ds: xr.Dataset, store: Store) -> list[str]:
     undefined values.
     """
     steps = [int(step) for step in ds["step"].values]
-    lines = [f"Step {step:,} could not be measured: {why}" for step, why in store.skipped().items()]
+    lines = [f"Step {step:,} has no results: {why}" for step, why in store.skipped().items()]
     lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
     revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
     lines += [

@@ -8,6 +8,7 @@ the random state. Step s is the state after s optimizer steps.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any, Literal, Unpack
 
@@ -17,7 +18,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from tracker.blocks.find import Named
-from tracker.device_errors import is_device_error
 from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
 from tracker.measurement import to_dataset
@@ -30,9 +30,10 @@ from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
 from tracker.training.averaging import check_readable, measured_module, replaces_raw_weights
-from tracker.training.measurement import FAILURES, measure_probe, measuring_device
+from tracker.training.measurement import measure_probe, measuring_device
 from tracker.training.overhead import Overhead
 from tracker.training.publisher import Log, Publisher, checked
+from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward, Target, find_target
 
@@ -47,7 +48,7 @@ class CouplingCallback(Callback):
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each rank measures all.
 
     If memory runs out, the callback tries again with half the memory budget and with a quarter. It skips a measurement
-    that still runs out or fails numerically, with a warning; `skipped.reasons`, the store and its page name these steps.
+    that still runs out or fails, on all ranks, with a warning; `skipped.reasons`, the store and its page name these steps.
     An error of the device itself ends the training. On devices without float64 (MPS), the CPU measures.
 
     Args:
@@ -67,7 +68,8 @@ class CouplingCallback(Callback):
         log: "headline", the numbers that docs/training.md lists; "all", about 170 with the default measures; or a list of
             metrics, with * for any characters.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
-        on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`.
+        on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`. If it raises, a
+            warning says so, and the training continues.
         max_overhead: the share of the run's time above which a warning states, once, that measuring takes too long.
             None: never.
         thin: instead of the warning, skip scheduled steps (never the ends) that would raise the share above
@@ -137,6 +139,7 @@ class CouplingCallback(Callback):
         # Of the present fit:
         self.first_batch_seen = False
         self.overhead = Overhead(max_overhead)
+        self.ranks = Ranks()
         self.skipped = Skipped(None)
         self.publisher = self._publisher(())
 
@@ -181,24 +184,23 @@ class CouplingCallback(Callback):
         """Claim the store for this run."""
         self.first_batch_seen = False
         self.overhead = Overhead(self.max_overhead)
-        self.skipped = Skipped(self.store if trainer.is_global_zero else None)
+        self.ranks = Ranks(trainer.global_rank, trainer.world_size)
+        self.skipped = Skipped(self.store if trainer.is_global_zero else None, warns=trainer.is_global_zero)
         self.publisher = self._publisher([LightningAdapter(logger, self.prefix) for logger in trainer.loggers])
-        self.measured = self.settings
-        if self.store is not None:
-            refusal = None
-            if trainer.is_global_zero:
-                refusal = run_store.claim(self.store, self._identity(), trainer.global_step, self.last_checked >= 0)
-            if refusal := trainer.strategy.broadcast(refusal):
-                raise UsageError(refusal)
-            self.measured = trainer.strategy.broadcast(self.store.continued(self.settings))
+        store, now = self.store if trainer.is_global_zero else None, (trainer.global_step, self.last_checked >= 0)
+        with isolate_rng():
+            claim = partial(run_store.open_for_run, store, self.settings, self._identity(), *now)
+            opened = self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
+        self.measured = trainer.strategy.broadcast(opened)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure before the first step, and at the step of a checkpoint that was saved before it was measured."""
         if not self.first_batch_seen:
             self.first_batch_seen = True
-            given = self.given_probe(trainer, pl_module) if callable(self.given_probe) else self.given_probe
-            probe = probes.resolve(given, self.probe, batch, self.max_samples)
-            self.probe = trainer.strategy.broadcast(probe)
+            given = self.given_probe
+            given = partial(given, trainer, pl_module) if callable(given) else given
+            resolve = partial(probes.resolve, given, self.probe, batch, self.max_samples)
+            self.probe = trainer.strategy.broadcast(self.ranks.together(resolve, during="took the probe", fatal=FAILED))
         if self.last_checked < trainer.global_step:
             self._measure_if_due(trainer, pl_module, force=self.ends and self.last_checked < 0)
 
@@ -224,6 +226,7 @@ class CouplingCallback(Callback):
         if not self.regular:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_above_limit(self.overhead.share, "this run")
         self.skipped.summarize()
+        self.ranks.close()
 
     def _publisher(self, loggers: Sequence[LightningAdapter]) -> Publisher:
         return Publisher(loggers, self.logged, self.prefix, self.heatmaps, self.store, self.on_measure)
@@ -240,34 +243,46 @@ class CouplingCallback(Callback):
         if not due or self.last_measured == step:
             return
         with isolate_rng(), self.overhead:
-            unit = self._measure(trainer, module)
-            self.last_measured = step
-            if unit is not None:
-                self.publisher.publish(trainer, unit)
+            self._measure_and_publish(trainer, module, step)
         cost = self.overhead.last, self.overhead.last_share
-        self.publisher.report_cost(step, *cost, skipped=len(self.skipped.reasons))
+        self._attempt(step, "not logged", self.publisher.report_cost, step, *cost, len(self.skipped.reasons))
         if self.regular and not self.thin:
             self.overhead.warn_above_limit(self.overhead.last_share, "the time since the last measurement")
 
-    def _measure(self, trainer: Trainer, module: LightningModule) -> xr.Dataset | None:
-        """Return the unit of the present step, or warn and return None."""
+    def _measure_and_publish(self, trainer: Trainer, module: LightningModule, step: int) -> None:
+        """Measure a step and send it everywhere; skip what fails, on all ranks."""
+        # At first no training time is lost yet, and later steps would fail too.
+        together = partial(self._together, step, fatal=MISTAKE if self.last_measured < 0 else LOST)
+        try:
+            unit = self._measure(trainer, module, together)
+            row = self._together(step, self.publisher.row, unit, fatal=MISTAKE)
+        except Failure as failure:
+            self.last_measured = step
+            return self.skipped.add(step, failure)
+        self.last_measured = step
+        self.publisher.update_metrics(trainer, row)
+        for failed, sink in self.publisher.sinks().items():
+            self._attempt(step, failed, sink, trainer, row, unit)
+
+    def _together(self, step: int, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return self.ranks.together(part, *arguments, during=f"measured step {step}", **options)
+
+    def _attempt(self, step: int, failed: str, part: Callable[..., Any], *arguments: Any) -> None:
+        """Run a part on all ranks; record that it failed if it does on one."""
+        try:
+            self._together(step, part, *arguments)
+        except Failure as failure:
+            self.skipped.add(step, failure, failed)
+
+    def _measure(self, trainer: Trainer, module: LightningModule, together: Callable[..., Any]) -> xr.Dataset:
+        """Return the unit of the present step."""
         assert self.target is not None
         started = time.perf_counter()
         model = self.target.model(measured_module(self, trainer, module, self.weights))
         blocks, device = self.target.blocks, measuring_device(trainer)
-        try:
-            samples = measure_probe(trainer, model, blocks, self.probe, self.tokenizer, self.measured, device)
-        except FAILURES as error:
-            if is_device_error(error):
-                error.add_note(
-                    f"while CouplingCallback measured step {trainer.global_step}; the training can't continue"
-                )
-                raise
-            if isinstance(error, UsageError) and self.last_measured < 0:
-                raise  # no training time is lost yet, and later steps would fail too
-            self.skipped.add(trainer.global_step, error)
-            return None
-        unit = to_dataset(samples, model, blocks, self.measured, device, self.probe, started)
+        probe, settings = self.probe, self.measured
+        samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
         unit = unit.assign_coords(step=trainer.global_step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

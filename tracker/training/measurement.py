@@ -1,25 +1,24 @@
 """Measure the probe on the ranks of a training run."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
-from tracker.capture.replicas.sharded import FAILURES, portable
-from tracker.device_errors import is_allocation_failure, is_device_error
+from tracker.device_errors import is_allocation_failure
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
 from tracker.provenance import has_float64
 from tracker.training import probe as probes
+from tracker.training.ranks import Ranks
 
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
 
@@ -31,7 +30,8 @@ def measuring_device(trainer: Trainer) -> torch.device:
 
 
 def measure_probe(
-    trainer: Trainer,
+    ranks: Ranks,
+    together: Callable[..., list[Sample]],
     model: nn.Module,
     blocks: Blocks,
     probe: Any,
@@ -41,30 +41,25 @@ def measure_probe(
 ) -> list[Sample]:
     """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
 
+    Args:
+        together: `ranks.together`, for this measurement.
+
     Raises:
-        Exception: one of `FAILURES`, the same on every rank, if any rank fails; a device error, only where it happened.
+        Failure: on every rank, if any rank fails.
+        Exception: as `Ranks.together`.
     """
-    rank, ranks = trainer.global_rank, trainer.world_size
     # All ranks gather sharded weights together, block by block: each measures all samples.
     shared = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    samples, error = [], None
-    try:
-        if not shared or rank < probes.sample_count(probe):
-            part = probes.select_samples(probe, slice(rank, None, ranks)) if shared else probe
-            calls = probes.forward_calls(model, part, tokenizer)
-            samples = _measure_with_less_memory(model, blocks, calls, settings, device)
-    except FAILURES as caught:
-        if ranks == 1 or is_device_error(caught):
-            raise
-        error = portable(caught)
-    if ranks > 1:
-        parts: list[Any] = [None] * ranks
-        torch.distributed.all_gather_object(parts, (samples if shared else [], error))
-        error = next((error for _, error in parts if error is not None), None)
-        if error is not None:
-            raise error
-        samples = probes.interleave([samples for samples, _ in parts]) if shared else samples
-    return samples
+
+    def measure_own() -> list[Sample]:
+        if shared and ranks.rank >= probes.sample_count(probe):
+            return []
+        part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
+        calls = probes.forward_calls(model, part, tokenizer)
+        return _measure_with_less_memory(model, blocks, calls, settings, device)
+
+    samples = together(measure_own, gathers=not shared)
+    return probes.interleave(ranks.gather(samples)) if shared else samples
 
 
 def _measure_with_less_memory(

@@ -36,9 +36,10 @@ def resolve(given: Any, loaded: Any, batch: Any, max_samples: int) -> Any:
     """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
 
     Args:
-        given: the probe passed to the callback, or None.
+        given: the probe passed to the callback, a function that returns it, or None.
         loaded: the probe of a checkpoint or of the sanity check, or None.
     """
+    given = given() if callable(given) else given
     given = None if given is None else cpu_copy(given)
     if loaded is None:
         return first_samples(batch, max_samples) if given is None else given

@@ -14,7 +14,6 @@ from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import Row
 from tracker.measures.headline import UNDEFINED
-from tracker.notices import warn_caller
 from tracker.results import Store
 
 COST = ("coupling/seconds", "coupling/share")
@@ -56,30 +55,42 @@ class Publisher:
     store: Store | None
     on_measure: Callable[[xr.Dataset], None] | None
 
-    def publish(self, trainer: Trainer, unit: xr.Dataset) -> None:
-        """Send a unit.
+    def row(self, unit: xr.Dataset) -> Row:
+        """Return the row of a unit.
 
         Raises:
             UsageError: if a name in `log` is no metric.
         """
         row = Row.from_unit(unit)
+        self._chosen(row)
+        return row
+
+    def update_metrics(self, trainer: Trainer, row: Row) -> None:
+        """Give the metrics to the other callbacks; an undefined value would make EarlyStopping end the run."""
+        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
+        trainer.callback_metrics.update(finite)
+
+    def store_unit(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
+        """Write a unit to the store, on rank 0."""
+        if self.store is not None and trainer.is_global_zero:
+            self.store.write(row.step, unit)
+
+    def call(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
+        """Call the user's function, on rank 0."""
+        if self.on_measure is not None and trainer.is_global_zero:
+            self.on_measure(unit)
+
+    def log_row(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
+        """Log the chosen metrics, and the pictures on rank 0."""
         logged = self._chosen(row)
         for logger in self.loggers:
             if trainer.is_global_zero and self.heatmaps:
                 logger.images(row)
             logger.log(logged)
-        # An undefined value would make EarlyStopping end the run.
-        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
-        trainer.callback_metrics.update(finite)
-        if not trainer.is_global_zero:
-            return
-        if self.store is not None:
-            try:
-                self.store.write(row.step, unit)
-            except OSError as error:
-                warn_caller(f"step {row.step} is measured but not stored: {error}; training continues")
-        if self.on_measure is not None:
-            self.on_measure(unit)
+
+    def sinks(self) -> dict[str, Callable[..., None]]:
+        """Return the places that a unit is sent to, by what to say if one fails."""
+        return {"not logged": self.log_row, "not stored": self.store_unit, "on_measure failed": self.call}
 
     def report_cost(self, step: int, seconds: float, share: float, skipped: int) -> None:
         """Log what a measurement took, and the number of skipped steps once there is one."""

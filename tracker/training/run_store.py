@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tracker.errors import UsageError
 from tracker.measures.settings import OPTIONS, Settings
 from tracker.provenance import SCHEMA
 from tracker.results import Store
@@ -12,6 +13,25 @@ def identity(settings: Settings, weights: str) -> dict[str, Any]:
     """Return the settings that all units of the store share."""
     shared = settings.identity([name for name in OPTIONS if name != "pair_layers"])
     return {"schema": SCHEMA, **shared, "dtype": f"torch.{settings.dtype}", "weights": weights}
+
+
+def open_for_run(
+    store: Store | None, settings: Settings, shared: Mapping[str, Any], step: int, resumed: bool
+) -> Settings:
+    """Claim a store, if there is one; return the settings that continue it.
+
+    Args:
+        shared: the settings that all its units share.
+        step, resumed: as in `claim`.
+
+    Raises:
+        UsageError: if the store can't be used.
+    """
+    if store is None:
+        return settings
+    if refusal := claim(store, shared, step, resumed):
+        raise UsageError(refusal)
+    return store.continued(settings)
 
 
 def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:

@@ -1,10 +1,11 @@
-"""Schedules of measurements: functions step -> bool.
+"""Schedules of measurements: functions step -> bool. Those of this module can be pickled, for processes that are spawned.
 
 Step s is the state after s optimizer steps, step 0 the state before training. It is `trainer.global_step` and the number
 in a checkpoint's file name. Lightning logs the loss of the batch that led to step s at s - 1.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from tracker.errors import UsageError
 
@@ -19,6 +20,33 @@ def log2(step: int) -> bool:
 def pythia(step: int) -> bool:
     """Whether Pythia has a published checkpoint of a step: 0, 1, 2, 4, ..., 512, and every 1000."""
     return step % 1000 == 0 or (step <= 512 and log2(step))
+
+
+def never(step: int) -> bool:
+    """Include no step."""
+    return False
+
+
+@dataclass(frozen=True)
+class Every:
+    """Every n-th step, from step 0 on."""
+
+    n: int
+
+    def __call__(self, step: int) -> bool:
+        """Whether a step is a multiple of n."""
+        return step % self.n == 0
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Some steps."""
+
+    steps: frozenset[int]
+
+    def __call__(self, step: int) -> bool:
+        """Whether a step is one of them."""
+        return step in self.steps
 
 
 NAMED = {"log2": log2, "pythia": pythia}
@@ -44,15 +72,14 @@ def choose(
         raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs, steps and schedule")
     if every_n_epochs is not None:
         positive("every_n_epochs", every_n_epochs)
-        return lambda step: False
+        return never
     if every_n_steps is not None:
-        n = positive("every_n_steps", every_n_steps)
-        return lambda step: step % n == 0
+        return Every(positive("every_n_steps", every_n_steps))
     if steps is not None:
-        chosen = set(steps)
+        chosen = frozenset(steps)
         if not chosen or not all(isinstance(step, int) and step >= 0 for step in chosen):
             raise UsageError(f"steps={steps!r}; give the optimizer steps to measure, whole numbers from 0 on")
-        return chosen.__contains__
+        return Listed(chosen)
     if schedule is None or isinstance(schedule, str):
         if (schedule or "log2") not in NAMED:
             raise UsageError(

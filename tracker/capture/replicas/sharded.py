@@ -33,6 +33,7 @@ Gather = Callable[[Tensor], Tensor]
 FAILURES = (RuntimeError, ValueError, ArithmeticError, MemoryError)
 RUNNING, FAILED, OUT_OF_MEMORY = range(3)
 END = -1
+ON_RANK = "on rank "
 
 
 def gather_alone(tensor: Any) -> Tensor:
@@ -64,13 +65,18 @@ def gathering_together(model: nn.Module) -> Iterator[Gather]:
 
 
 def portable(error: Exception) -> Exception:
-    """Return an error that can be sent to other ranks: of one of four types, without the frames and their tensors."""
+    """Return an error that can be sent to other ranks: of one of four types, without the frames and their tensors.
+
+    A note names this rank.
+    """
+    sent = RuntimeError(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")
     if is_allocation_failure(error):
-        return torch.OutOfMemoryError(str(error))
+        sent = torch.OutOfMemoryError(str(error))
     for kind in (UsageError, FloatingPointError):
         if isinstance(error, kind):
-            return kind(str(error))
-    return error if type(error) is RuntimeError else RuntimeError(f"{type(error).__name__}: {error}")
+            sent = kind(str(error))
+    sent.add_note(f"{ON_RANK}{torch.distributed.get_rank()}")
+    return sent
 
 
 class _Ended(BaseException):
