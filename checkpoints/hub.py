@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.files import cache_root, write_atomic
@@ -127,13 +127,15 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
 
 
-def list_files(repo: str, commits: Mapping[str, str], *args: Any, **options: Any) -> dict[str, Listing]:
+def list_files(
+    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
+) -> dict[str, Listing]:
     """List the files of each revision, as `list_revisions` does.
 
     Raises:
         CheckpointError: if the listing of a revision can't be got.
     """
-    listings, faults = list_revisions(repo, commits, *args, **options)
+    listings, faults = list_revisions(repo, commits, cache_dir, offline, notify)
     for error in faults.values():
         raise error
     return listings
@@ -208,7 +210,7 @@ def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Eve
         raise CheckpointError(f"the hub states {commit!r} as the commit of a branch of {repo}; leave its step out")
     if stop.is_set():
         raise Unreachable(f"can't get {what}: the hub was not asked, since it failed to list those before it")
-    listing = with_retries(ask, what, notify, stop)
+    listing = with_retries(ask, what, notify)
     if listing is None:
         return None
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import retries
+from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.fetch import cached_snapshot, fetch
@@ -180,6 +180,91 @@ def test_revision_that_moves_after_the_listing_is_fetched_as_listed(fetcher):
     fetcher.published(2).rename(fetcher.root / "gone")
     with pytest.raises(CheckpointError, match="step2 is no longer on the hub as it was listed"):
         fetcher.fetch(2, commits)
+
+
+WEDNESDAY = "Wed, 21 Oct 2015 07:30:10 GMT"
+PAUSES = {
+    "none": ({}, [1, 2, 4, 8, 16]),
+    "seconds": ({"Retry-After": "100"}, [100, 100, 100, 30]),
+    "a date": ({"Retry-After": WEDNESDAY}, [10, 10, 10, 10, 10]),
+    "five minutes": ({"ratelimit": '"api";r=0;t=300'}, [301, 29]),
+    "a day": ({"Retry-After": "86400"}, [60]),
+    "requests are left": ({"ratelimit": '"api";r=1;t=300'}, [1, 2, 4, 8, 16]),
+}
+
+
+@pytest.mark.parametrize("case", PAUSES)
+def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case):
+    from email.utils import parsedate_to_datetime
+
+    from huggingface_hub.utils import httpx
+
+    headers, expected = PAUSES[case]
+    waited: list[float] = []
+    monkeypatch.setattr(retries.time, "time", lambda: parsedate_to_datetime(WEDNESDAY).timestamp() - 10)
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            waited.append(timeout)
+            return False
+
+    request = httpx.Request("GET", "http://localhost")
+    error = httpx.HTTPStatusError("", request=request, response=httpx.Response(429, headers=headers, request=request))
+    attempts = retries.Attempts("a file", lambda line: None, Stop())
+    with pytest.raises(Unreachable, match="can't get a file: the hub can't be reached .429 Too Many Requests"):
+        while True:
+            attempts.wait_or_raise(error)
+    assert waited == expected
+
+
+def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
+    monkeypatch.setattr("checkpoints.fetch.TIMEOUT", 0.2)
+    hung = threading.Event()
+    fetcher.server.fail("GET .*model.safetensors", times=1000, then=lambda: hung.wait(5))
+    try:
+        with pytest.raises(Unreachable, match="model.safetensors of org/toy at step1: .*ReadTimeout.*3 attempts"):
+            fetcher.fetch(1)
+    finally:
+        hung.set()
+    assert len(fetcher.server.requested("GET .*model.safetensors")) == 3
+
+
+def test_a_few_bytes_at_a_time_are_no_progress(fetcher):
+    fetcher.server.fail("GET .*model.safetensors", drop_after=100, times=1000)
+    with pytest.raises(Unreachable, match="6 attempts"):
+        fetcher.fetch(1)
+
+
+def test_endless_file_is_refused(fetcher):
+    fetcher.server.fail("GET .*model.safetensors", content=lambda b: b * 100, times=2)
+    with pytest.raises(CheckpointError, match="was downloaded twice and does not match its SHA-256"):
+        fetcher.fetch(1)
+    assert fetcher.server.sent < 20 * SIZE
+
+
+def test_hub_that_lists_nothing_is_not_asked_for_ever(fetcher, monkeypatch):
+    monkeypatch.setattr(hub, "PATIENCE", 0.0)
+    monkeypatch.setattr(hub, "AT_ONCE", 1)
+    fetcher.server.fail("GET .*blobs=", status=503, times=1000)
+    commits, _ = list_branches(REPO)
+    listings, faults = hub.list_revisions(REPO, commits, notify=fetcher.messages.append)
+    assert listings == {} and faults.keys() == commits.keys()
+    assert any("was not asked" in str(error) for error in faults.values())
+    assert len(fetcher.server.requested("GET .*blobs=")) < 4 * 6
+
+
+def test_token_that_gives_no_access_is_named(fetcher, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    fetcher.server.fail("GET .*refs", status=401)
+    with pytest.raises(CheckpointError, match="the branches of org/toy: .*the token in use does not give access"):
+        list_branches(REPO)
+
+
+def test_branch_without_a_commit_is_a_fault_of_its_own(fetcher):
+    commits, _ = list_branches(REPO)
+    listings, faults = hub.list_revisions(REPO, commits | {"step1": "None"})
+    assert listings.keys() == commits.keys() - {"step1"}
+    assert "the hub states 'None' as the commit of a branch of org/toy" in str(faults["step1"])
 
 
 def test_permanently_busy_hub_is_reported(fetcher):

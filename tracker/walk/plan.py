@@ -35,8 +35,8 @@ class Selection:
     unlisted: dict[str, str]  # why the hub gives no listing of revisions
 
     def digest(self, checkpoint: Checkpoint) -> str:
-        """Return a hash of a checkpoint's weight files; "" if there are none, or if they would have to be fetched first."""
-        if checkpoint.seed is not None:
+        """Return a hash of a checkpoint's weight files; "" if there are none, or they are not known before they are fetched."""
+        if checkpoint.seed is not None or checkpoint.name in self.unlisted:
             return ""
         directory, listing = Path(checkpoint.source), None
         if checkpoint.revision is not None:
