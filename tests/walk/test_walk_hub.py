@@ -182,6 +182,18 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
     assert line.startswith("failed: 5 checkpoints, steps 0, 1, 2, 4, 8: can't get model") and "503" in line
 
 
+def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, capsys, tmp_path):
+    """Its weights are no longer in the cache either, so nothing tells whether they have changed."""
+    assert pythia.main(walker.arguments("--steps", "0,1")) == 0
+    shutil.rmtree(tmp_path / "ours")
+    for file in (snapshots(tmp_path / "cache") / commit(served.root, 1)).glob("*.safetensors"):
+        file.unlink()
+    served.fail(f"GET /api/models/.*/revision/{commit(served.root, 1)}", status=204, times=1000)
+    assert pythia.main(walker.arguments("--steps", "0,1")) == 0
+    out, err = capsys.readouterr()
+    assert "step1 can't be compared with the others; step1: can't get the files of" in out and not err
+
+
 def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     run = tmp_path / "run"
     for step in (1, 4):
