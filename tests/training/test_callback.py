@@ -32,6 +32,8 @@ from tracker.results import VOLATILE, Store
 from tracker.training import measurement, overhead, schedule
 from tracker.training.callback import CouplingCallback
 
+# What a test asserts in on_measure must fail the test.
+pytestmark = pytest.mark.filterwarnings("error:.*on_measure failed")
 PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
 
 
