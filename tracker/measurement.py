@@ -20,27 +20,20 @@ from tracker.blocks.find import Blocks, Named, find_blocks, recognises_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
 from tracker.capture.mixing import choose_blocks, confirm_blocks
-from tracker.capture.reachability import check_reachability
-from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.replicas.sharded import gathering_together
 from tracker.capture.special_tokens import LAST_WORD, with_class_token
-from tracker.jacobians.rows import Jacobians, Rows
-from tracker.measures.calls import record_call
+from tracker.jacobians.rows import Jacobians
+from tracker.measures.batches import measure_batches
 from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
-from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
 from tracker.measures.estimate import estimate
-from tracker.measures.final_norm import warn_of_missing_norm
+from tracker.measures.kept import with_kept
 from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
-from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Options, Settings
-from tracker.measures.tokenwise import Selected, samples_at_once, tokenwise_couplings, tokenwise_steps
 from tracker.progress import Progress, progress_bar
 from tracker.provenance import describe, digest, has_float64, usable_device
-
-Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 
 
 @overload
@@ -53,6 +46,7 @@ def measure(
     blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
     progress: bool | None = None,
+    keep: str | Sequence[str] = (),
     dry_run: Literal[False] = False,
     **options: Unpack[Options],
 ) -> xr.Dataset: ...
@@ -67,6 +61,7 @@ def measure(
     device: torch.device | str | None = None,
     blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
+    keep: str | Sequence[str] = (),
     dry_run: Literal[True],
     **options: Unpack[Options],
 ) -> Cost: ...
@@ -82,6 +77,7 @@ def measure(
     blocks: Named | Blocks | None = None,
     max_tokens: int | None = None,
     progress: bool | None = None,
+    keep: str | Sequence[str] = (),
     dry_run: bool = False,
     **options: Unpack[Options],
 ) -> xr.Dataset | Cost:
@@ -99,6 +95,8 @@ def measure(
         blocks: an argument or a result of `find_blocks`, to name the blocks or correct an assumption.
         max_tokens: cut longer prompts to this many tokens, with a notice, instead of refusing those that do not fit.
         progress: whether to show a progress bar after three seconds. Default: on a terminal and in a notebook.
+        keep: "jacobian" or "singular_vectors", or both: also return J, and U and V, of every block at every chosen token. J
+            takes d² numbers for each; they are kept in the machine's memory.
         dry_run: return the expected seconds and bytes, estimated from one block, instead of measuring.
         **options: measurement options.
 
@@ -116,7 +114,7 @@ def measure(
         FloatingPointError: if a block overflows or returns NaN; the message names it.
     """
     started = time.perf_counter()
-    settings = settings_from(options, "measure", signature(measure).parameters)
+    settings = with_kept(settings_from(options, "measure", signature(measure).parameters), keep)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
     if blocks is None and not recognises_blocks(model):
@@ -147,7 +145,7 @@ def measure_samples(
         replica = new_replica()
         progress = progress or Progress()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance)
-        return _measure_batches(jacobians, calls, settings, new_replica, progress)
+        return measure_batches(jacobians, calls, settings, new_replica, progress)
 
 
 def estimate_cost(
@@ -213,87 +211,3 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
         device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))  # meta: offloaded
         device = device if has_float64(device) else torch.device("cpu")
     return usable_device(device, f"device={str(device)!r}")
-
-
-def _measure_batches(
-    jacobians: Jacobians,
-    calls: Sequence[Batch],
-    settings: Settings,
-    new_replica: Callable[[], Replica],
-    progress: Progress,
-) -> list[Sample]:
-    """Measure the samples of the forward calls; several recordings share a pass over the blocks' weights."""
-    samples: list[Sample] = []
-    pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
-    steps = 0  # of the progress, for the calls recorded so far
-    for i, batch in enumerate(calls):
-        available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
-        recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
-        if i == 0:
-            warn_of_post_norm(recording)
-            if settings.final_norm == "auto":
-                warn_of_missing_norm(recording, jacobians.replica.description)
-            check_reachability(
-                jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
-            )
-        samples += of_batch
-        steps += _steps(recording, rows, of_batch, settings, len(calls))
-        progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
-        if not settings.forms_jacobians:
-            progress.advance(len(of_batch))
-        if settings.forms_jacobians:
-            pending.append((recording, rows, of_batch))
-            full = sum(recording.scalars() for recording, *_ in pending) >= settings.memory(4)
-            if full or _are_enough(pending, settings) or i == len(calls) - 1:
-                _measure_jacobians(jacobians, pending, settings)
-                pending = []
-    for sample in samples:
-        sample.fallbacks |= jacobians.fallbacks
-    return samples
-
-
-def _are_enough(pending: Sequence[Recorded], settings: Settings) -> bool:
-    """Whether the rows of the calls are as many as are measured together."""
-    recording, _, samples = pending[0]
-    memory = settings.memory(2)
-    if settings.includes("coupling"):
-        enough = rows_at_once(recording, samples[0].ks, settings.svd, memory)
-        return sum(len(rows) for _, rows, _ in pending) >= enough
-    T = len(samples[0].values["pair_position"])
-    return sum(len(some) for *_, some in pending) >= samples_at_once(recording, T, memory)
-
-
-def _measure_jacobians(jacobians: Jacobians, pending: Sequence[Recorded], settings: Settings) -> None:
-    """Add the couplings across tokens and across blocks to the samples of recorded calls."""
-    samples = [sample for *_, some in pending for sample in some]
-    ks, basis_layers, memory = samples[0].ks, samples[0].basis_layers, settings.memory(2)
-    if basis_layers:
-        selected = [
-            Selected(recording, b, sample.values["pair_position"].astype(int).tolist())
-            for recording, _, some in pending
-            for b, sample in enumerate(some)
-        ]
-        matrices = settings.includes("matrices")
-        across_tokens = tokenwise_couplings(jacobians, selected, basis_layers, ks, settings.svd, matrices, memory)
-        for sample, values in zip(samples, across_tokens, strict=True):
-            sample.values |= values
-    if settings.includes("coupling"):
-        rows = [(recording, rows) for recording, rows, _ in pending]
-        of_rows = [some[b] for _, rows, some in pending for b in rows.sample.tolist()]
-        couplings = depthwise_couplings(jacobians, rows, ks, settings.svd, memory, settings.extras())
-        for sample, values in zip(of_rows, couplings, strict=True):
-            sample.add_token(values)
-
-
-def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings, calls: int) -> int:
-    """Return the steps of one of several alike calls, as `Jacobians.advance` counts them; without Jacobians, one per sample."""
-    if not settings.forms_jacobians:
-        return len(samples)
-    steps, memory, ks = 0, settings.memory(2), samples[0].ks
-    if settings.includes("coupling"):
-        R = min(rows_at_once(recording, ks, settings.svd, memory), len(rows) * calls)
-        steps = len(rows) * depthwise_steps(recording, R, ks, settings.svd, memory, settings.extras())
-    for sample in samples:
-        if sample.basis_layers:
-            steps += tokenwise_steps(len(sample.values["pair_position"]), sample.basis_layers)
-    return steps

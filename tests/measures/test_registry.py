@@ -28,7 +28,9 @@ WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace"
 @pytest.fixture(scope="module")
 def ds():
     torch.manual_seed(0)
-    return tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
+    return tracker.measure(
+        neox(), tokens(3), k=[2, 4], measures="all,tokenwise", pair_tokens=3, keep=("jacobian", "singular_vectors")
+    )
 
 
 def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):
@@ -53,7 +55,7 @@ def test_each_option_enables_its_variables_and_those_of_no_other():
 
 
 def test_entries_refer_to_entries():
-    options = {"", *registry.choices()}
+    options = {"", "keep", *registry.choices()}
     for measure in MEASURES:
         assert measure.option in options and (measure.null or "lss") in BY_NAME, measure.name
         assert not measure.base or measure.base in BY_NAME, measure.name

@@ -34,6 +34,8 @@ COORDINATES = {
     "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
     "row": Coordinate("row of A", "1, …, K", "paper, eq. 10"),
     "column": Coordinate("column of A", "1, …, K", "paper, eq. 10"),
+    "output": Coordinate("component of the block's output", "0, …, d − 1"),
+    "input": Coordinate("component of the block's input", "0, …, d − 1"),
     "depth": Coordinate("number of blocks that the state has passed", "l = 0, …, L", "paper, eq. 15"),
     "component": Coordinate("principal axis", "1, 2", "paper, A.2.1"),
     "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),

@@ -20,7 +20,7 @@ class Measure:
         dims: its dimensions after `prompt`.
         label: its readable name: `long_name` in the Dataset and the title of its charts.
         unit: its unit; "1" for pure numbers.
-        option: the choice of `measures=` that enables it; "" for variables of every measurement.
+        option: the choice of `measures=` that enables it; "keep" for those of `keep=`; "" for variables of every measurement.
         formula: its definition in symbols: `formula` in the Dataset.
         reference: where the definition is from: the paper's equation or section, or who else.
         compute: states -> values, for variables that depend on the states alone.

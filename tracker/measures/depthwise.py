@@ -35,6 +35,7 @@ from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
 from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.kept import kept_arrays
 from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.values import Method
@@ -126,11 +127,13 @@ def depthwise_couplings(
     method: Method,
     memory: int,
     extras: Sequence[str] = (),
+    keep: Sequence[str] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`.
 
     Args:
         extras: as in `pairs`.
+        keep: as in `kept.kept_arrays`.
     """
     first = selected[0][0]
     rows = sum(len(rows) for _, rows in selected)
@@ -152,6 +155,7 @@ def depthwise_couplings(
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
+        arrays |= kept_arrays(layers[:L], keep)
         for r in range(len(layers[0].frobenius)):
             yield {name: value[r] for name, value in arrays.items()}
 

@@ -29,6 +29,7 @@ from tracker.measures.calls import record_call
 from tracker.measures.choices import choices
 from tracker.measures.cost import Cost, size
 from tracker.measures.dataset import Sample
+from tracker.measures.kept import check_kept, kept_bytes
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
 from tracker.measures.settings import Settings
@@ -105,6 +106,7 @@ def estimate(
         stages["forward passes"] = seconds * scale * deeper
         count = sum(len(call.labels) for call in calls)
         total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
+        check_kept(settings, recording, total_rows)
         case = _Case(jacobians, recording, rows, samples[0], settings, total_rows, count)
         for measure in OF_STATES:
             if settings.includes(measure):
@@ -125,6 +127,7 @@ def estimate(
         chosen = {"final_norm": norms, "k": case.sample.ks, "width": case.sample.attributes["width"]}
         chosen["method"] = _method(case)
         peak = _peak(case, len(calls)) + converted_block(model, blocks, settings.torch_dtype)
+        peak += kept_bytes(settings, case.recording, case.total_rows)
         one = chosen["width"] ** 2 * settings.torch_dtype.itemsize
         if settings.forms_jacobians and one > settings.memory_budget // 2:
             warnings.append(

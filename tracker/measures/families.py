@@ -182,6 +182,37 @@ def jacobians() -> tuple[Measure, ...]:
     return tuple(measures)
 
 
+def kept() -> tuple[Measure, ...]:
+    """Return the variables of `keep=`: the Jacobians and singular vectors themselves."""
+    layer = ("token", "layer")
+    return (
+        Measure(
+            "jacobian",
+            (*layer, "output", "input"),
+            "Jacobian of the block's residual function at the token",
+            option="keep",
+            formula="Jˡ = ∂fˡ(x) / ∂x at x = xˡ⁻¹, without the identity of the skip connection",
+            reference="paper, eq. 8",
+        ),
+        Measure(
+            "left_singular_vector",
+            (*layer, "output", "rank"),
+            "left singular vector",
+            option="keep",
+            formula="uₖ, column k of U, J = U S Vᵀ",
+            reference="paper, eq. 9",
+        ),
+        Measure(
+            "right_singular_vector",
+            (*layer, "input", "rank"),
+            "right singular vector",
+            option="keep",
+            formula="vₖ, column k of V, J = U S Vᵀ",
+            reference="paper, eq. 9",
+        ),
+    )
+
+
 def _null(measure: Measure, formula: str) -> Measure:
     return Measure(
         measure.null,

@@ -22,7 +22,7 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
 
     def place(name: str) -> tuple[int, int, int]:
         measure = BY_NAME.get(name)
-        option = asked.index(measure.option) if measure and measure.option else 0
+        option = asked.index(measure.option) if measure and measure.option in asked else 0
         if name.startswith(DIAGNOSTICS):
             group = LAST
         elif measure is None:

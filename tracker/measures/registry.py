@@ -17,7 +17,7 @@ from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.declaration import DIAGNOSTICS, Measure
-from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians
+from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians, kept
 
 __all__ = [
     "BY_NAME", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
@@ -243,6 +243,7 @@ MEASURES: tuple[Measure, ...] = (
     ),
     *across_tokens(),
     *jacobians(),
+    *kept(),
     *TRAJECTORY,
     *OTHERS,
 )

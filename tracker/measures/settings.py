@@ -109,6 +109,8 @@ class Settings:
         "or a list of pairs (l, l') counted from 1, each l once; on a command line, 1:3,2:3.",
     )
 
+    keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `kept`
+
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":
             raise UsageError(f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out")
@@ -237,7 +239,7 @@ class Options(TypedDict, total=False):
     pair_layers: int | Sequence[tuple[int, int]]
 
 
-OPTIONS = {option.name: option for option in fields(Settings)}
+OPTIONS = {option.name: option for option in fields(Settings) if option.metadata}
 
 
 def _jsonable(value: Any) -> Any:
