@@ -246,7 +246,8 @@ def require_steps(store: Store) -> list[int]:
     steps = store.steps()
     if not steps:
         raise FileNotFoundError(
-            f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory"
+            f"no results in {store.path}: it holds no units/step*.nc; give a walk's --out directory, or the save_dir of a "
+            "training run. A file written by ds.to_netcdf is opened with xarray.load_dataset"
         )
     return steps
 

@@ -138,7 +138,7 @@ def test_lists_of_lists_get_the_line_of_their_boundaries():
 
 def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     found = tracker.find_blocks(LM(Flat))
-    assert "the only list of modules of one class, 3 x Flat, if they move information between tokens" in str(found)
+    assert "the only list of modules of one class, 3 x Flat; assumed, and checked when measuring" in str(found)
     assert tracker.measure(LM(Flat), tokens(), blocks=found, k=K).sizes["layer"] == DEPTH
     assert tracker.measure(LM(Flat), tokens(), blocks=found, dry_run=True).peak_bytes
     mlps = LM(lambda: PreNorm(MLP()))

@@ -161,7 +161,9 @@ def test_other_models_exclude_the_norm(name):
 
 def test_find_blocks_says_what_decides():
     model = PlainGPT2(gpt2(depth=2))
-    assert "final norm: last (included by default if logits over a vocabulary follow" in str(find_blocks(model))
+    assert "final norm: last (included by default if measuring finds that logits over a vocabulary follow" in str(
+        find_blocks(model)
+    )
     assert "final norm: transformer.ln_f (included by default)" in str(find_blocks(gpt2(depth=2)))
 
 

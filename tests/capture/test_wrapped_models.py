@@ -174,7 +174,7 @@ def test_what_was_assumed_can_be_corrected():
     for text in (
         "blocks.0 to blocks.2",
         "batch first",
-        "final norm: norm (included by default if logits over a vocabulary follow it in the forward pass)",
+        "final norm: norm (included by default if measuring finds that logits over a vocabulary follow it)",
         "class token: position 0",
     ):
         assert text in str(found)

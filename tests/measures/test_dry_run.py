@@ -65,7 +65,7 @@ def test_the_report_states_what_would_be_measured():
     assert cost.seconds == sum(cost.stages.values()) > 0
     text = str(cost)
     assert repr(cost) == text and max(map(len, text.splitlines())) <= 80
-    for shown in ("3 blocks", "4 of 7 tokens; Jacobians at 8 in all", "2, 4 of width 32", "not counted  vju"):
+    for shown in ("3 blocks", "4 of 7 tokens; Jacobians at 8 tokens in all", "2, 4 of width 32", "not counted  vju"):
         assert shown in text
 
 

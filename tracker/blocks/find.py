@@ -65,7 +65,7 @@ class Blocks:
         token = "none" if self.class_token is None else f"position {self.class_token}"
         included = "included by default" if self.include_final_norm else "excluded by default"
         if self.include_final_norm is None:
-            included = "included by default if logits over a vocabulary follow it in the forward pass"
+            included = "included by default if measuring finds that logits over a vocabulary follow it"
         first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         return (
             f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {layout}; "
@@ -202,7 +202,7 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
             raise UsageError(
                 f"no residual blocks found in {type(model).__name__}. {describe_candidates(model, candidates)}"
             )
-        how = f"the only list of modules of one class, {run}, if they move information between tokens"
+        how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
         return run.names, how, ("blocks", "attention")
     trunks = [run for run in runs if not is_class_attention(run)]
     if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].block_class:

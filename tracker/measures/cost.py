@@ -60,7 +60,10 @@ class Cost:
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
-            ("inputs", f"{self.samples} of {length}; Jacobians at {self.rows} in all"),
+            (
+                "inputs",
+                f"{self.samples} of {length}; Jacobians at {self.rows} token{'s' if self.rows != 1 else ''} in all",
+            ),
             ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}"),
             ("method", self.method),

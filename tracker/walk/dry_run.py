@@ -166,6 +166,10 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
         raise CheckpointError(
             "nano is trained first, in about 90 s on two cores; a dry run after that times its blocks"
         )
+    if listing is None and not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
+        )
     if listing is None or not missing_files(directory, _without_weights(listing)):
         return _from_config(directory, measurement.approved_code, with_tokenizer)
     with tempfile.TemporaryDirectory() as temporary:
