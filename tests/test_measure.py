@@ -274,6 +274,15 @@ BAD = {
     "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),
     "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),
     "every second block": (dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]), "name consecutive blocks"),
+    "blocks as a number": (dict(blocks=3), r"blocks=3; give the name of the list.*, or a result of find_blocks"),
+    "numbers of blocks": (dict(blocks=[0, 1]), r"blocks=\[0, 1\]; give the name of the list"),
+    "a generator of blocks": (
+        dict(blocks=(str(i) for i in range(2))),
+        "blocks=<generator.*; give the name of the list",
+    ),
+    "one block": (dict(blocks=nn.Linear(2, 2)), r"blocks=Linear\(.*; give the name of the list"),
+    "a tokenizer's name": (dict(tokenizer="gpt2"), r"'gpt2' \(str\).*itself: AutoTokenizer.from_pretrained\('gpt2'\)"),
+    "an object as tokenizer": (dict(tokenizer=object()), r"\(object\), which can't be called.*AutoTokenizer"),
     "not a block": (dict(blocks=["gpt_neox.layers.0.mlp.dense_h_to_4h"]), "keeps the shape"),
 }
 
@@ -285,6 +294,21 @@ def test_bad_settings(case):
         tracker.measure(neox(), tokens(), **keywords)
 
 
+@pytest.mark.parametrize("model, name", [("gpt2-xl", "gpt2-xl"), (None, "gpt2"), (nn.Linear, "gpt2")])
+def test_what_is_no_model_is_refused(model, name):
+    message = rf"model is .* \((str|NoneType|type)\); give the loaded model, .*\.from_pretrained\('{name}'\)"
+    with pytest.raises(UsageError, match=message):
+        tracker.measure(model, tokens())
+    with pytest.raises(UsageError, match=message):
+        find_blocks(model)
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, tuple, lambda blocks: dict(enumerate(blocks)).values()])
+def test_blocks_in_any_container(container):
+    model = neox()
+    assert find_blocks(model, container(model.gpt_neox.layers)).names == find_blocks(model).names
+
+
 BAD_INPUTS = {
     "empty prompt": ("", "prompt 0 is empty"),
     "no prompts": ([], "at least one prompt"),
@@ -293,6 +317,9 @@ BAD_INPUTS = {
     "negative id": (torch.tensor([[-1, 3]]), "ids from -1"),
     "no batch axis": (torch.tensor([1, 2, 3]), "first axis must be the batch"),
     "no tokens": (torch.zeros(1, 0, dtype=torch.long), "no tokens"),
+    "lists of ids": ([[1, 2, 3]], r"list of token ids; give a tensor.*torch.tensor\(\[\["),
+    "a list of ids": ([1, 2, 3], r"list of token ids; give a tensor.*torch.tensor\(\[\["),
+    "a list of tensors": ([torch.tensor([1, 2])], "inputs of type list"),
     "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
     "masked out": ({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)}, "no token"),

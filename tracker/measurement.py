@@ -16,7 +16,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, Named, find_blocks, recognises_blocks
+from tracker.blocks.find import Blocks, Named, check_model, find_blocks, recognises_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
 from tracker.capture.mixing import choose_blocks, confirm_blocks
@@ -115,6 +115,7 @@ def measure(
     """
     started = time.perf_counter()
     settings = with_kept(settings_from(options, "measure", signature(measure).parameters), keep)
+    check_model(model)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
     if blocks is None and not recognises_blocks(model):

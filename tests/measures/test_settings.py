@@ -117,6 +117,11 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
         ({"measures": ["vju"]}, "vju extends 'coupling'"),
         ({"window": 4.5}, "odd number of states"),
         ({"pair_tokens": 1}, "at least 2"),
+        ({"k": 0}, "k=0; each K must be a whole number from 1 to the model's width$"),
+        ({"k": [3, 0]}, r"k=\[3, 0\]; each K must be a whole number from 1"),
+        ({"memory_budget": 10}, r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 "),
+        ({"memory_budget": 0}, "memory_budget=0; give a whole number of bytes"),
+        ({"measures": []}, "^measures is empty; choose from all, coupling"),
     ],
 )
 def test_values_that_are_not_allowed(options, message):

@@ -499,6 +499,8 @@ def test_refused_at_setup(module, options, message):
         (dict(max_overhead=5), "a share of the run's time"),
         (dict(max_overhead=None, thin=True), "needs a share"),
         (dict(max_samples=0), "max_samples=0"),
+        (dict(k=0), "k=0; each K must be a whole number from 1"),
+        (dict(probe="a prompt", tokenizer="gpt2"), "AutoTokenizer.from_pretrained('gpt2')"),
         (dict(measures="couplings"), "choose from all, coupling, trajectory"),
         (dict(dtype=torch.bfloat16), "choose from torch.float32, torch.float64"),
     ],

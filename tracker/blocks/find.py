@@ -7,8 +7,10 @@ only list of modules of one class (`candidates`), which a forward pass has to co
 are no modules are named by their boundaries (`boundaries`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from reprlib import repr as shortened
+from typing import Any
 
 from torch import nn
 
@@ -95,10 +97,12 @@ def find_blocks(
         batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
     Raises:
-        UsageError: if no blocks are found, several containers fit equally well, or a named module does not exist.
+        UsageError: if `model` is no module, no blocks are found, several containers fit equally well, or a named module does
+            not exist.
     """
     if isinstance(blocks, Blocks):
         return blocks
+    check_model(model)
     model = unwrap(model)
     runs = find_runs(model)
     spans = read_spans(blocks) or []
@@ -136,6 +140,16 @@ def find_blocks(
     )
 
 
+def check_model(model: Any) -> None:
+    """Raise UsageError if the model is not an nn.Module, such as the name of one."""
+    if not isinstance(model, nn.Module):
+        name = model if isinstance(model, str) else "gpt2"
+        raise UsageError(
+            f"model is {shortened(model)} ({type(model).__name__}); give the loaded model, such as "
+            f"AutoModelForCausalLM.from_pretrained({name!r})"
+        )
+
+
 def recognises_blocks(model: nn.Module) -> bool:
     """Whether the config declares the blocks, or modules are recognised as attention by their names."""
     model = unwrap(model)
@@ -154,6 +168,13 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         blocks = [f"{blocks}.{name}" for name, _ in container.named_children()]
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
+    # An nn.ModuleList is no Sequence.
+    listed = list(blocks) if isinstance(blocks, Sized) and isinstance(blocks, Iterable) else [None]
+    if not all(isinstance(block, (str, nn.Module)) for block in listed):
+        raise UsageError(
+            f"blocks={shortened(blocks)}; give the name of the list that holds the blocks ('path.to.list'), a list of modules or "
+            "of their names, the boundaries between blocks (['input of A', ..., 'output of Z']), or a result of find_blocks"
+        )
     if len(blocks) == 0:
         raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
     names = []

@@ -4,8 +4,9 @@ Prompts are never padded: each has its own forward pass.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as shortened
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,22 +44,21 @@ class Batch:
     special: SpecialTokens = SpecialTokens()
 
 
-def batches(
-    model: nn.Module, inputs: Any, tokenizer: Callable[..., Mapping[str, Tensor]] | None, max_tokens: int | None
-) -> list[Batch]:
+def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: int | None) -> list[Batch]:
     """Return the forward calls for `inputs`.
 
     Args:
         model: the model whose forward takes them.
         inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments.
-        tokenizer: of the prompts.
+        tokenizer: of the prompts, a function of a text; it is checked.
         max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
     Raises:
         UsageError: for inputs that are empty, too long for the model's context, out of its vocabulary, or of another type,
-            and for prompts without a tokenizer.
+            for prompts without a tokenizer, and for a tokenizer that can't be called.
     """
     model = unwrap(model)
+    check_tokenizer(tokenizer)
     if isinstance(inputs, str):
         inputs = [inputs]
     if isinstance(inputs, Tensor):
@@ -75,6 +75,10 @@ def batches(
                 "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
             )
         calls = [_prompt(model, prompt, i, tokenizer, max_tokens) for i, prompt in enumerate(inputs)]
+    elif _is_list_of_ids(inputs):
+        raise UsageError(
+            "inputs is a list of token ids; give a tensor of shape (batch, tokens): torch.tensor([[464, 3797]])"
+        )
     else:
         raise UsageError(
             f"inputs of type {type(inputs).__name__}; give a list of prompts with a tokenizer, or a tensor or mapping "
@@ -83,6 +87,24 @@ def batches(
     if not calls or not all(call.labels for call in calls):
         raise UsageError("no inputs: give at least one prompt or sample")
     return calls
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise UsageError if the tokenizer is given and can't be called, such as the name of one."""
+    if tokenizer is not None and not callable(tokenizer):
+        name = tokenizer if isinstance(tokenizer, str) else "gpt2"
+        raise UsageError(
+            f"tokenizer is {shortened(tokenizer)} ({type(tokenizer).__name__}), which can't be called; give the tokenizer "
+            f"itself: AutoTokenizer.from_pretrained({name!r})"
+        )
+
+
+def _is_list_of_ids(inputs: Any) -> bool:
+    """Whether the inputs are whole numbers in a list, or in a list of lists."""
+    if not isinstance(inputs, (list, tuple)):
+        return False
+    samples = [entry if isinstance(entry, (list, tuple)) else [entry] for entry in inputs]
+    return any(samples) and all(isinstance(one, int) for sample in samples for one in sample)
 
 
 def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
+LEAST_MEMORY_BUDGET = 1000  # bytes; who gives fewer means another unit
 USUAL, MEASURES = choices.defaults(), choices.choices()
 
 
@@ -44,9 +45,9 @@ class Settings:
     tokens: str | tuple[int, ...] | None = _option(
         None,
         values.TOKENS,
-        "tokens whose Jacobians are measured: last, cls, all, or positions such as 0,-1. In text encoders (BERT), last leaves "
-        "out the special tokens at the end ([SEP]), and cls is the tokenizer's class token. Default: cls for image models that "
-        "classify from their class token, last elsewhere.",
+        "tokens whose Jacobians are measured: last, cls, all, or a list of positions ([0, -1]; on a command line 0,-1). In text "
+        "encoders (BERT), last leaves out the special tokens at the end ([SEP]), and cls is the tokenizer's class token. "
+        "Default: cls for image models that classify from their class token, last elsewhere.",
     )
     final_norm: FinalNorm = _option(
         "auto",
@@ -116,9 +117,17 @@ class Settings:
             raise UsageError(f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out")
         if self.memory_budget < 1:
             raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
-        if not self.measures or set(self.measures) - {*MEASURES, "all"}:
+        if self.memory_budget < LEAST_MEMORY_BUDGET:
             raise UsageError(
-                f"measures {', '.join(map(str, self.measures))!r}; choose from all, {', '.join(MEASURES)} (all leaves out "
+                f"memory_budget={self.memory_budget}, which is in bytes, at least {LEAST_MEMORY_BUDGET}; for 10 GB, give "
+                "memory_budget=10 << 30 (on a command line 10GB)"
+            )
+        if self.k is not None and min(self.k) < 1:
+            raise self._refused_k("width")
+        if not self.measures or set(self.measures) - {*MEASURES, "all"}:
+            given = repr(", ".join(map(str, self.measures))) if self.measures else "is empty"
+            raise UsageError(
+                f"measures {given}; choose from all, {', '.join(MEASURES)} (all leaves out "
                 f"{', '.join(choices.expensive())}, which costs most: {','.join(choices.everything())} adds it)"
             )
         for needing in choices.OPTIONS:
@@ -218,9 +227,13 @@ class Settings:
         if self.k is None:
             return tuple(K for K in RELEASE_K if d >= K) or (max(1, d // 2),)
         if not all(1 <= K <= d for K in self.k):
-            given = self.k[0] if len(self.k) == 1 else list(self.k)
-            raise UsageError(f"k={given!r}; each K must be a whole number from 1 to the model's width d = {d}")
+            raise self._refused_k(f"width d = {d}")
         return tuple(sorted(set(self.k)))
+
+    def _refused_k(self, most: str) -> UsageError:
+        assert self.k is not None
+        given = self.k[0] if len(self.k) == 1 else list(self.k)
+        return UsageError(f"k={given!r}; each K must be a whole number from 1 to the model's {most}")
 
 
 class Options(TypedDict, total=False):

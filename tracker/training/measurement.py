@@ -15,7 +15,7 @@ from tracker.capture.inputs import Batch
 from tracker.device_errors import is_allocation_failure
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
-from tracker.measures.settings import Settings
+from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
 from tracker.provenance import has_float64
 from tracker.training import probe as probes
 from tracker.training.ranks import Ranks
@@ -68,7 +68,7 @@ def _measure_with_less_memory(
     """Measure; if memory runs out, again with half the memory budget, and a quarter."""
     message = ""
     for attempt in range(ATTEMPTS):
-        smaller = replace(settings, memory_budget=settings.memory_budget >> attempt)
+        smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
         try:
             return measure_samples(model, blocks, calls, smaller, device)
         except (RuntimeError, MemoryError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from tracker.capture.inputs import Batch, batches
+from tracker.capture.inputs import Batch, batches, check_tokenizer
 from tracker.errors import UsageError
 from tracker.notices import warn_caller
 from tracker.provenance import digest
@@ -22,8 +22,9 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     """Check a probe against the other arguments of the callback; return it, a single prompt as a list.
 
     Raises:
-        UsageError: for prompts without a tokenizer or with a forward function.
+        UsageError: for prompts without a tokenizer or with a forward function, and for a tokenizer that can't be called.
     """
+    check_tokenizer(tokenizer)
     probe = [probe] if isinstance(probe, str) else probe
     if is_prompts(probe) and tokenizer is None:
         raise UsageError("the probe is prompts; give their tokenizer too: tokenizer=...")
