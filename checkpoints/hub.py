@@ -230,7 +230,7 @@ def _file(sibling: "RepoSibling") -> File:
     name, size, sha256 = sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None
     if not isinstance(name, str) or not isinstance(size, int) or size < 0:
         raise ValueError(f"it lists {name!r} with size {size!r}")
-    if sha256 and not _is(SHA256, sha256):
+    if sha256 is not None and not _is(SHA256, sha256):
         raise ValueError(f"it lists {name!r} with SHA-256 {sha256!r}")
     return File(name, size, sha256, None if sha256 or not _is(COMMIT, sibling.blob_id) else sibling.blob_id)
 

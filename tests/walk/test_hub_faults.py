@@ -57,6 +57,10 @@ FAULTS = {
     "negative size": (edited(size=-1), CAN_NOT_BE_READ.format("ValueError.*size -1")),
     "size NaN": (edited(size=float("nan")), CAN_NOT_BE_READ.format("ValueError.*size nan")),
     "size of an exabyte": (edited(size=10**18), "does not fit on the disk"),
+    "hash that is an object": (
+        edited(lfs={"sha256": {}, "size": 1, "pointerSize": 1}),
+        CAN_NOT_BE_READ.format("ValueError.*SHA-256 {}"),
+    ),
     "hash that leaves the cache": (
         edited(lfs={"sha256": "../../x", "size": 1, "pointerSize": 1}),
         CAN_NOT_BE_READ.format("ValueError.*x'"),
