@@ -89,13 +89,14 @@ def run(walk: Walk) -> int:
         dtype, device = measurement.settings.dtype, str(measurement.device)
         config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
         logged = LoggedRun(store, walk.project, selection.suite.name, config)
-        with opened(openers, logged) as log, progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
-            for step in list(summaries.by_step):
-                _rescore(plan.output, summaries, step)
-                log(summaries.row(step))
-            _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
-        print_repeats(summaries.by_step)
-        _write_page(summaries)
+        with opened(openers, logged) as log:
+            with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
+                for step in list(summaries.by_step):
+                    _rescore(plan.output, summaries, step)
+                    log(summaries.row(step))
+                _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
+            print_repeats(summaries.by_step)
+            _write_page(summaries)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
     except OSError as error:
