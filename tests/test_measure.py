@@ -1,5 +1,6 @@
 """Tests of `tracker.measure`: the Dataset, the unchanged model, and one clear message for bad input."""
 
+import re
 import subprocess
 import sys
 
@@ -251,6 +252,24 @@ def test_undeclared_sequence_first_blocks_are_refused():
     with pytest.raises(UsageError, match=r"7 samples of 2 tokens, but 2 were given.*batch_first=False"):
         tracker.measure(model, tokens(), blocks=declared)
     assert tracker.measure(model, tokens(), k=2).sizes["position"] == 7
+
+
+def test_the_message_for_a_sequence_first_model_gives_a_wrapper_that_works():
+    def encoder(batch_first):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, norm_first=True, batch_first=batch_first)
+        return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False).eval()
+
+    model, x = encoder(False), torch.randn(10, 2, WIDTH)
+    for blocks in (None, find_blocks(model, batch_first=False)):
+        with pytest.raises(UsageError, match="2 samples of 10 tokens, but 10 were given. The blocks are seq") as error:
+            tracker.measure(model, x, blocks=blocks)
+    definition, call = re.findall(r"^  (class .*\n.*)\nThen give (.*?)\. ", str(error.value), re.MULTILINE)[0]
+    assert "batch_first=False" not in str(error.value)
+    names = {"nn": nn, "tracker": tracker, "model": model, "x": x}
+    exec(definition, names)
+    found, expected = eval(call, names), tracker.measure(encoder(True), x.transpose(0, 1))
+    np.testing.assert_allclose(found.miscoupling, expected.miscoupling, atol=1e-5)
 
 
 class TwoEncoders(nn.Module):

@@ -114,6 +114,15 @@ def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
     assert "they take (2, 32), not (batch, tokens, width)" in message
 
 
+@pytest.mark.parametrize("part, where", [("blocks.1", "block blocks.1"), ("embed", "the model, before blocks.0,")])
+def test_what_gives_nan_is_named(part, where):
+    model = LM(Flat)
+    with torch.no_grad():
+        next(model.get_submodule(part).parameters()).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match=f"^{where} gives values that are not finite .*check the weights"):
+        tracker.measure(model, tokens(), k=K)
+
+
 def test_one_token_decides_nothing():
     assert "3 x Flat: not decided: with one token" in refusal(LM(Flat), tokens(1, 1))
     assert tracker.measure(LM(Flat), tokens(1, 1), k=K, blocks="blocks").sizes["layer"] == DEPTH

@@ -27,7 +27,7 @@ from tracker.blocks.towers import Run, unwrap
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.inputs import Batch
 from tracker.capture.noise import noise_like
-from tracker.capture.outputs import hidden_state
+from tracker.capture.outputs import check_finite, hidden_state
 from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
 
@@ -80,6 +80,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
 
     Raises:
         UsageError: if no list is such a chain, or several are.
+        FloatingPointError: if a module of a list takes or returns a value that is not finite.
     """
     model = unwrap(model)
     runs = candidate_runs(model)
@@ -153,7 +154,10 @@ class _Observer:
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             seen.fault = f"they take {shape}, not (batch, tokens, width)"
-        elif seen.last is not None and not (x.shape == seen.last.shape and torch.equal(x, seen.last)):
+            return
+        if seen.last is None:
+            check_finite(x, f"the model, before {name},")
+        if seen.last is not None and not (x.shape == seen.last.shape and torch.equal(x, seen.last)):
             seen.fault = "the model changes the state between them"
         else:
             self.given[name] = x.clone()
@@ -167,6 +171,7 @@ class _Observer:
             shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             seen.fault = f"they map {tuple(x.shape)} to {shape}"
             return
+        check_finite(y, f"block {name}")
         seen.last, seen.tokens = y.clone(), max(x.shape[:2])
         if name not in seen.mixed:
             seen.order.append(name)

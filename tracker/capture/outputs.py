@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -27,6 +28,15 @@ def hidden_state(output: Any) -> Any:
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     named = [name for name in STATES if name in tensors] or (list(tensors) if len(tensors) == 1 else [])
     return tensors[named[0]] if named else output
+
+
+def check_finite(values: Tensor, where: str) -> None:
+    """Raise FloatingPointError, naming the place, if a value is not finite."""
+    if not torch.isfinite(values).all():
+        raise FloatingPointError(
+            f"{where} gives values that are not finite (overflow or NaN in {values.dtype}); check the weights, or measure in "
+            "float64"
+        )
 
 
 def with_hidden_state(output: Any, state: Tensor) -> Any:

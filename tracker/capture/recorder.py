@@ -93,7 +93,7 @@ class _Recorder:
         x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
-            self.check_finite(x, f"the model, before its first block ({name}),")
+            outputs.check_finite(x, f"the model, before its first block ({name}),")
             x = self.spill.keep(x.clone())
         elif self.is_last_output(x):
             x = self.calls[-1].y
@@ -177,7 +177,7 @@ class _Recorder:
             raise UsageError(
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
             )
-        self.check_finite(y, f"block {call.layer} ({call.name})")
+        outputs.check_finite(y, f"block {call.layer} ({call.name})")
         call.y = self.spill.keep(y.clone())
         if self.state_before is not None and self.state_before.changed():
             self.check_stateless(call, self.state_before)
@@ -229,16 +229,8 @@ class _Recorder:
             return Recording(self.calls, None, None, logits)
         name, module, normed = self.head.norm
         normed = normed.to(self.replica.dtype)
-        self.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
+        outputs.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
         return Recording(self.calls, (name, module), normed, logits)
-
-    def check_finite(self, values: Tensor, where: str) -> None:
-        """Raise FloatingPointError, naming the place, if a value is not finite."""
-        if not torch.isfinite(values).all():
-            raise FloatingPointError(
-                f"{where} gives values that are not finite (overflow or NaN in {self.replica.dtype}); check the weights, "
-                "or measure in float64"
-            )
 
 
 def _norms_inside(blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -19,6 +19,13 @@ from tracker.measures.post_norm import is_post_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import NOISE, measure_states
 
+SEQUENCE_FIRST = """\
+The blocks are sequence first. If the model itself also takes (tokens, batch, ...), wrap it, because inputs are batch first:
+  class BatchFirst(nn.Sequential):
+      def forward(self, x): return super().forward(x.transpose(0, 1)).transpose(0, 1)
+Then give tracker.measure(BatchFirst(model), x.transpose(0, 1)). If the blocks take (batch, tokens, width) after all, give
+blocks=find_blocks(model, batch_first=True)."""
+
 
 def record_call(
     replica: Replica, batch: Batch, settings: Settings, memory: int
@@ -43,9 +50,11 @@ def record_call(
         recording = recording.fold_final_norm()
     B, n, d = raw.calls[0].x.shape
     if B != len(batch.labels):
+        seen = f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given"
+        if not replica.description.batch_first:
+            raise UsageError(f"{seen}. {SEQUENCE_FIRST}")
         raise UsageError(
-            f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given: are their hidden states "
-            "(tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
+            f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
         )
     valid = _valid(batch, B, n)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
