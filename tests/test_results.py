@@ -10,8 +10,10 @@ import xarray as xr
 
 import tracker
 from checkpoints.files import Lock
+from tests.stores import generated
 from tracker.measures import names
 from tracker.measures.labels import labelled
+from tracker.report.reader import Reader
 from tracker.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
@@ -159,3 +161,16 @@ def test_identical_weights_are_flagged(store):
     for step, fingerprint in ((0, "a"), (1, "a"), (2, "b"), (4, "a")):
         store.write(step, unit(step).assign_coords(fingerprint=fingerprint))
     assert list(tracker.open_results(store.path).repeats.values) == [-1, 0, -1, 0]
+
+
+@pytest.mark.parametrize("without", [(0,), (2,), (0, 1), (1, 2)])
+def test_steps_without_scores_have_none(tmp_path, without):
+    store = Store(generated(tmp_path / "store", [0, 1, 2]))
+    for step in without:
+        unit = store.read(step).drop_dims("task")
+        store.file(step).unlink()
+        store.write(step, unit)
+    opened = tracker.open_results(store.path)
+    assert opened.score.isnull().any("task").values.tolist() == [step in without for step in range(3)]
+    assert opened.miscoupling.notnull().all()
+    assert set(Reader().read(store.path).task.values) == set(opened.task.values) == {"lambada", "piqa"}

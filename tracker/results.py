@@ -274,9 +274,9 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         if "fingerprint" in u.coords
     }
     repeated = find_repeats(prints)
-    labelled = [unit.coords["prompt_source"].variable for unit in units if "prompt_source" in unit.coords]
-    if labelled:  # steps that were measured before prompts had sources, on the same prompts
-        units = [u if "prompt_source" in u.coords else u.assign_coords(prompt_source=labelled[0]) for u in units]
+    for name in ("prompt_source", "task"):  # absent in steps measured before prompts had sources, or without scores
+        if labelled := [unit.coords[name].variable for unit in units if name in unit.coords]:
+            units = [unit if name in unit.coords else unit.assign_coords({name: labelled[0]}) for unit in units]
     names = {name: None for unit in units for name in unit.attrs}
     for name in names:
         values = [unit.attrs.get(name, "") for unit in units]
