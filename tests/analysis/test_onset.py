@@ -104,6 +104,18 @@ def test_no_onset_beyond_chance():
     assert onset(STEPS, noise).words == "none beyond chance"
 
 
+@pytest.mark.parametrize("null", [1.0, -1.0])
+def test_no_onset_within_two_percent_of_the_null_level(null):
+    """One draw of weights moves all prompts alike, which a test over prompts takes for coupling."""
+    ramp = np.array([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1])
+    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
+    prompts /= prompts.mean(1).max()
+    assert onset(STEPS, 0.019 * prompts).found
+    small = onset(STEPS, 0.019 * prompts, null=null)
+    assert not small.found and small.words == "none: the distance from the null level stays below 2% of it"
+    assert onset(STEPS, 0.021 * prompts, null=null).found
+
+
 def test_two_grids_of_one_run():
     """A tiny GPT-NeoX trained on text, offdiag_normalized at K = 10: interpolated, the onsets would be 2.5 and 0.5."""
     steps = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 300])

@@ -17,6 +17,8 @@ from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
 from tracker.figures.selection import draw
 from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
+from tracker.report.contents import contents
+from tracker.report.summary import summary
 from tracker.results import Store, open_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
@@ -81,9 +83,9 @@ def test_1b(one, tmp_path):
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
 
-def with_onset(ds, steps, departed):
-    """The results with other steps and offdiag_normalized at its null level, or 0.2 below it where it has departed."""
-    departure = xr.DataArray(np.where(departed, 0.2, 0.0), dims="step") * xr.DataArray(
+def with_onset(ds, steps, departed, by=0.2):
+    """The results with other steps and offdiag_normalized at its null level, or so far below it where it has departed."""
+    departure = xr.DataArray(np.where(departed, by, 0.0), dims="step") * xr.DataArray(
         [0.9, 1, 1.1, 1, 1], dims="prompt"
     )
     level = ds.offdiag_normalized_null - departure
@@ -114,6 +116,15 @@ def test_1b_states_that_there_is_no_onset(one):
     figure, table = draw("1b", {"toy": with_onset(open_results(one), STEPS, np.zeros(4, bool))}, None)
     assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
     assert table.onset_by.isna().all()
+
+
+def test_1b_and_the_page_state_no_onset_within_two_percent_of_the_null_level(one):
+    ds = with_onset(open_results(one), STEPS, np.arange(4) >= 2, by=0.015)
+    figure, table = draw("1b", {"toy": ds}, None)
+    words = "none: the distance from the null level stays below 2% of it"
+    assert figure.axes[0].get_legend().get_texts()[-1].get_text().replace("\n", " ") == f"onset: {words}"
+    assert table.onset_by.isna().all()
+    assert contents(summary(ds))["onset"]["offdiag_normalized"][K]["words"] == words
 
 
 def test_1c(one, tmp_path):

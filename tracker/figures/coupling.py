@@ -46,7 +46,7 @@ def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plo
         null = by_prompt["null"].mean("prompt").values
         step, source = ds["step"].values, sources(ds)
         departure = (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values
-        began = onset(step, departure, source)
+        began = onset(step, departure, source, float(np.nanmean(null)))
         mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)

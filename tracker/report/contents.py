@@ -94,7 +94,8 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
-    return jsonable(asdict(onset(at["step"].values, departure, sources(at))))
+    null = float(at[f"{name}_null_by_prompt"].mean())
+    return jsonable(asdict(onset(at["step"].values, departure, sources(at), null)))
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
