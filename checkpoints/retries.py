@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from checkpoints.errors import CheckpointError, Unreachable, first_line
+from checkpoints.words import counted
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import httpx
@@ -61,18 +62,18 @@ class Attempts:
         reason = _status(response) if response is not None else f"{type(error).__name__}: {first_line(error)}"
         attempts = ATTEMPTS_TO_CONNECT if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)) else ATTEMPTS
         if self.asked_too_much or self.failed >= attempts or self.waited >= PATIENCE:
-            made = f"{self.failed} attempt{'s' if self.failed > 1 else ''}{self.asked_too_much}"
+            made = f"{counted(self.failed, 'attempt')}{self.asked_too_much}"
             raise Unreachable(f"can't get {self.what}: the hub can't be reached ({reason}, {made})") from error
         asked = _retry_after(response.headers) if response is not None else 0.0
         wait = asked or min(LONGEST_WAIT, 2.0 ** (self.failed - 1))
-        counted = f"({self.failed} of {attempts - 1})"
+        attempt = f"({self.failed} of {attempts - 1})"
         if asked > PATIENCE - self.waited:
             wait = min(LONGEST_WAIT, PATIENCE - self.waited)
             pause = f"{asked:,.0f} s" if asked < YEARS else "years"
             self.asked_too_much = f"; it asks for a pause of {pause}: run the same command again later"
             reason += f"; the hub asks for a pause of {pause}, and this program waits at most {PATIENCE:.0f} s"
-            counted = "instead, for the last time; if that fails too, run the same command again later"
-        self.notify(f"{self.what}: {reason}; trying again in {wait:.0f} s {counted}")
+            attempt = "instead, for the last time; if that fails too, run the same command again later"
+        self.notify(f"{self.what}: {reason}; trying again in {wait:.0f} s {attempt}")
         self.waited += wait
         if self.stop.wait(wait):
             raise Unreachable(f"stopped while waiting for {self.what}") from error

@@ -205,6 +205,8 @@ def test_9(one, tmp_path):
     m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
     close(table.coupling, -off_diagonal(m))
     assert (table.tokens == 7).all() and "difficulty" not in table
+    figure, _ = draw("9", {"toy": ds}, None)
+    assert figure.get_suptitle() == "Coupling of each prompt against its length"
     rated = store(tmp_path / "rated", measures=["coupling", "trajectory"], steps=(0,))
     unit = Store(rated).read(0).assign_coords(difficulty=("prompt", [3.0, 1, 4, 1, 5]))
     Store(rated).write(0, unit)

@@ -114,3 +114,11 @@ def test_what_is_no_result(measured, tmp_path):
         tracker.plot(measured.sel(k=2))
     with pytest.raises(FileNotFoundError, match="no results in"):
         tracker.plot(tmp_path)
+
+
+def test_measures_that_a_figure_needs_are_named():
+    states = tracker.measure(neox(), tokens(), measures="trajectory")
+    with pytest.raises(
+        ValueError, match=r"lacks miscoupling; measure again with measures=\['coupling', 'trajectory'\]"
+    ):
+        tracker.plot(states)

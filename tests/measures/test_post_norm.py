@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -44,6 +45,21 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     off = ds.miscoupling.where(ds.layer != ds.layer_other)
     assert float(off.mean()) < 0.3 and float(ds.miscoupling_null.mean()) == pytest.approx(1.003, abs=2e-3)
     assert (abs(ds.singular_value.sel(rank=[1, 2]) - 1) < 0.01).all() and (ds.singular_value.sel(rank=3) < 0.2).all()
+
+
+@pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
+def test_norms_set_the_length_of_states():
+    """The numbers in docs/measurements.md: no growth at any depth, or only from the first state to the second."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+    bert = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
+    of_bert = tracker.measure(bert, torch.randint(5, 50, (3, 9)), measures="trajectory")
+    of_encoder = tracker.measure(encoder, torch.randn(3, 9, 32), measures="trajectory")
+    assert of_bert.expodistance.isnull().all() and (abs(of_bert.alpha_mean) < 1e-6).all()
+    np.testing.assert_allclose(of_encoder.expodistance, 3, atol=1e-2)
+    assert (abs(of_encoder.alpha_mean) < 0.1).all() and of_bert.lss.notnull().all() and of_encoder.lss.notnull().all()
 
 
 @pytest.mark.slow

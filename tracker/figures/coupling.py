@@ -136,6 +136,8 @@ def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted
         panel.set_title(f"{name}\n{text}", fontsize=8)
         panel.set_xlabel(AGAINST[against], fontsize=8)
     label_y(axes, _label(k))
+    if given is None and not any(x == "difficulty" for _, x in shown):
+        figure.suptitle("Coupling of each prompt against its length", fontsize=10)
     return figure, pd.concat(tables.values(), ignore_index=True)
 
 

@@ -114,10 +114,9 @@ def _others(results: Results, wording: Wording) -> str:
 
 
 def _measures(figure: Declaration) -> list[str]:
-    """Return the names of `measures=` that the figure needs; none where the default suffices."""
+    """Return the names of `measures=` that give what the figure needs, with the default ones."""
     enabled = {*defaults(), *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
-    chosen = [name for name in choices() if name in enabled]
-    return chosen if set(chosen) > set(defaults()) else []
+    return [name for name in choices() if name in enabled]
 
 
 def availability(results: Mapping[str, xr.Dataset]) -> list[str]:

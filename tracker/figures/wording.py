@@ -10,8 +10,7 @@ class Wording:
 
     Attributes:
         k: how a caller gives K, a template of `k`.
-        again: how to measure again, a template of `measures`.
-        measures: how to choose measures, a template of `names`, a list, and `flag`.
+        again: how to measure again, a template of `names`, a list, and `flag`, the same with commas.
         steps: how to get more steps.
         untrained: how to get the untrained model as first step.
         scores: how to get scores.
@@ -21,7 +20,6 @@ class Wording:
 
     k: str
     again: str
-    measures: str
     steps: str
     untrained: str
     scores: str
@@ -29,16 +27,13 @@ class Wording:
     single: str
 
     def measure_again(self, names: Sequence[str]) -> str:
-        """State how to measure with these names of measures, or with the default ones if there are none."""
-        return self.again.format(
-            measures=self.measures.format(names=list(names), flag=",".join(names)) if names else ""
-        )
+        """State how to measure with these names of measures."""
+        return self.again.format(names=list(names), flag=",".join(names))
 
 
 COMMAND = Wording(
     k="--k {k}",
-    again="measure again: python -m tracker.pythia --model ...{measures} --out OTHER",
-    measures=" --measures {flag}",
+    again="measure again: python -m tracker.pythia --model ... --measures {flag} --out OTHER",
     steps="measure more steps: --steps ...",
     untrained="walk with --steps 0,... or --untrained SEED",
     scores="give results with scores (a Pythia walk records its own, --scores FILE joins others) of several models",
@@ -47,8 +42,7 @@ COMMAND = Wording(
 )
 PYTHON = Wording(
     k="k={k}",
-    again="measure again{measures}",
-    measures=" with measures={names}",
+    again="measure again with measures={names}",
     steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "
     "b.assign_coords(step=100)], 'step')",
     untrained="mark a measurement of an untrained model as such: ds.assign_coords(step=0)",

@@ -15,6 +15,7 @@ def warn_of_post_norm(recording: Recording) -> None:
         warn_caller(
             "the blocks of this model end in a norm (post-norm, as in BERT): the norm alone gives their Jacobians top singular "
             "vectors in common, so that mis-coupling is far below its null level even untrained. Compare with the same "
-            "architecture untrained, not with the null level. A norm also sets the length of every state, so expodistance "
-            "and alpha_mean say little; read lss. The section on post-norm models in docs/measurements.md says more"
+            "architecture untrained, not with the null level. A norm also sets the length of every state, so alpha_mean "
+            "is about 0 and expodistance is undefined or a constant; read lss. The section on post-norm models in "
+            "docs/measurements.md says more"
         )

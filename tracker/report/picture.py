@@ -30,7 +30,7 @@ def picture() -> str:
             (
                 SIDE,
                 _matrix(values + abs(random.normal(0, 0.05, (K, K)))),
-                "<b>Coupled blocks:</b> A is diagonal, mis-coupling is near 0.",
+                "<b>Coupled blocks:</b> A is close to S, mis-coupling is near 0.",
             ),
             (
                 WIDTH,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.cli import OK, reports_errors
 from checkpoints.files import write_atomic
+from checkpoints.words import counted
 from tracker.report.reader import Reader, Signature, signature
 
 if TYPE_CHECKING:
@@ -218,8 +219,8 @@ def _summary(name: str, ds: "xr.Dataset") -> str:
     span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
     blocks, prompts = layers(ds), ds.sizes["prompt"]
     return (
-        f"{f'{name}: ' if name else ''}{blocks} block{'s' if blocks != 1 else ''}, {count} checkpoint{'s' if count != 1 else ''} "
-        f"{span}, {prompts} prompt{'s' if prompts != 1 else ''}."
+        f"{f'{name}: ' if name else ''}{counted(blocks, 'block')}, {counted(count, 'checkpoint')} "
+        f"{span}, {counted(prompts, 'prompt')}."
     )
 
 

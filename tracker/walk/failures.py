@@ -74,6 +74,6 @@ def cache_of(selection: Selection) -> Path:
 def nothing_cached(selection: Selection) -> str:
     """Describe that the hub can't be reached and that the cache holds none of the checkpoints."""
     return (
-        f"{selection.offline}, and none of the {len(selection.checkpoints)} checkpoints is complete in the cache "
+        f"{selection.offline}, and no checkpoint is complete in the cache "
         f"{cache_of(selection)}; {CONNECT}. --model nano is trained here and needs no connection"
     )

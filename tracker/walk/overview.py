@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from checkpoints.integrity import describe_repeat, find_repeats
+from checkpoints.words import counted
 from tracker.walk.plan import Plan
 
 if TYPE_CHECKING:
@@ -15,8 +16,9 @@ def print_overview(plan: Plan, missing: int) -> None:
     selection, measurement = plan.selection, plan.measurement
     count = len(selection.checkpoints)
     print(
-        f"{selection.suite.name}: {count} checkpoints, {count - missing} already measured; {len(measurement.inputs)} "
-        f"prompts; {measurement.device}, {measurement.settings.dtype}; results in {plan.output.store.path}",
+        f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
+        f"{counted(len(measurement.inputs), 'prompt')}; {measurement.device}, "
+        f"{measurement.settings.dtype}; results in {plan.output.store.path}",
         flush=True,
     )
     for notice in plan.notices:
