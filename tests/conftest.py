@@ -66,8 +66,8 @@ class Walker:
     def start(self, *arguments: str, model: str = "block-coupling/nano", wandb: str = "off", **environment: str):
         command = [sys.executable, "-m", "tracker.pythia", *self.arguments("--wandb", wandb, *arguments, model=model)]
         settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
         settings.pop("WANDB_API_KEY", None)
+        settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
         return subprocess.Popen(
             command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

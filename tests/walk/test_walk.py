@@ -264,7 +264,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
                     assert shown["value"][i] == pytest.approx(row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12)
                     assert shown["null"][i] == pytest.approx(row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12)
         assert page["trajectory"]["lss"]["median"][i] == pytest.approx(row["trajectory/lss/median"], rel=1e-12)
-        assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs.nrows"] == 2 * 3 * 3
+        assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs._type"] == "html-file"
 
 
 @pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])

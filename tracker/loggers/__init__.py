@@ -7,14 +7,17 @@ To add a logger for walks and replays, write a module with a class that has the 
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
+from checkpoints.errors import first_line
 from tracker.errors import UsageError
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import LoggedRun, Open, Row
+    from tracker.loggers.protocol import LoggedRun, Logger, Open, Row
     from tracker.loggers.wandb import Mode
 
 LOGGERS = {"wandb": "tracker.loggers.wandb"}  # name on the command line: module, imported on use
@@ -38,17 +41,36 @@ def prepare(names: str, wandb_mode: "Mode") -> "list[Open]":
 
 @contextmanager
 def opened(openers: "Sequence[Open]", run: "LoggedRun") -> "Iterator[Callable[[Row | None], None]]":
-    """Open loggers for a run; yield the function that sends a row to all; finish them and print where they are."""
-    with ExitStack() as stack:
-        loggers = []
+    """Open loggers for a run; yield the function that sends a row to all; finish them and print where they are.
+
+    A logger that fails gets no more rows, and a line on standard error says so: whatever happens to it, the measuring goes on.
+    """
+    loggers: list[Logger] = []
+
+    def attempt(logger: "Logger", part: "Callable[[], str | None]") -> str | None:
+        try:
+            return part()
+        except Exception as error:  # of a service that the measuring does not need
+            loggers.remove(logger)
+            said = f"{type(error).__name__}: {first_line(error)}"
+            print(f"{type(logger).__name__} failed and gets no more steps ({said})", file=sys.stderr, flush=True)
+            return None
+
+    def send(row: "Row | None") -> None:
+        if row is not None:
+            for logger in [*loggers]:
+                attempt(logger, partial(_send, logger, row))
+
+    try:
         for opener in openers:
-            logger = opener(run)
-            loggers.append(logger)
-            stack.callback(lambda logger=logger: print(logger.finish(), flush=True))
-
-        def send(row: "Row | None") -> None:
-            for logger in loggers if row is not None else ():
-                logger.images(row)
-                logger.log(row)
-
+            loggers.append(opener(run))
         yield send
+    finally:
+        for logger in [*loggers]:
+            if where := attempt(logger, logger.finish):
+                print(where, flush=True)
+
+
+def _send(logger: "Logger", row: "Row") -> None:
+    logger.images(row)
+    logger.log(row)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from checkpoints.errors import first_line
 from checkpoints.files import write_atomic
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
 from tracker.measures import names
@@ -28,6 +29,9 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "checkpoint/step"
+FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
+UNITS = 10.0  # seconds for a server to take the units, and a second more for each megabyte
+ASK = 10  # seconds for a server to state how much it has
 
 
 def prepare(wandb_mode: Mode) -> Open | None:
@@ -66,10 +70,18 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def run_settings() -> "wandb.Settings":
-    """Return the settings of every run: quiet, and written to disk within half a second, so that a killed run is kept."""
+    """Return the settings of every run: quiet, on disk within half a second, so that a killed run is kept, and never waiting
+    long for a server at the end.
+    """
     import wandb
 
-    return wandb.Settings(x_transaction_log_flush_interval=0.5, console="off", silent=True)
+    return wandb.Settings(
+        x_transaction_log_flush_interval=0.5,
+        console="off",
+        silent=True,
+        finish_timeout=FINISH,
+        finish_timeout_raises=True,
+    )
 
 
 def with_offline_fallback(start: Callable[[RunMode], Run], mode: RunMode) -> Run:
@@ -131,7 +143,7 @@ class WandbRun:
         if row.step in self.logged or "miscoupling" not in row.matrices:
             return
         pictures: dict[str, Any] = {name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
-        self.run.log(pictures | {"coupling/pairs": _pairs_table(row)}, commit=False)
+        self.run.log(pictures | {"coupling/pairs": wandb.Html(_pairs_table(row))}, commit=False)
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
@@ -144,20 +156,48 @@ class WandbRun:
         self.logged.append(row.step)
 
     def finish(self) -> str:
-        """Log the store as an artifact and close the run; return where the run is."""
+        """Log the store as an artifact and close the run; return where the run is, and what W&B did not take."""
         if self.headlines:
             self.run.summary.update(_summary(self.headlines))
-        if self.store.steps():
-            self.run.log_artifact(_artifact(self.store))
         directory = Path(self.run.dir).parent
-        where = self.run.url if self.mode == "online" else f"{directory} (send it with: wandb sync {directory})"
-        self.run.finish()
+        missing = self._send()
+        if self.mode == "offline":
+            return f"W&B offline: {directory} (send it with: wandb sync {directory})"
+        if missing:
+            return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            write_atomic(
-                self.memory,
-                json.dumps({"id": self.run.id, "logged": self.logged, names.ATTRIBUTE: names.VERSION}).encode(),
-            )
-        return f"W&B {self.mode}: {where}"
+            content = {"id": self.run.id, "logged": self.logged, names.ATTRIBUTE: names.VERSION}
+            write_atomic(self.memory, json.dumps(content).encode())
+        return f"W&B online: {self.run.url}"
+
+    def _send(self) -> str:
+        """Send the units and close the run; return what W&B did not take, or ""."""
+        import wandb
+
+        online = self.mode == "online"
+        missing = self._refusal() if online else ""  # what follows would wait without end for a server that is silent
+        if self.store.steps() and not missing:
+            artifact = self.run.log_artifact(_artifact(self.store))
+            try:
+                if online:
+                    artifact.wait(timeout=round(UNITS + (artifact.size or 0) / 1e6))
+            except (wandb.Error, ValueError) as error:
+                missing = f"did not take the units ({first_line(error)})"
+        try:
+            self.run.finish()
+        except TimeoutError:
+            return missing or f"did not take the run within {FINISH:.0f} s"
+        return missing or (self._refusal() if online else "")
+
+    def _refusal(self) -> str:
+        """Return why W&B does not show the run to its owner, or ""; from then on it has taken no steps either."""
+        import wandb
+
+        try:
+            wandb.Api(timeout=ASK).run(self.run.path)
+        except (wandb.Error, ValueError, OSError) as error:
+            return f"no longer accepts steps ({first_line(error)}); check the key with `wandb login`"
+        return ""
 
 
 def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
@@ -181,10 +221,8 @@ def _artifact(store: Store) -> "wandb.Artifact":
     return artifact
 
 
-def _pairs_table(row: Row) -> "wandb.Table":
-    import wandb
-
+def _pairs_table(row: Row) -> str:
+    """Return the layer pairs as HTML: a `wandb.Table` asks the server before it is logged, and waits if that is silent."""
     measured = [name for name in MISCOUPLINGS if name in row.matrices]
     pairs = row.matrices[measured].mean(SAMPLES).to_dataframe().reset_index()
-    columns = ["k", "layer", "layer_other", *measured]
-    return wandb.Table(columns=list(columns), data=pairs[columns].values.tolist())
+    return pairs[["k", "layer", "layer_other", *measured]].to_html(index=False, float_format="%.6g")

@@ -1,0 +1,95 @@
+"""Walks whose W&B server fails in mid-run: units, page and W&B's file are complete, and the walk ends soon and says so."""
+
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import Walker
+from tests.loggers.test_dashboards import of, records
+from tests.wandb_server import KEY, serve
+from tracker.loggers import opened
+from tracker.loggers.protocol import LoggedRun, Row
+from tracker.results import Store
+
+SECONDS = 60  # at most, after the last measurement
+FAULTS = (None, "drop", "hang", "refuse", "forbid")
+
+
+@pytest.fixture(scope="module")
+def walks(suite, tmp_path_factory):
+    """Walks side by side, each with a server that fails once the first unit is there."""
+    walks = {}
+    with ExitStack() as stack:
+        for fault in FAULTS:
+            directory, server = tmp_path_factory.mktemp(str(fault)), stack.enter_context(serve())
+            walker = Walker(suite, directory)
+            key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
+            process = walker.start("--steps", "0,2,4,8", "--measures", "coupling", wandb="online", **key)
+            walks[fault] = SimpleNamespace(store=Store(directory / "out"), server=server, process=process, ended=None)
+        until = time.monotonic() + 240
+        while any(walk.ended is None for walk in walks.values()) and time.monotonic() < until:
+            for fault, walk in walks.items():
+                walk.server.fail = fault if walk.store.path.exists() and walk.store.steps() else None
+                if walk.ended is None and walk.process.poll() is not None:
+                    walk.ended = time.time()
+            time.sleep(0.1)
+        for walk in walks.values():
+            walk.process.kill()
+            walk.out, walk.err = walk.process.communicate()
+        yield walks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_walk_is_complete_whatever_the_server_does(walks, fault):
+    walk = walks[fault]
+    assert walk.ended is not None, "it waits for W&B"
+    assert walk.process.returncode == 0 and "Traceback" not in walk.err, walk.err
+    assert walk.store.steps() == [0, 2, 4, 8]
+    assert "4 checkpoints" in (walk.store.path / "report.html").read_text()
+    assert walk.ended - walk.store.file(8).stat().st_mtime < SECONDS
+    (file,) = (walk.store.path / "wandb").glob("run-*/*.wandb")
+    assert [row["item"]["checkpoint/step"] for row in of("history", records(file))] == [0, 2, 4, 8]
+    last = walk.out.strip().splitlines()[-1]
+    if fault is None:
+        assert last.startswith("W&B online: http") and walk.server.rows == 4
+    else:
+        assert last.startswith("W&B no longer accepts steps (") and f"wandb sync {file.parent}" in last
+    assert (walk.store.path / "wandb-run.json").exists() == (fault is None), "the next walk sends all steps again"
+
+
+class Failing:
+    """A logger whose service is gone."""
+
+    def __init__(self, failing: str):
+        self.failing, self.calls = failing, []
+
+    def images(self, row) -> None:
+        self.call("images")
+
+    def log(self, row) -> None:
+        self.call("log")
+
+    def finish(self) -> str:
+        self.call("finish")
+        return "closed"
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.failing:
+            raise ConnectionResetError("Connection lost")
+
+
+@pytest.mark.parametrize("failing, calls", [("log", ["images", "log"]), ("finish", ["images", "log"] * 2 + ["finish"])])
+def test_a_logger_that_fails_does_not_end_a_walk(tmp_path, capsys, failing, calls):
+    broken, sound = Failing(failing), Failing("")
+    run = LoggedRun(Store(tmp_path), "p", "n", {})
+    with opened([lambda _: broken, lambda _: sound], run) as send:
+        for step in range(2):
+            send(Row(step, {}))
+    assert broken.calls == calls and sound.calls == ["images", "log"] * 2 + ["finish"]
+    said = capsys.readouterr()
+    assert said.err == "Failing failed and gets no more steps (ConnectionResetError: Connection lost)\n"
+    assert said.out == "closed\n"

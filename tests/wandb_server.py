@@ -1,0 +1,167 @@
+"""A small W&B server on this machine: it takes runs, their rows and files, and fails from a moment on."""
+
+import gzip
+import json
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Literal
+
+Fault = Literal["drop", "hang", "refuse", "forbid"]
+KEY = "a" * 40
+BUCKET = {
+    "id": "run", "name": "run", "displayName": "run", "description": "", "config": "{}", "sweepName": "",
+    "project": {"id": "project", "internalId": "1", "name": "project", "entity": {"id": "entity", "name": "entity"}},
+    "historyLineCount": 0,
+}  # fmt: skip
+VIEWER = {"id": "1", "entity": "entity", "username": "user", "email": "", "flags": "{}", "teams": {"edges": []}}
+COMMITTED = {
+    "id": "1",
+    "state": "COMMITTED",
+    "artifactSequence": {"id": "1", "latestArtifact": {"id": "1", "versionIndex": 0}},
+}
+RUN = {
+    "id": "run",
+    "tags": [],
+    "name": "run",
+    "displayName": "run",
+    "sweepName": None,
+    "state": "running",
+    "config": "{}",
+    "group": None,
+    "jobType": None,
+    "commit": None,
+    "readOnly": False,
+    "createdAt": "2026-01-01T00:00:00",
+    "heartbeatAt": None,
+    "description": None,
+    "notes": None,
+    "systemMetrics": "{}",
+    "summaryMetrics": "{}",
+    "historyLineCount": 0,
+    "user": VIEWER,
+    "historyKeys": None,
+    "projectId": "1",
+}
+COLLECTION = {"__typename": "ArtifactSequence", "id": "1", "name": "results", "project": BUCKET["project"]}
+ARTIFACT = {
+    "id": "1",
+    "state": "COMMITTED",
+    "artifactSequence": COLLECTION,
+    "artifactType": {"name": "results"},
+    "versionIndex": 0,
+    "description": None,
+    "metadata": "{}",
+    "ttlDurationSeconds": -1,
+    "ttlIsInherited": False,
+    "tags": [],
+    "historyStep": None,
+    "digest": "d",
+    "size": 1,
+    "fileCount": 1,
+    "commitHash": "c",
+    "createdAt": "2026-01-01T00:00:00",
+    "updatedAt": None,
+    "aliases": [],
+    "artifactMembership": None,
+    "currentManifest": None,
+    "storageBytes": 1,
+}
+SERVER = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
+
+
+class WandbServer:
+    """What a server received, and how it fails.
+
+    Attributes:
+        fail: how it answers from now on: it drops the connection, never answers, refuses the key (401) or the project (403).
+        rows: how many lines of history it accepted.
+    """
+
+    def __init__(self) -> None:
+        self.fail: Fault | None = None
+        self.rows = 0
+        self.requests: list[str] = []
+        self.closed = threading.Event()
+        self.address = ""
+
+    def answer(self, path: str, body: dict) -> dict:
+        """Return the answer to a request."""
+        if path.endswith("/file_stream"):
+            self.rows += len(body.get("files", {}).get("wandb-history.jsonl", {}).get("content", []))
+            return {}
+        given = body.get("variables", {})
+        names, run = given.get("files", []), given.get("name", "run")
+        return {
+            "data": {
+                "viewer": VIEWER,
+                "serverInfo": SERVER,
+                "entity": {"organization": {"coreWeaveOrganizationId": None}},
+                "model": {"bucket": None},
+                "upsertBucket": {"bucket": BUCKET | {"name": run}, "inserted": True},
+                "createRunFiles": {
+                    "runID": "run",
+                    "uploadHeaders": [],
+                    "files": [{"name": name, "uploadUrl": f"{self.address}/upload/{name}"} for name in names],
+                },
+                "createArtifact": {"artifact": COMMITTED},
+                "artifact": ARTIFACT,
+                "project": {"run": RUN, "artifact": None},
+            }
+        }
+
+
+@contextmanager
+def serve() -> Iterator[WandbServer]:
+    """Run a server in a thread."""
+    state = WandbServer()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            content = gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
+            is_json = "json" in self.headers.get("Content-Type", "")
+            state.requests.append(f"{self.path} {content[:150]!r}")
+            fail = state.fail
+            if fail == "hang":
+                state.closed.wait()
+            if fail in ("drop", "hang"):
+                linger = struct.pack("ii", 1, 0)  # close with a reset
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self.close_connection = True
+                return
+            status = {"refuse": 401, "forbid": 403}.get(fail or "", 200)
+            answer = json.dumps(
+                state.answer(self.path, json.loads(content)) if status == 200 and is_json else {}
+            ).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_PUT = do_POST
+
+        def log_message(self, *_) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_) -> None:
+            """Say nothing of clients that do not wait for the answer."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    state.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield state
+    finally:
+        state.closed.set()
+        server.shutdown()
+        server.server_close()
