@@ -154,7 +154,7 @@ def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monke
     assert pythia.main(walker.arguments(model="70m")) == 1
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert "the hub can't be reached (ConnectError" in line and "none of the 12 checkpoints is complete" in line
+    assert "the hub can't be reached (ConnectError" in line and "no checkpoint is complete" in line
     assert "HF_HUB_CACHE" in line and "--model nano" in line
     assert all("trying again" in line for line in printed.out.splitlines())
 
