@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tracker
 from tests.analysis.test_regression import assert_covers
-from tracker.analysis.onset import Onset, onset
+from tracker.analysis.onset import LEAST, Onset, onset
+from tracker.analysis.statistics import null_matrix, over_pairs
+from tracker.measures.registry import MISCOUPLINGS
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128])
 
@@ -112,8 +117,48 @@ def test_no_onset_within_two_percent_of_the_null_level(null):
     prompts /= prompts.mean(1).max()
     assert onset(STEPS, 0.019 * prompts).found
     small = onset(STEPS, 0.019 * prompts, null=null)
-    assert not small.found and small.words == "none: the distance from the null level stays below 2% of it"
+    assert not small.found and small.words == "none: the distance from the null level stays below 2 % of it"
     assert onset(STEPS, 0.021 * prompts, null=null).found
+
+
+@pytest.mark.parametrize("share, found", [(0.05, True), (0.019, False)])
+@pytest.mark.parametrize("levels", [(0.01, 1), (1, 0.01)])
+def test_the_distance_is_compared_with_the_null_level_of_its_step(levels, share, found):
+    """That of `offdiag` follows the norm of the Jacobians: by its mean, 5 % of the lower level are too little."""
+    null = np.repeat(levels, [5, 4])[:, None] * np.ones(20)
+    departed = np.where(np.arange(9) < 5, share, 0.0001)[:, None] * np.random.default_rng(10).normal(1, 0.02, 20)
+    departed *= share / departed.mean(1).max()
+    assert onset(STEPS, null * departed, null=null).found == found
+    assert onset(STEPS, null * departed, null=-null).found == found
+
+
+def test_undefined_prompts_do_not_count_in_the_null_level():
+    departed = np.array([0, 0, 0, 0, 0, 0.03, 0.03, 0.03, 0.03])[:, None] * np.random.default_rng(10).normal(
+        1, 0.02, 20
+    )
+    null, broken = np.ones((9, 20)), departed.copy()
+    null[:, 3], broken[4, 3] = 100, np.nan
+    assert onset(STEPS, broken, null=null) == onset(STEPS, np.delete(departed, 3, 1), null=1.0)
+
+
+def test_chance_alignment_of_untrained_models():
+    """The numbers in docs/measurements.md: mean distances from the null level, as shares of it."""
+    sizes = transformers.GPTNeoXConfig(
+        hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512, vocab_size=200
+    )
+    shares = {name: [] for name in MISCOUPLINGS}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = transformers.GPTNeoXForCausalLM(sizes).eval()
+        ds = tracker.measure(model, torch.randint(0, 200, (6, 16)), measures="coupling", k=10)
+        for name, found in shares.items():
+            curve, null = (
+                over_pairs(m.astype(float)).sel(pairs="mean_offdiag").mean() for m in (ds[name], null_matrix(ds, name))
+            )
+            found.append(float(1 - curve / null))
+    largest = {name: max(map(abs, found)) for name, found in shares.items()}
+    assert LEAST < max(shares["offdiag"]) < 0.03 and largest.pop("offdiag") < 0.03
+    assert max(largest.values()) < 0.01 < LEAST
 
 
 def test_two_grids_of_one_run():

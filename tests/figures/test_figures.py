@@ -121,7 +121,7 @@ def test_1b_states_that_there_is_no_onset(one):
 def test_1b_and_the_page_state_no_onset_within_two_percent_of_the_null_level(one):
     ds = with_onset(open_results(one), STEPS, np.arange(4) >= 2, by=0.015)
     figure, table = draw("1b", {"toy": ds}, None)
-    words = "none: the distance from the null level stays below 2% of it"
+    words = "none: the distance from the null level stays below 2 % of it"
     assert figure.axes[0].get_legend().get_texts()[-1].get_text().replace("\n", " ") == f"onset: {words}"
     assert table.onset_by.isna().all()
     assert contents(summary(ds))["onset"]["offdiag_normalized"][K]["words"] == words

@@ -373,11 +373,13 @@ class TestFirstLook:
         for step in (0, 8):
             texts = [f"Question {i}: <b>what is {i}?</b>" for i in range(22)] + ["word " * 100]
             unit = store.read(step).assign_coords(prompt_text=("prompt", texts), prompt_source=("prompt", ["arc"] * 23))
+            unit["norm"][{"prompt": 4, "position": slice(1, None)}] = np.nan  # a prompt of one token
             store.write(step, unit.assign_attrs(tokens="last"))
         page = open_page(write_report(store.path, tmp_path / "page.html"))
         said = page.inner_text("#of-prompts")
         assert "23 prompts. Jacobians, and therefore mis-couplings, are those at the last token of each prompt." in said
         assert "Question 3: <b>what is 3?</b>12 tokens, arc" in said.replace("\n", "") and "3 more" in said
+        assert "Question 4: <b>what is 4?</b>1 token, arc" in said.replace("\n", "")
         assert "Question 21" not in said
         page.locator(".more > summary").click()
         assert "Question 21" in page.inner_text("#of-prompts")

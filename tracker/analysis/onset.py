@@ -19,7 +19,7 @@ from tracker.analysis.regression import CONFIDENCE, clustered_mean
 
 SHARE = 0.1  # of the maximum
 # Of the null level. Prompts share the weights: an interval over prompts does not contain the chance alignment of one draw of
-# weights, which alone moves the mis-coupling of an untrained model by up to one percent.
+# weights, which alone moves the mis-coupling of an untrained model by up to one percent (d = 128; `offdiag`: three).
 LEAST = 0.02
 FEWEST = 2  # measured steps
 NAN = float("nan")
@@ -52,14 +52,13 @@ def onset(
     steps: Float[ndarray, " S"],
     departure: Float[ndarray, "S prompts"],
     clusters: ndarray | None = None,
-    null: float = 0.0,
+    null: Float[ndarray, "S prompts"] | float = 0.0,
 ) -> Onset:
     """Find the steps between which a mis-coupling departs from its null level.
 
-    An onset is reported only if the maximum departure is above 2 % of the null level, and above zero in a one-sided t test at
-    2.5 % / S. The rate of false
-    onsets is then at most 2.5 % for normally distributed prompts, whatever the dependence of the steps; 5 % for a skewness of
-    -1/2, 11 % for a skewness of -1.
+    An onset is reported only if the departure of some step is above 2 % of the null level of that step, and the maximum
+    departure is above zero in a one-sided t test at 2.5 % / S. The rate of false onsets is then at most 2.5 % for normally
+    distributed prompts, whatever the dependence of the steps; 5 % for a skewness of -1/2, 11 % for a skewness of -1.
 
     The interval covers every pair of neighbouring steps between which the onset may lie. A pair is excluded if the curve, less
     a tenth of its maximum, is below zero at the later step (one-sided t test, 2.5 %) or above zero at a step before the pair's
@@ -69,10 +68,11 @@ def onset(
         steps: ascending.
         departure: null level minus mis-coupling; NaN where undefined.
         clusters: labels of the prompts, as for `clustered_mean`.
-        null: the null level; its sign has no meaning.
+        null: the null level, which changes during training for measures that are not normalized; its sign has no meaning.
     """
     steps, departure = np.asarray(steps, float), np.asarray(departure, float)
     defined = np.isfinite(departure).any(1)
+    null = np.broadcast_to(null, departure.shape)[defined]
     steps, departure = steps[defined], departure[defined]
     # A prompt that is undefined at some steps would make the mean jump there.
     departure = np.where(np.isfinite(departure).all(0), departure, np.nan)
@@ -85,8 +85,10 @@ def onset(
     # Bonferroni: the maximum is over S steps.
     if not mean[peak] > stats.t.isf((1 - CONFIDENCE) / 2 / len(steps), df[peak]) * error[peak]:
         return Onset(NAN, NAN, NAN, NAN, "none beyond chance")
-    if not mean[peak] > LEAST * abs(null):
-        return Onset(NAN, NAN, NAN, NAN, f"none: the distance from the null level stays below {LEAST:.0%} of it")
+    level = abs(np.nanmean(np.where(np.isfinite(departure), null, np.nan), 1))
+    if not (mean > LEAST * level).any():
+        words = f"none: the distance from the null level stays below {100 * LEAST:.0f} % of it"
+        return Onset(NAN, NAN, NAN, NAN, words)
     first = int((mean >= SHARE * mean[peak]).argmax())
     before = np.concatenate([[0.0], steps[:-1]])
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)

@@ -45,8 +45,9 @@ def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plo
         by_prompt = coupling_of_prompts(ds, k)
         null = by_prompt["null"].mean("prompt").values
         step, source = ds["step"].values, sources(ds)
-        departure = (by_prompt["coupling"] - by_prompt["null"]).transpose("step", "prompt").values
-        began = onset(step, departure, source, float(np.nanmean(null)))
+        by_step = by_prompt.transpose("step", "prompt")
+        departure = (by_step["coupling"] - by_step["null"]).values
+        began = onset(step, departure, source, by_step["null"].values)
         mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)

@@ -94,7 +94,7 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
-    null = float(at[f"{name}_null_by_prompt"].mean())
+    null = at[f"{name}_null_by_prompt"].transpose("step", "prompt").values
     return jsonable(asdict(onset(at["step"].values, departure, sources(at), null)))
 
 

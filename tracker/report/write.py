@@ -93,7 +93,10 @@ def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str 
             elif there and signatures != seen:
                 seen = signatures
                 if _rewritten(reader, there, out, max(seconds, RELOADED), clusters):
-                    print(f"{out}: {sum(map(len, signatures.values()))} steps; watching, Ctrl-C stops", flush=True)
+                    print(
+                        f"{out}: {counted(sum(map(len, signatures.values())), 'step')}; watching, Ctrl-C stops",
+                        flush=True,
+                    )
             time.sleep(seconds)
     except KeyboardInterrupt:
         if there:

@@ -21,6 +21,7 @@ from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.suites import Checkpoint, join_names
+from checkpoints.words import counted
 from tracker.walk.plan import Plan, Selection
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def describe(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None,
         return "\n".join(entry(*line) for line in lines)
     if plan.selection.suite.on_hub:
         found = downloads(plan.selection, missing)
-        unlisted = f"; {found.unlisted} checkpoints are not listed" if found.unlisted else ""
+        unlisted = f"; {counted(found.unlisted, 'checkpoint')} not listed" if found.unlisted else ""
         lines.append(("download", f"{size(found.download)}; {size(found.cached)} are in the cache already{unlisted}"))
         limit = (
             "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"

@@ -10,7 +10,7 @@ const element = (tag, properties, ...children) => {
 };
 
 function listedPrompt(of, i) {
-  const about = [of.lengths && `${of.lengths[i]} tokens`, of.sources && of.sources[i], of.difficulty &&
+  const about = [of.lengths && `${of.lengths[i]} token${of.lengths[i] === 1 ? "" : "s"}`, of.sources && of.sources[i], of.difficulty &&
     `difficulty ${of.difficulty[i]}`
   ].filter(Boolean).join(", ");
   const text = of.texts[i] || "(no text)",
