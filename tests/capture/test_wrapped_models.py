@@ -63,6 +63,17 @@ def offloaded_to_memory(model, inputs):
     return model
 
 
+def prepared_in_bf16(model, inputs):
+    """With a forward on the instance that enters autocast, which the measurement leaves."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return prepared
+
+
 def data_parallel(model, inputs):
     return nn.DataParallel(model)
 
@@ -75,6 +86,7 @@ HELD = [
     frozen,
     hooked,
     offloaded_to_memory,
+    prepared_in_bf16,
     data_parallel,
 ]
 

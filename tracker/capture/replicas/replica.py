@@ -261,6 +261,8 @@ def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
     for name, value in list(state.items()):
         if isinstance(value, MethodType) and value.__self__ is module:
             state[name] = MethodType(value.__func__, new)
+    if "_original_forward" in state:  # what accelerate wrapped in autocast
+        state["forward"] = state.pop("_original_forward")
     if "_hf_hook" in state or hasattr(state.get("forward"), "_torchdynamo_orig_callable"):
         state.pop("forward", None)
     if "forward" in state and not isinstance(state["forward"], MethodType):
