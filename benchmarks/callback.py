@@ -106,7 +106,7 @@ def time_run(run: Run) -> dict:
             trainer.fit(module, loader)
             if repeat:  # the first pair warms up
                 seconds.append(clock.now() - started)
-                measurements += [watch.overhead.last] if variant == "with" else []
+                measurements += [watch.run.overhead.last] if variant == "with" else []
     ratios = [a / b for a, b in zip(stretches["with"], stretches["without"], strict=True)]
     return {
         "run": {**asdict(run), "out": None},

@@ -216,7 +216,7 @@ def main():
     def forward(module, batch):
         if module.__dict__.get("_trainer") and module.trainer.global_step == given.terminate_at:
             signal.raise_signal(signal.SIGTERM)
-        if watch.last_checked == given.fail_at and torch.distributed.get_rank() == 1:
+        if watch.run.last_checked == given.fail_at and torch.distributed.get_rank() == 1:
             raise RuntimeError("planted")
         return module(batch)
 

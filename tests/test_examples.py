@@ -9,7 +9,11 @@ import pytest
 import tracker
 from tests.conftest import ROOT
 
-STEPS = {"transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256], "finetune_lm": [0, 20, 40, 60, 80, 100]}
+STEPS = {
+    "transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256],
+    "finetune_lm": [0, 20, 40, 60, 80, 100],
+    "plain_loop": [0, 50, 100, 150, 200],
+}
 
 
 @pytest.mark.parametrize("name", STEPS)

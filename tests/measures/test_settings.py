@@ -54,7 +54,7 @@ def test_every_caller_accepts_every_option(names):
     settings = settings_from(options, "test")
     for name in names:
         assert getattr(settings, name) != OPTIONS[name].default, name
-    assert tracker.CouplingCallback(**options).settings == settings
+    assert tracker.CouplingCallback(**options).run.settings == settings
     flags = [part for name in names for part in (f"--{name}", GIVEN[name][1])]
     walk = command.parse(["--model", "nano", *flags])
     assert settings_from(walk.options, "walk") == settings

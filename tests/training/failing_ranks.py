@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from tests.lightning_runs import Classifier, fit, trainer
 from tracker import CouplingCallback
 from tracker.results import Store
-from tracker.training import callback, measurement
+from tracker.training import measurement, run
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
 Fault = tuple[int, Exception]  # the rank that fails, and how
@@ -51,7 +51,7 @@ def plant(place: str, watch: CouplingCallback, faults: dict[int, tuple[str, Faul
     """Let a function raise at the steps for which a fault is planted at its place."""
 
     def planted(*arguments, **options):
-        where, fault = faults.get(max(watch.last_checked, 0), ("", None))
+        where, fault = faults.get(max(watch.run.last_checked, 0), ("", None))
         if fault is not None and where == place and torch.distributed.get_rank() == fault[0]:
             raise fault[1]
         return function(*arguments, **options)
@@ -63,11 +63,11 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     """Train with faults; return what a rank has at the end."""
     seen, logger = [], CSVLogger(directory, "logs")
     watch = CouplingCallback(1, k=2, save_dir=str(directory / "store"), **options)
-    watch.given_probe = plant("probe", watch, faults, lambda *_: PROBE)
-    watch.on_measure = plant("on_measure", watch, faults, lambda unit: seen.append(int(unit.step)))
+    watch.run.given_probe = plant("probe", watch, faults, lambda *_: PROBE)
+    watch.run.on_measure = plant("on_measure", watch, faults, lambda unit: seen.append(int(unit.step)))
     places = {
         "samples": (measurement, "measure_samples"),
-        "dataset": (callback, "to_dataset"),
+        "dataset": (run, "to_dataset"),
         "write": (Store, "write"),
         "claim": (Store, "check_settings"),
     }

@@ -286,7 +286,7 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
     watch = CouplingCallback(probe=PROBE, name="val")
     assert watch.state_key == "CouplingCallback{'name': 'val', 'weights': 'raw'}"
     watch.load_state_dict({"served": 6, "measured": 4, "probe": PROBE})
-    assert (watch.last_checked, watch.last_measured) == (6, 4) and watch.probe is PROBE
+    assert (watch.run.last_checked, watch.run.last_measured) == (6, 4) and watch.probe is PROBE
     assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
 
 
@@ -672,7 +672,7 @@ def test_out_of_memory_is_skipped(monkeypatch):
     real, watch = measurement.measure_samples, Watch(2)
 
     def scarce(*arguments):
-        if 0 in watch.units and len(watch.units) == 1 and watch.last_measured == 0:
+        if 0 in watch.units and len(watch.units) == 1 and watch.run.last_measured == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 

@@ -112,8 +112,8 @@ def test_both_ranks_end_for_the_same_reason(ranks, case):
 def test_every_schedule_can_be_pickled(options, tmp_path):
     watch = CouplingCallback(**options, probe=PROBE, save_dir=str(tmp_path), log=["trajectory/*"], on_measure=print)
     copy = pickle.loads(pickle.dumps(watch))
-    assert [copy.schedule(step) for step in range(3000)] == [watch.schedule(step) for step in range(3000)]
-    assert copy.settings == watch.settings and copy.state_key == watch.state_key
+    assert [copy.run.schedule(step) for step in range(3000)] == [watch.run.schedule(step) for step in range(3000)]
+    assert copy.run.settings == watch.run.settings and copy.state_key == watch.state_key
 
 
 def test_a_spawned_training_is_measured(tmp_path):

@@ -40,7 +40,7 @@ def failing_at(monkeypatch, step, error, watch):
     real = Jacobians.__call__
 
     def planted(*arguments):
-        if watch.last_checked == step:
+        if watch.run.last_checked == step:
             torch.rand(3, device=arguments[0].replica.device)
             raise error
         return real(*arguments)
@@ -68,7 +68,7 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
     real, watch = measurement.measure_samples, Watch(2)
 
     def planted(*arguments):
-        if watch.last_checked != 4:
+        if watch.run.last_checked != 4:
             return real(*arguments)
         with pretend.failing("aten::mm", after=20, error="CUDA error: an illegal memory access was encountered"):
             return real(*arguments)

@@ -1,4 +1,5 @@
 """Measure a model while it trains.
 
-In: a Lightning run. Out: one measured Dataset per chosen step, logged and stored.
+In: a run of Lightning, of transformers' Trainer, or of a plain loop. Out: one measured Dataset per chosen step, logged and
+stored. `run` is the course of a run for all three; `callback`, `transformers` and `watch` connect it.
 """

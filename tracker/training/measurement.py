@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,17 +15,10 @@ from tracker.device_errors import is_allocation_failure
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
-from tracker.provenance import has_float64
 from tracker.training import probe as probes
 from tracker.training.ranks import Ranks
 
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
-
-
-def measuring_device(trainer: Trainer) -> torch.device:
-    """Return the training device, or the CPU if that has no float64."""
-    device = trainer.strategy.root_device
-    return device if has_float64(device) else torch.device("cpu")
 
 
 def measure_probe(

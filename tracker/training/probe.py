@@ -5,7 +5,7 @@ contain it and a resumed run measures the same inputs.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,17 +33,18 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(given: Any, loaded: Any, batch: Any, max_samples: int) -> Any:
+def resolve(given: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
     """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
 
     Args:
         given: the probe passed to the callback, a function that returns it, or None.
         loaded: the probe of a checkpoint or of the sanity check, or None.
+        take: returns the batch.
     """
     given = given() if callable(given) else given
     given = None if given is None else cpu_copy(given)
     if loaded is None:
-        return first_samples(batch, max_samples) if given is None else given
+        return first_samples(take(), max_samples) if given is None else given
     if given is not None and digest(given) != digest(loaded):
         warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
     return loaded

@@ -1,24 +1,22 @@
-"""Where a measured unit of a training run goes: loggers, the metrics of other callbacks, the store, the caller."""
+"""Where a measured unit of a training run goes: loggers, the trainer's metrics, the store, the caller."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import torch
 import xarray as xr
-from lightning.pytorch import Trainer
 
 from tracker.errors import UsageError
-from tracker.loggers.lightning import LightningAdapter
-from tracker.loggers.protocol import Row
+from tracker.loggers.protocol import Logger, Row
 from tracker.measures.headline import UNDEFINED
 from tracker.results import Store
 
 COST = ("coupling/seconds", "coupling/share")
 SKIPPED = "coupling/skipped"
 Log = Literal["headline", "all"] | Sequence[str]
+Metrics = Callable[[Mapping[str, float]], None]
 
 
 def checked(log: Log) -> Log:
@@ -39,16 +37,19 @@ def checked(log: Log) -> Log:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Sends the units of one fit.
+    """Sends the units of one training.
 
     Args:
-        log: which metrics the loggers receive, besides `COST` and `SKIPPED`. `trainer.callback_metrics` and the store have all.
+        loggers: receive the chosen metrics on every rank.
+        metrics: receives all finite metrics, on every rank.
+        log: which metrics the loggers receive, besides `COST` and `SKIPPED`.
         prefix: of all metrics.
         heatmaps: whether loggers that take pictures receive those of the coupling matrices.
-        on_measure: receives every unit.
+        store, on_measure: receive every unit.
     """
 
-    loggers: Sequence[LightningAdapter]
+    loggers: Sequence[Logger]
+    metrics: Metrics | None
     log: Log
     prefix: str
     heatmaps: bool
@@ -65,26 +66,26 @@ class Publisher:
         self._chosen(row)
         return row
 
-    def update_metrics(self, trainer: Trainer, row: Row) -> None:
-        """Give the metrics to the other callbacks; an undefined value would make EarlyStopping end the run."""
-        finite = {self.prefix + name: torch.tensor(x) for name, x in row.scalars.items() if math.isfinite(x)}
-        trainer.callback_metrics.update(finite)
+    def update_metrics(self, row: Row) -> None:
+        """Hand out the metrics; an undefined value would make Lightning's EarlyStopping end the run."""
+        if self.metrics is not None:
+            self.metrics({self.prefix + name: x for name, x in row.scalars.items() if math.isfinite(x)})
 
-    def store_unit(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
-        """Write a unit to the store, on rank 0."""
-        if self.store is not None and trainer.is_global_zero:
+    def store_unit(self, row: Row, unit: xr.Dataset) -> None:
+        """Write a unit to the store."""
+        if self.store is not None:
             self.store.write(row.step, unit)
 
-    def call(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
-        """Call the user's function, on rank 0."""
-        if self.on_measure is not None and trainer.is_global_zero:
+    def call(self, row: Row, unit: xr.Dataset) -> None:
+        """Call the user's function."""
+        if self.on_measure is not None:
             self.on_measure(unit)
 
-    def log_row(self, trainer: Trainer, row: Row, unit: xr.Dataset) -> None:
-        """Log the chosen metrics, and the pictures on rank 0."""
+    def log_row(self, row: Row, unit: xr.Dataset) -> None:
+        """Log the chosen metrics, and the pictures."""
         logged = self._chosen(row)
         for logger in self.loggers:
-            if trainer.is_global_zero and self.heatmaps:
+            if self.heatmaps:
                 logger.images(row)
             logger.log(logged)
 

@@ -46,10 +46,14 @@ class Failure(Exception):
 
 
 class Ranks:
-    """The ranks of a run, seen from one of them; all ranks make and close this object together."""
+    """The ranks of a run, seen from one of them; all ranks make and close this object together.
 
-    def __init__(self, rank: int = 0, count: int = 1) -> None:
-        self.rank, self.count = rank, count
+    Args:
+        caller: the name of the class that the user sees, for messages.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, caller: str = "CouplingCallback") -> None:
+        self.rank, self.count, self.caller = rank, count, caller
         self.group: Any = torch.distributed.new_group(backend="gloo") if count > 1 else None
 
     def close(self) -> None:
@@ -64,7 +68,7 @@ class Ranks:
         """Return what a function returns on this rank, if it succeeds on every rank.
 
         Args:
-            during: what the callback is doing, to be named in an error that ends the training.
+            during: what the caller is doing, to be named in an error that ends the training.
             fatal: the outcome from which on the training ends.
             gathers: whether the function reads sharded weights. The others may wait there, on the device, for a rank that has
                 lost its own; then it raises at once, its process ends, and the launcher ends theirs.
@@ -88,7 +92,7 @@ class Ranks:
             raise failure
         if error is None or outcome < worst:
             error = (UsageError if failure.kind == UsageError.__name__ else RuntimeError)(str(failure))
-        error.add_note(f"while CouplingCallback {during}{where}; the training can't continue")
+        error.add_note(f"while {self.caller} {during}{where}; the training can't continue")
         raise error
 
     def gather(self, value: Any) -> list[Any]:
@@ -98,6 +102,10 @@ class Ranks:
         values: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(values, value, group=self.group)
         return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        return self.gather(value)[0]
 
     def _worst(self, outcome: int) -> int:
         """Return the largest outcome of the ranks."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from tracker.errors import UsageError
 from tracker.measures.settings import OPTIONS, Settings
-from tracker.provenance import SCHEMA
+from tracker.provenance import SCHEMA, digest
 from tracker.results import Store
 
 
@@ -32,6 +32,21 @@ def open_for_run(
     if refusal := claim(store, shared, step, resumed):
         raise UsageError(refusal)
     return store.continued(settings)
+
+
+def check_inputs(store: Store | None, probe: Any) -> None:
+    """Check that a probe is what the units of a store were measured on.
+
+    Raises:
+        UsageError: if it is not.
+    """
+    steps = [] if store is None else store.steps()
+    if store is None or not steps:
+        return
+    if (found := str(store.read(steps[-1]).attrs["inputs_sha256"])) != digest(probe):
+        raise UsageError(
+            f"{store.path} measured other inputs (SHA-256 {found[:8]}); give the same probe=, or choose another save_dir"
+        )
 
 
 def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:

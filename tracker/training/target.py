@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_unflatten
 
 from tracker.blocks.boundaries import Boundary
@@ -78,6 +79,20 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
         )
     renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
     return Target(part, forward, find_blocks(model, list(zip(renamed[::2], renamed[1::2], strict=True))))
+
+
+def check_whole(module: nn.Module) -> None:
+    """Check that the weights of a module can be read one by one.
+
+    Raises:
+        UsageError: for weights in flattened pieces (FSDP 1, DeepSpeed ZeRO 3).
+    """
+    flattened = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    if flattened or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise UsageError(
+            f"{'FSDP 1' if flattened else 'DeepSpeed ZeRO 3'} keeps weights in flattened pieces that can't be read one by one; "
+            "shard with FSDP2 (in Lightning, ModelParallelStrategy), or train with DDP"
+        )
 
 
 def _runs(module: nn.Module) -> bool:

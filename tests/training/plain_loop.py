@@ -1,0 +1,63 @@
+"""A plain training loop, and the same on two ranks: `python -m tests.training.plain_loop DIRECTORY`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tracker
+from tests.models import neox, tokens
+
+STEPS = 6
+
+
+def train(watch: Any = None, rank: int | None = None) -> SimpleNamespace:
+    """Train a small model with dropout; return it, its losses and all tensors."""
+    torch.manual_seed(0)
+    model = neox(hidden_dropout=0.2).train()
+    trained = model if rank is None else DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    batches = torch.Generator().manual_seed(rank or 0)
+    losses = []
+    for step in range(STEPS):
+        if watch is not None:
+            watch(step, trained)
+        x = torch.randint(3, 50, (4, 8), generator=batches)
+        loss = nn.functional.cross_entropy(trained(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if watch is not None:
+        watch(STEPS, trained, force=True)
+    moments = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
+    tensors = [torch.as_tensor(value) for value in (*model.state_dict().values(), *moments)]
+    return SimpleNamespace(model=model, losses=losses, tensors=[*tensors, torch.get_rng_state()])
+
+
+def main() -> None:
+    directory, rank, rows = Path(sys.argv[1]), int(os.environ["RANK"]), []
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    plain = train(rank=rank)
+    with tracker.Watch(
+        3, k=2, probe=tokens(3), save_dir=str(directory / "store"), log_to=lambda _, step: rows.append(step)
+    ) as watch:
+        watched = train(watch, rank)
+    found = {
+        name: [run.losses, *(tensor.tolist() for tensor in run.tensors)]
+        for name, run in (("plain", plain), ("watched", watched))
+    }
+    (directory / f"rank{rank}.json").write_text(json.dumps({**found, "rows": sorted(set(rows))}))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

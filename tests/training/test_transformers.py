@@ -1,0 +1,195 @@
+"""`TransformersCallback` in transformers' Trainer: the training is unchanged, runs are resumed, metrics reach the Trainer."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerCallback
+
+import tracker
+from tests.training.processes import run_on_two_ranks
+from tracker.errors import UsageError
+from tracker.results import Store
+
+STEPS, K = 6, 2
+
+
+def data(count: int = 24) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, 50, (count, 10), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class Recorder(Trainer):
+    """Keeps the loss of each batch."""
+
+    def training_step(self, *arguments, **options):
+        loss = super().training_step(*arguments, **options)
+        self.__dict__.setdefault("losses", []).append(loss.item())
+        return loss
+
+
+def make(directory, **options) -> Recorder:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=50, n_positions=16, resid_pdrop=0.2, attn_pdrop=0.1)
+    )
+    usual = {"max_steps": STEPS, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "logging_steps": 2}
+    usual |= {"save_strategy": "no", "disable_tqdm": True, "seed": 1}
+    return Recorder(
+        model, TrainingArguments(str(directory), **(usual | options)), train_dataset=data(), eval_dataset=data(8)
+    )
+
+
+def state(trainer: Recorder) -> tuple[list, list, torch.Tensor]:
+    optimizer = trainer.optimizer.state_dict()["state"]
+    tensors = [*trainer.model.state_dict().values(), *(v for values in optimizer.values() for v in values.values())]
+    return trainer.losses, [torch.as_tensor(tensor).clone() for tensor in tensors], torch.get_rng_state()
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+    assert torch.equal(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}],
+    ids=["fp32", "bf16", "accumulation", "checkpointing"],
+)
+def test_training_is_bit_identical(tmp_path, options):
+    plain = make(tmp_path / "plain", **options)
+    plain.train()
+    expected, units = state(plain), []
+    trainer = make(tmp_path / "run", **options)
+    before = tracker.measure(trainer.model, torch.stack([row["input_ids"] for row in data()[:8]]), k=K)
+    trainer.add_callback(
+        tracker.TransformersCallback(
+            2, k=K, trainer=trainer, save_dir=str(tmp_path / "store"), on_measure=units.append, max_overhead=None
+        )
+    )
+    trainer.train()
+    assert_same(state(trainer), expected)
+    assert [int(unit.step) for unit in units] == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
+    after = tracker.measure(trainer.model, {"input_ids": torch.stack([row["input_ids"] for row in data()[:8]])}, k=K)
+    np.testing.assert_array_equal(units[0].miscoupling, before.miscoupling)
+    np.testing.assert_allclose(units[-1].miscoupling, after.miscoupling, atol=1e-6)
+    assert not np.allclose(units[0].miscoupling, units[-1].miscoupling)
+
+
+def test_a_resumed_run_continues_its_store(tmp_path):
+    whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
+    whole.add_callback(tracker.TransformersCallback(1, k=K, trainer=whole, save_dir=str(tmp_path / "whole/store")))
+    whole.train()
+    first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
+    first.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
+    first.add_callback(Stop(at=4))
+    first.train()
+    assert Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
+    second = make(tmp_path / "run")
+    callback = tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store"))
+    second.add_callback(callback)
+    second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
+    store, expected = Store(tmp_path / "store"), Store(tmp_path / "whole/store")
+    assert store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
+    for step in store.steps():
+        np.testing.assert_array_equal(store.read(step).miscoupling, expected.read(step).miscoupling)
+    with pytest.raises(UsageError, match="holds the units of another run"):
+        again = make(tmp_path / "again")
+        again.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
+        again.train()
+
+
+def test_another_probe_does_not_continue_a_store(tmp_path):
+    first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
+    first.add_callback(tracker.TransformersCallback(3, k=K, save_dir=str(tmp_path / "store")))
+    first.train()
+    second = make(tmp_path / "run")
+    other = tracker.TransformersCallback(3, k=K, max_samples=4, save_dir=str(tmp_path / "store"))
+    second.add_callback(other)
+    with pytest.raises(UsageError, match="measured other inputs"):
+        second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
+
+
+class Stop(TrainerCallback):
+    """Ends a training after a step."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step >= self.at
+
+
+def test_metrics_reach_the_trainer(tmp_path):
+    trainer, logs = make(tmp_path, report_to=["tensorboard"], num_train_epochs=2, max_steps=-1), []
+    callback = tracker.TransformersCallback(every_n_epochs=1, k=K, trainer=trainer, on_measure=logs.append)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert [int(unit.step) for unit in logs] == [0, 6, 12]
+    history = [row for row in trainer.state.log_history if "coupling/mean_offdiag" in row]
+    assert [row["step"] for row in history] == [0, 6, 12] and 12 <= len(history[0]) < 20
+
+
+def test_without_the_trainer_a_warning_says_where_metrics_do_not_go(tmp_path):
+    trainer = make(tmp_path, report_to=["tensorboard"])
+    trainer.add_callback(tracker.TransformersCallback(100, k=K))
+    with pytest.warns(UserWarning, match="not sent to tensorboard.*trainer=trainer"):
+        trainer.train()
+
+
+def test_data_without_first_samples_needs_a_probe(tmp_path):
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from data()
+
+    for probe, message in (
+        (None, "Endless, which can only be read in order; .*probe="),
+        (data()[0]["input_ids"][None], ""),
+    ):
+        trainer = make(tmp_path)
+        trainer.train_dataset = Endless()
+        trainer.add_callback(tracker.TransformersCallback(100, k=K, probe=probe))
+        if message:
+            with pytest.raises(UsageError, match=message):
+                trainer.train()
+        else:
+            trainer.train()
+            assert trainer.state.global_step == STEPS
+
+
+def test_the_last_step_of_a_run_that_loads_its_best_is_measured_with_its_own_weights(tmp_path):
+    trainer, units = make(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
+                          load_best_model_at_end=True, learning_rate=1.0), []  # fmt: skip
+    trainer.add_callback(tracker.TransformersCallback(100, k=K, on_measure=units.append))
+    last = {}
+    trainer.add_callback(Keep(last))
+    trainer.train()
+    assert [int(unit.step) for unit in units] == [0, STEPS]
+    trainer.model.load_state_dict(last["state"])
+    own = tracker.measure(trainer.model, torch.stack([row["input_ids"] for row in data()[:8]]), k=K)
+    np.testing.assert_allclose(units[-1].miscoupling, own.miscoupling, atol=1e-6)
+
+
+class Keep(TrainerCallback):
+    """Keeps the weights after each step."""
+
+    def __init__(self, kept: dict):
+        self.kept = kept
+
+    def on_step_end(self, args, state, control, **given):
+        self.kept["state"] = {name: value.clone() for name, value in given["model"].state_dict().items()}
+
+
+def test_two_ranks_share_the_probe(tmp_path):
+    """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
+    run_on_two_ranks("tests.training.trainer_ranks", tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["plain"] == found["watched"] and len(found["plain"][0]) == STEPS
+    store, model = Store(tmp_path / "store"), make(tmp_path).model
+    assert store.steps() == [0, 3, STEPS]
+    alone = tracker.measure(model, torch.stack([row["input_ids"] for row in data()[:3]]), k=K)
+    np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-6)

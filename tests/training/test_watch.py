@@ -1,0 +1,113 @@
+"""`Watch` in a plain training loop: the training is unchanged, it resumes its store, and two ranks share the probe."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.models import neox, tokens
+from tests.training import plain_loop
+from tests.training.plain_loop import STEPS, train
+from tests.training.processes import run_on_two_ranks
+from tracker.errors import UsageError
+from tracker.results import Store
+
+K = 2
+
+
+def test_training_is_bit_identical(tmp_path):
+    expected, rows = train(), {}
+    watch = tracker.Watch(
+        2,
+        k=K,
+        probe=tokens(),
+        save_dir=str(tmp_path),
+        log_to=lambda metrics, step: rows.setdefault(step, {}).update(metrics),
+    )
+    found = train(watch)
+    watch.close()
+    assert found.losses == expected.losses
+    for ours, theirs in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(ours, theirs)
+    assert Store(tmp_path).steps() == [0, 2, 4, 6] == list(rows)
+    after = tracker.measure(found.model, tokens(), k=K)
+    np.testing.assert_array_equal(Store(tmp_path).read(6).miscoupling, after.miscoupling)
+    assert (
+        rows[6]["coupling/mean_offdiag"] == tracker.statistics.scalars(Store(tmp_path).read(6))["coupling/mean_offdiag"]
+    )
+    assert 10 < len(rows[6]) < 20 and rows[6]["coupling/seconds"] > 0
+
+
+def test_what_a_call_returns(tmp_path):
+    model = neox()
+    with tracker.Watch(steps=[4], k=K, probe=tokens(), ends=False) as watch:
+        assert watch(0, model) is None
+        assert watch(3, model) is None
+        assert int(watch(5, model).step) == 5, "step 4 is due, and was jumped over"
+        assert watch(5, model, force=True) is None, "it is measured already"
+        assert int(watch(6, model, force=True).step) == 6
+        with pytest.raises(UsageError, match="step 2 after step 6"):
+            watch(2, model)
+
+
+def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
+    model = neox()
+
+    def watch(**options):
+        return tracker.Watch(1, k=K, probe=tokens(), save_dir=str(tmp_path), **options)
+
+    first = watch()
+    for step in range(5):
+        first(step, model)
+    again = watch()
+    for step in (3, 4, 5):
+        again(step, model)
+    assert Store(tmp_path).steps() == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "superseded").exists(), "step 4 of the abandoned course"
+    with pytest.raises(UsageError, match="holds the units of another run"):
+        watch()(0, model)
+    with pytest.raises(UsageError, match="measured other inputs"):
+        tracker.Watch(1, k=K, probe=tokens(1), save_dir=str(tmp_path))(5, model)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"probe": None}, "probe=None; give the samples to measure"),
+        ({"probe": ["text"]}, "the probe is prompts; give their tokenizer too"),
+        ({"probe": tokens(), "every_n_steps": 0}, "every_n_steps=0; give a whole number"),
+        ({"probe": tokens(), "thin": True, "max_overhead": None}, "thin=True needs a share"),
+        ({"probe": tokens(), "log": "few"}, "log='few'; choose 'headline'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(UsageError, match=message):
+        tracker.Watch(**options)
+
+
+def test_a_model_without_blocks():
+    with pytest.raises(UsageError, match="blocks"):
+        tracker.Watch(probe=torch.randn(2, 3))(0, nn.Sequential(nn.Linear(3, 3)))
+
+
+def test_unknown_options_are_named():
+    with pytest.raises(TypeError, match="Watch.. got an unexpected option 'every'; did you mean every_n_steps"):
+        tracker.Watch(probe=tokens(), every=3)  # type: ignore[call-arg]
+
+
+def test_two_ranks_share_the_probe(tmp_path):
+    """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
+    run_on_two_ranks(plain_loop.__name__, tmp_path)
+    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert results[0]["plain"] == results[0]["watched"] and results[1]["plain"] == results[1]["watched"]
+    assert results[0]["rows"] == [0, 3, STEPS] and results[1]["rows"] == []
+    store = Store(tmp_path / "store")
+    assert store.steps() == [0, 3, STEPS]
+    torch.manual_seed(0)
+    np.testing.assert_allclose(
+        store.read(0).miscoupling, tracker.measure(neox(), tokens(3), k=K).miscoupling, atol=1e-6
+    )

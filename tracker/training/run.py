@@ -1,0 +1,285 @@
+"""The measurements of one training run, whatever program trains the model.
+
+`CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `Run`:
+
+    find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import xarray as xr
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from tracker.blocks.find import Named
+from tracker.errors import UsageError
+from tracker.loggers.protocol import Logger
+from tracker.measurement import to_dataset
+from tracker.measures.options import settings_from
+from tracker.provenance import has_float64, settings_digest
+from tracker.results import Store
+from tracker.training import probe as probes
+from tracker.training import run_store
+from tracker.training import schedule as schedules
+from tracker.training.measurement import measure_probe
+from tracker.training.overhead import Overhead
+from tracker.training.publisher import Log, Metrics, Publisher, checked
+from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
+from tracker.training.skipped import Skipped
+from tracker.training.target import Forward, Target, find_target
+
+
+class Run:
+    """The schedule, the probe and the results of one training run.
+
+    Args:
+        caller: the name of the class that the user sees, for messages.
+        options: measurement options.
+        others: as in `CouplingCallback`.
+
+    Raises:
+        UsageError, TypeError: for arguments that can't be used.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        parameters: Iterable[str],
+        options: Mapping[str, Any],
+        *,
+        every_n_steps: int | None,
+        every_n_epochs: int | None = None,
+        steps: Iterable[int] | None,
+        schedule: str | schedules.Schedule | None,
+        ends: bool,
+        probe: Any,
+        tokenizer: Any,
+        max_samples: int = 8,
+        forward: Forward | None,
+        blocks: Named | None,
+        weights: str = "raw",
+        save_dir: str | None,
+        log: Log,
+        heatmaps: bool = False,
+        on_measure: Callable[[xr.Dataset], None] | None,
+        max_overhead: float | None,
+        thin: bool,
+        name: str = "",
+    ):
+        self.caller = caller
+        self.schedule = schedules.choose(every_n_steps, steps, schedule, every_n_epochs)
+        if weights not in ("raw", "averaged"):
+            raise UsageError(f"weights={weights!r}; choose 'raw' or 'averaged'")
+        if max_overhead is not None and not 0 < max_overhead < 1:
+            raise UsageError(f"max_overhead={max_overhead!r}; give a share of the run's time such as 0.05, or None")
+        if thin and max_overhead is None:
+            raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
+        self.settings = settings_from(options, caller, parameters)
+        self.log = checked(log)
+        self.every_n_epochs = every_n_epochs
+        self.ends = ends
+        self.given_probe = probes.check(probe, tokenizer, forward)
+        self.tokenizer = tokenizer
+        self.max_samples = schedules.positive("max_samples", max_samples)
+        self.forward = forward
+        self.blocks = blocks
+        self.weights = weights
+        self.store = Store(save_dir) if save_dir is not None else None
+        self.heatmaps = heatmaps
+        self.on_measure = on_measure
+        self.max_overhead = max_overhead
+        self.thin = thin
+        self.regular = every_n_steps is not None or every_n_epochs is not None
+        self.prefix = f"{name}/" if name else ""
+
+        self.probe: Any = None
+        self.last_checked = -1  # the schedule has been checked for steps up to this one
+        self.last_measured = -1
+        self.target: Target | None = None
+        # Of the present training:
+        self.overhead = Overhead(max_overhead)
+        self.ranks = Ranks()
+        self.skipped = Skipped(None)
+        self.publisher = self._publisher((), None)
+        self.measured = self.settings  # the settings that continue the store
+
+    # What a checkpoint of the training contains.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs."""
+        return {"served": self.last_checked, "measured": self.last_measured, "probe": self.probe}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the schedule and the probe from a checkpoint."""
+        self.last_checked, self.last_measured = state["served"], state["measured"]
+        self.probe = state["probe"]
+
+    def forget(self) -> None:
+        """Return to the state before the first step."""
+        self.load_state_dict({"served": -1, "measured": -1, "probe": None})
+
+    def resume_at(self, step: int) -> None:
+        """Take the state from the store and the step, in a training whose checkpoints do not contain it."""
+        if step < self.last_checked or step == 0:
+            self.forget()
+        if step > 0 and self.last_checked < 0:
+            stored = [] if self.store is None else self.store.steps()
+            done = self.store is None or step in stored
+            self.load_state_dict({"served": step - (not done), "measured": step - (not done), "probe": None})
+
+    # The course of a training.
+
+    def find(self, module: nn.Module) -> None:
+        """Find the part of a module to measure, and its blocks.
+
+        Raises:
+            UsageError: for a module without residual blocks.
+        """
+        self.target = find_target(module, self.blocks, self.forward)
+
+    def start(
+        self,
+        step: int,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        loggers: Sequence[Logger] = (),
+        metrics: Metrics | None = None,
+    ) -> None:
+        """Begin, or resume, a training at a step: claim the store. All ranks call this together.
+
+        Args:
+            loggers: receive a row for each measured step, on every rank.
+            metrics: receives all finite curve points of each measured step, on every rank.
+
+        Raises:
+            UsageError: if the store can't be used.
+        """
+        self.overhead = Overhead(self.max_overhead)
+        self.ranks = Ranks(rank, ranks, self.caller)
+        first = rank == 0
+        self.skipped = Skipped(self.store if first else None, warns=first)
+        self.publisher = self._publisher(loggers, metrics, first)
+        store = self.store if first else None
+        with isolate_rng():
+            shared, resumed = self._identity(), self.last_checked >= 0
+            claim = partial(run_store.open_for_run, store, self.settings, shared, step, resumed)
+            self.measured = self.ranks.broadcast(self.ranks.together(claim, during="opened save_dir", fatal=FAILED))
+
+    def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
+        """Choose what is measured: the probe of a checkpoint, else the given one, else samples of a batch.
+
+        Args:
+            take: returns a batch, if none is given. An error it raises ends the training.
+            arguments: of the function that returns the probe, if one was given.
+        """
+        given = self.given_probe
+        given = partial(given, *arguments) if callable(given) else given
+
+        def resolve() -> Any:
+            return probes.resolve(given, self.probe, take, self.max_samples)
+
+        self.probe = self.ranks.broadcast(self.ranks.together(resolve, during="took the probe", fatal=FAILED))
+        self.ranks.together(
+            partial(run_store.check_inputs, self.store, self.probe), during="took the probe", fatal=FAILED
+        )
+
+    def reach(
+        self,
+        step: int,
+        module: Callable[[], nn.Module],
+        device: torch.device,
+        *,
+        force: bool = False,
+        thin: bool = True,
+    ) -> xr.Dataset | None:
+        """Measure if the schedule includes a step since the last check, unless thinning skips it.
+
+        Args:
+            module: returns the module that `find` was given, or a copy of it with other weights.
+            device: where to measure; the CPU does it if this has no float64.
+            force: measure in any case.
+            thin: whether thinning may skip the step.
+
+        Returns:
+            What was measured, or None.
+        """
+        due = force or schedules.any_due(self.schedule, self.last_checked, step)
+        if due and thin and self.thin and self.last_measured >= 0:
+            due = self.ranks.broadcast(self.overhead.allows_another())  # by the clock of one rank
+        self.last_checked = step
+        if not due or self.last_measured == step:
+            return None
+        with isolate_rng(), self.overhead:
+            unit = self._measure_and_publish(step, module, device)
+        cost = self.overhead.last, self.overhead.last_share
+        self._attempt(step, "not logged", self.publisher.report_cost, step, *cost, len(self.skipped.reasons))
+        if self.regular and not self.thin:
+            self.overhead.warn_above_limit(self.overhead.last_share, "the time since the last measurement")
+        return unit
+
+    def finish(self) -> None:
+        """End the training: warn of its cost and of skipped steps. All ranks call this together."""
+        if not self.regular:  # single intervals of an irregular schedule are not representative
+            self.overhead.warn_above_limit(self.overhead.share, "this run")
+        self.skipped.summarize()
+        self.ranks.close()
+
+    # Measuring.
+
+    def _measure_and_publish(
+        self, step: int, module: Callable[[], nn.Module], device: torch.device
+    ) -> xr.Dataset | None:
+        """Measure a step and send it everywhere; skip what fails, on all ranks."""
+        # At first no training time is lost yet, and later steps would fail too.
+        together = partial(self._together, step, fatal=MISTAKE if self.last_measured < 0 else LOST)
+        try:
+            unit = self._measure(step, module(), device, together)
+            row = self._together(step, self.publisher.row, unit, fatal=MISTAKE)
+        except Failure as failure:
+            self.last_measured = step
+            self.skipped.add(step, failure)
+            return None
+        self.last_measured = step
+        self.publisher.update_metrics(row)
+        for failed, sink in self.publisher.sinks().items():
+            self._attempt(step, failed, sink, row, unit)
+        return unit
+
+    def _together(self, step: int, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        return self.ranks.together(part, *arguments, during=f"measured step {step}", **options)
+
+    def _attempt(self, step: int, failed: str, part: Callable[..., Any], *arguments: Any) -> None:
+        """Run a part on all ranks; record that it failed if it does on one."""
+        try:
+            self._together(step, part, *arguments)
+        except Failure as failure:
+            self.skipped.add(step, failure, failed)
+
+    def _measure(self, step: int, module: nn.Module, device: torch.device, together: Callable[..., Any]) -> xr.Dataset:
+        """Return the unit of a step."""
+        assert self.target is not None
+        started = time.perf_counter()
+        model, blocks = self.target.model(module), self.target.blocks
+        device = device if has_float64(device) else torch.device("cpu")
+        probe, settings = self.probe, self.measured
+        samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
+        unit = unit.assign_coords(step=step)
+        unit.attrs |= {
+            "model_name": unit.attrs["model_name"] or type(module).__name__,
+            "weights": self.weights,
+            "settings_sha256": settings_digest([self._identity(), unit.attrs["inputs_sha256"]]),
+        }
+        return unit
+
+    def _identity(self) -> dict[str, Any]:
+        return run_store.identity(self.settings, self.weights)
+
+    def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
+        store, on_measure = (self.store, self.on_measure) if first else (None, None)
+        return Publisher(loggers, metrics, self.log, self.prefix, self.heatmaps and first, store, on_measure)
