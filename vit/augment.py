@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int, UInt8
+from PIL import Image
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
@@ -42,7 +43,8 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
 
 def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "3"]) -> v2.Compose:
     """Build the same augmentation for single PIL images, with erasing and normalisation, from timm and torchvision."""
-    settings = {"img_mean": tuple(round(255 * m) for m in mean.tolist()), "magnitude_max": HIGHEST_LEVEL}
+    fill = tuple(round(255 * m) for m in mean.tolist())
+    settings = {"img_mean": fill, "magnitude_max": HIGHEST_LEVEL, "interpolation": Image.Resampling.BICUBIC}
     return v2.Compose(
         [
             v2.RandomCrop(recipe.image_size, padding=recipe.crop_padding or None),
@@ -150,16 +152,16 @@ def apply(
     changes = [name for name in members if name in _CHANGES]
     # Level and signed level of each changed image, operation after operation, and the map of each moved one.
     changed, moved = (_joined([members[name] for name in group], choice) for group in (changes, moves))
-    theta = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]]) for name in moves)])
-    sent = to_device(images.device, changed, level[changed], signed[changed], moved, theta)
-    changed, level, signed, moved, theta = sent
+    maps = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves)])
+    sent = to_device(images.device, changed, level[changed], signed[changed], moved, maps)
+    changed, level, signed, moved, maps = sent
     start = 0
     for name in changes:
         part = slice(start, start := start + len(members[name]))
         chosen = changed[part]
         images[chosen] = _CHANGES[name](images[chosen], _per_image(level[part]), _per_image(signed[part]))
     if moves:
-        images[moved] = move(images[moved], theta, fill)
+        images[moved] = move(images[moved], maps, fill)
     return images
 
 
@@ -167,35 +169,67 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat([like.new_empty(0), *parts])
 
 
-def move(images: Images, theta: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:
-    """Resample images: the output at p in [-1, 1]^2 is the input at theta (p, 1), or `fill` outside of the image."""
-    colour = (255 * fill)[:, None, None]
-    grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
-    moved = torch.nn.functional.grid_sample(images - colour, grid, mode="bilinear", align_corners=False) + colour
-    return moved.round().clamp(0, 255).to(torch.uint8)
+def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:
+    """Resample images as PIL does with bicubic interpolation.
+
+    Args:
+        maps: the pixel at p of the output is the input at maps (p, 1), in pixels from the upper left corner; the centre of the
+            first pixel is (1/2, 1/2).
+        fill: colour of what lies outside of the input, in [0, 1].
+    """
+    H, W = images.shape[-2:]
+    across, down = (torch.arange(side, device=images.device) + 0.5 for side in (W, H))
+    terms = maps[..., None, None]
+    x, y = (terms[:, :, 0] * across + terms[:, :, 1] * down[:, None] + terms[:, :, 2]).unbind(1)
+    outside = ((x < 0) | (x >= W) | (y < 0) | (y >= H))[:, None]
+    columns, after_column = _taps(x, W)
+    rows, after_row = _taps(y, H)
+    pixels = images.flatten(2)
+
+    def at(row: Tensor, column: Tensor) -> Tensor:
+        index = (row * W + column).flatten(1)[:, None].expand(-1, 3, -1)
+        return pixels.gather(2, index).unflatten(2, (H, W)).float()
+
+    moved = _cubic([_cubic([at(row, column) for column in columns], after_column) for row in rows], after_row)
+    colour = (255 * fill).round()[:, None, None]
+    return torch.where(outside, colour, moved.clamp(0, 255)).to(torch.uint8)
 
 
-def _affine(rows: list[list[Tensor | float]], like: Tensor) -> Float[Tensor, "b 2 3"]:
+def _taps(position: Tensor, side: int) -> tuple[list[Tensor], Tensor]:
+    """Return the four nearest pixels, the border's where there is none, and the distance from the second of them."""
+    centred = position - 0.5
+    first = centred.floor()
+    return [(first.long() + i).clamp(0, side - 1) for i in (-1, 0, 1, 2)], (centred - first)[:, None]
+
+
+def _cubic(values: list[Tensor], t: Tensor) -> Tensor:
+    """Interpolate between the middle two of four values by Keys' kernel with a = -1, in PIL's order of operations."""
+    a, b, c, d = values
+    return b + t * (c - a + t * (2 * (a - b) + c - d + t * (b - a + d - c)))
+
+
+def _rotation(signed: PerImage, side: int) -> Float[Tensor, "b 2 3"]:
+    angle = torch.deg2rad(30 * signed)
+    cos, sin, centre = angle.cos(), angle.sin(), side / 2
+    return _map([[cos, -sin, centre * (1 - cos + sin)], [sin, cos, centre * (1 - cos - sin)]], signed)
+
+
+def _map(rows: list[list[Tensor | float]], like: Tensor) -> Float[Tensor, "b 2 3"]:
     return torch.stack([torch.stack([torch.as_tensor(v).expand_as(like) for v in row], -1) for row in rows], -2)
 
 
-def _rotation(signed: PerImage) -> Float[Tensor, "b 2 3"]:
-    angle = torch.deg2rad(30 * signed)
-    return _affine([[angle.cos(), -angle.sin(), 0.0], [angle.sin(), angle.cos(), 0.0]], signed)
-
-
-# Level in [-1, 1] -> theta. PIL shears about the upper left corner, hence the third column; square images.
-_MOVES: dict[str, Callable[[PerImage], Float[Tensor, "b 2 3"]]] = {
+# Signed level and side of the square images -> map.
+_MOVES: dict[str, Callable[[PerImage, int], Float[Tensor, "b 2 3"]]] = {
     "Rotate": _rotation,
-    "ShearX": lambda s: _affine([[1.0, 0.3 * s, 0.3 * s], [0.0, 1.0, 0.0]], s),
-    "ShearY": lambda s: _affine([[1.0, 0.0, 0.0], [0.3 * s, 1.0, 0.3 * s]], s),
-    "TranslateXRel": lambda s: _affine([[1.0, 0.0, 0.9 * s], [0.0, 1.0, 0.0]], s),
-    "TranslateYRel": lambda s: _affine([[1.0, 0.0, 0.0], [0.0, 1.0, 0.9 * s]], s),
+    "ShearX": lambda s, side: _map([[1.0, 0.3 * s, 0.0], [0.0, 1.0, 0.0]], s),
+    "ShearY": lambda s, side: _map([[1.0, 0.0, 0.0], [0.3 * s, 1.0, 0.0]], s),
+    "TranslateXRel": lambda s, side: _map([[1.0, 0.0, 0.45 * side * s], [0.0, 1.0, 0.0]], s),
+    "TranslateYRel": lambda s, side: _map([[1.0, 0.0, 0.0], [0.0, 1.0, 0.45 * side * s]], s),
 }
 
 
 def _blend(nothing: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return an enhancement that blends the image without this property (`nothing`) with it, by a factor per image."""
+    """Return an enhancement: the image without this property (`nothing`) blended with it by a factor per image, as PIL does."""
 
     def change(images: Tensor, _: Tensor, signed: Tensor) -> Tensor:
         degenerate = nothing(images).float()
@@ -203,6 +237,19 @@ def _blend(nothing: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Ten
         return (degenerate + factor * (images - degenerate)).clamp(0, 255).to(torch.uint8)
 
     return change
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Return PIL's brightness in integers, (b, 1, h, w)."""
+    weights = (19_595, 38_470, 7_471)  # of 2^16
+    red, green, blue = (weight * images[:, i].int() for i, weight in enumerate(weights))
+    return (red + green + blue + 2**15)[:, None] >> 16
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    pixels = _grey(images).flatten(1)
+    count = pixels.shape[1]
+    return _per_image((2 * pixels.sum(1) + count) // (2 * count))  # rounded, halves up
 
 
 def _blurred(images: Tensor) -> Tensor:
@@ -239,8 +286,8 @@ _CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "PosterizeIncreasing": _posterize,
     "SolarizeIncreasing": _solarize,
     "SolarizeAdd": _solarize_add,
-    "ColorIncreasing": _blend(lambda images: F.adjust_saturation(images, 0.0)),
-    "ContrastIncreasing": _blend(lambda images: F.adjust_contrast(images, 0.0)),
+    "ColorIncreasing": _blend(_grey),
+    "ContrastIncreasing": _blend(_mean_grey),
     "BrightnessIncreasing": _blend(torch.zeros_like),
     "SharpnessIncreasing": _blend(_blurred),
 }

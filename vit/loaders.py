@@ -4,9 +4,13 @@
 single PIL images. Mixup and cutmix follow in both.
 """
 
+import hashlib
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.mixup import Mixup
@@ -37,10 +41,13 @@ class Batches(lightning.LightningDataModule):
         """Return full batches, in an order that depends on seed and epoch only."""
         recipe, rank, world = self.recipe, *self._rank_and_world()
         in_workers = recipe.augment == "workers"
+        order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world, seeded=in_workers)
+        # Lightning sets the epoch too, but after the workers of a resumed run have taken the first batches.
+        order.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed if self.trainer else 0)
         return DataLoader(
             _Single(self.data, recipe) if in_workers else _Gathered(self.data.train),
             batch_size=recipe.batch_size // world,
-            sampler=Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world),
+            sampler=order,
             num_workers=recipe.workers if in_workers else 0,
             # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
             generator=torch.Generator().manual_seed(recipe.seed),
@@ -80,22 +87,33 @@ class Order(RepeatAugSampler):
     """timm's sampler for repeated augmentation, with a permutation that depends on the seed as well as the epoch.
 
     An epoch has as many draws as there are images: with r repeats it contains a different 1/r of the images, r times each.
+    If `seeded`, each draw is a pair of the image's index and a random seed for its augmentation.
     """
 
-    def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
+    def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int, seeded: bool = False):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
         self.num_selected_samples = images // world  # so that every device has the same number of full batches
-        self.seed = seed
+        self.seed, self.seeded = seed, seeded
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the permutation."""
-        super().set_epoch(epoch_seed(self.seed, epoch))
+        super().set_epoch(derived_seed("order", self.seed, epoch))
+
+    def __iter__(self) -> Iterator[Any]:
+        draws = super().__iter__()
+        if not self.seeded:
+            return draws
+        return ((index, derived_seed("image", self.epoch, self.rank, i)) for i, index in enumerate(draws))
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the random seed of an epoch, so that a resumed run draws the same numbers."""
-    return (seed * 1_000_003 + epoch) % 2**32
+def derived_seed(*parts: int | str) -> int:
+    """Return a 32-bit random seed that is determined by its parts, so that a resumed run draws the same numbers.
+
+    >>> derived_seed("epoch", 0, 1) == derived_seed("epoch", 1, 0)
+    False
+    """
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
 
 
 class _Gathered(Dataset):
@@ -122,7 +140,11 @@ class _Single(Dataset):
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        index, seed = draw
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         return self.transform(to_pil_image(self.split.images[index])), self.split.labels[index]
 
 

@@ -1,5 +1,6 @@
 """The model: timm's DeiT of configurable size; the stochastic depth rate rises linearly over the blocks from 0."""
 
+from timm.layers.weight_init import trunc_normal_
 from timm.models import VisionTransformer, create_model
 
 from vit.recipe import Recipe
@@ -22,5 +23,6 @@ def build(recipe: Recipe, classes: int) -> VisionTransformer:
         drop_path_rate=recipe.drop_path,
         num_classes=classes,
     )
-    assert isinstance(model, VisionTransformer)
+    assert isinstance(model, VisionTransformer) and model.cls_token is not None
+    trunc_normal_(model.cls_token, std=0.02)  # as in DeiT; timm draws it with 1e-6
     return model

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from vit.cells import write
-from vit.loaders import epoch_seed
+from vit.loaders import derived_seed
 from vit.model import build
 from vit.recipe import Recipe
 
@@ -43,7 +43,8 @@ class Classifier(lightning.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         """Seed the random numbers of this epoch from seed, epoch and rank."""
-        lightning.seed_everything(epoch_seed(self.recipe.seed, self.current_epoch) + self.global_rank, verbose=False)
+        seed = derived_seed("epoch", self.recipe.seed, self.current_epoch, self.global_rank)
+        lightning.seed_everything(seed, verbose=False)
         self.started = time.perf_counter()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:

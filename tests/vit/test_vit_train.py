@@ -257,7 +257,15 @@ def start(*arguments: str, module: str = "vit.train", **environment: str) -> sub
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         settings.pop(name, None)
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=settings,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 class TestCommandLine:
@@ -327,13 +335,27 @@ class TestCommandLine:
 
 
 @pytest.mark.slow
-def test_killed_run_is_resumed(trained, tmp_path):
-    """After SIGKILL, the same command gives the same result as an uninterrupted run."""
-    arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
-    process = start(*arguments)
-    while not (tmp_path / "cell" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("augment", ["batched", "workers"])
+def test_run_killed_in_mid_epoch_is_resumed(augment, devices, tmp_path):
+    """After SIGKILL, the same command gives the same result as an uninterrupted run, with every random operation enabled."""
+    augmented = {
+        name: getattr(HARD, name) for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
+    }
+    config = write_config(tmp_path, **augmented, drop_path=0.3, augment=augment, workers=2, keep_checkpoint=True)
+    parallel = ["--devices", str(devices), *(["--strategy", "ddp"] if devices > 1 else [])]
+    directories = [tmp_path / "whole", tmp_path / "killed"]
+    whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
+    process = start(*whole)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    process = start(*killed)
+    while not (tmp_path / "killed" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
         time.sleep(0.02)
-    process.kill()
+    os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert main(arguments) == 0
-    assert_same_training(trained, tmp_path / "cell")
+    assert not cells.is_done(tmp_path / "killed") and len(cells.read(tmp_path / "killed", "history")) == 1
+    process = start(*killed)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert_same_training(*directories)

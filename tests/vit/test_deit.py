@@ -1,0 +1,178 @@
+"""Compare each element of the recipe with DeiT's, built by timm from the arguments of DeiT's main.py (docs/vit.md)."""
+
+import argparse
+import random
+
+import numpy as np
+import pytest
+import torch
+from timm.data.auto_augment import AugmentOp
+from timm.data.mixup import Mixup
+from timm.data.transforms_factory import create_transform
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.optim._optim_factory import create_optimizer
+from timm.scheduler.scheduler_factory import create_scheduler
+from torchvision import transforms
+from torchvision.transforms.v2.functional import to_pil_image
+
+from tests.vit.test_vit_augment import MEAN, photographs
+from vit import augment as augmentation
+from vit.loaders import Order
+from vit.model import build
+from vit.module import Classifier
+from vit.recipe import Recipe
+
+STD = torch.tensor([0.2, 0.25, 0.3])
+# The defaults of DeiT's main.py (github.com/facebookresearch/deit).
+DEIT = {
+    "epochs": 300,
+    "opt": "adamw",
+    "opt_eps": 1e-8,
+    "opt_betas": None,
+    "momentum": 0.9,
+    "weight_decay": 0.05,
+    "sched": "cosine",
+    "lr": 5e-4,
+    "lr_noise": None,
+    "lr_noise_pct": 0.67,
+    "lr_noise_std": 1.0,
+    "warmup_lr": 1e-6,
+    "min_lr": 1e-5,
+    "decay_epochs": 30,
+    "warmup_epochs": 5,
+    "cooldown_epochs": 10,
+    "patience_epochs": 10,
+    "decay_rate": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def module():
+    return Classifier(Recipe(), 10, steps_per_epoch=97)
+
+
+def test_image_augmentation_is_that_of_deits_transform(monkeypatch):
+    """Same random seed, same image: crop, flip, RandAugment, normalisation and erasing; colour jitter is off under RandAugment."""
+    monkeypatch.setattr(augmentation, "HIGHEST_LEVEL", 10)
+    # timm's posterize to 0 bits is refused by Pillow 13, which is why the level is at most 9.999.
+    monkeypatch.setattr(AugmentOp, "__call__", _ignoring_posterize_to_nothing(AugmentOp.__call__))
+    theirs = create_transform(
+        input_size=32,
+        is_training=True,
+        color_jitter=0.3,
+        auto_augment="rand-m9-mstd0.5-inc1",
+        interpolation="bicubic",
+        re_prob=0.25,
+        re_mode="pixel",
+        re_count=1,
+        mean=tuple(MEAN.tolist()),
+        std=tuple(STD.tolist()),
+    )
+    theirs.transforms[0] = transforms.RandomCrop(32, padding=4)  # type: ignore[union-attr]
+    assert not any(isinstance(one, transforms.ColorJitter) for one in theirs.transforms)  # type: ignore[union-attr]
+    ours = augmentation.pil_transform(Recipe(), MEAN, STD)
+    for seed in range(60):
+        pair = []
+        for transform in (ours, theirs):
+            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+            pair.append(transform(to_pil_image(photographs(1)[0])))
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+
+
+def _ignoring_posterize_to_nothing(call):
+    def guarded(self, image):
+        try:
+            return call(self, image)
+        except ValueError as error:
+            assert "bits" in str(error)
+            return image
+
+    return guarded
+
+
+def test_initial_weights_have_deits_standard_deviations():
+    torch.manual_seed(0)
+    model = build(Recipe(), 10)
+    assert model.cls_token is not None and model.pos_embed is not None
+    assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.2)
+    for weight in (model.pos_embed, model.blocks[3].attn.qkv.weight, model.blocks[3].mlp.fc2.weight, model.head.weight):
+        assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_stochastic_depth_rises_linearly_over_the_blocks():
+    model = build(Recipe(drop_path=0.3), 10)
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
+    np.testing.assert_allclose(rates, np.linspace(0, 0.3, 12), atol=1e-7)
+    assert rates == [getattr(block.drop_path2, "drop_prob", 0.0) for block in model.blocks]
+
+
+def test_optimizer_is_deits(module):
+    """The same parameters decay; rate, betas and epsilon are equal."""
+    ours = module.configure_optimizers()["optimizer"]
+    theirs = create_optimizer(argparse.Namespace(**DEIT), module.model)
+    assert type(ours) is type(theirs)
+
+    def groups(optimizer):
+        wanted = ("weight_decay", "lr", "betas", "eps")
+        return {id(p): [group[name] for name in wanted] for group in optimizer.param_groups for p in group["params"]}
+
+    for group in ours.param_groups:  # the schedule has set the first step's rate
+        group["lr"] = group["initial_lr"]
+    assert groups(ours) == groups(theirs)
+    undecayed = {name for name, p in module.model.named_parameters() if groups(ours)[id(p)][0] == 0}
+    assert undecayed == {name for name, p in module.model.named_parameters() if p.ndim == 1} | {
+        "cls_token",
+        "pos_embed",
+    }
+
+
+def test_schedule_passes_through_deits_at_the_start_of_every_epoch(module):
+    """DeiT changes the rate once an epoch, and one epoch later than the schedule says; ours follows it step by step."""
+    ours = module.configure_optimizers()
+    theirs = create_optimizer(argparse.Namespace(**DEIT), module.model)
+    by_epoch, _ = create_scheduler(argparse.Namespace(**DEIT), theirs)
+    by_step = ours["lr_scheduler"]["scheduler"]
+    for epoch in range(300):
+        by_epoch.step(epoch)
+        by_step.step_update(epoch * 97)
+        assert ours["optimizer"].param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-6)
+
+
+def test_loss_is_deits_with_mixing_and_without(module):
+    logits, labels = torch.randn(8, 10), torch.arange(8)
+    module.model, kept = torch.nn.Identity(), module.model
+    try:
+        for seed in range(4):
+            targets = []
+            for smoothing in (0.0, 0.1):
+                np.random.seed(seed)
+                mixup = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=10)
+                targets.append(mixup(torch.randn(8, 3, 32, 32), labels)[1])
+            ours = module.training_step((logits, targets[0]), 0)
+            torch.testing.assert_close(ours, SoftTargetCrossEntropy()(logits, targets[1]))
+        ours = module.training_step((logits, labels), 0)
+        torch.testing.assert_close(ours, LabelSmoothingCrossEntropy(0.1)(logits, labels))
+    finally:
+        module.model = kept
+        module.train_loss.reset()
+
+
+def test_repeated_augmentation_is_deits_sampler():
+    """Over two ranks: each image of an epoch appears `repeats` times, spread over the ranks."""
+    orders = [Order(90, 3, seed=0, rank=rank, world=2) for rank in (0, 1)]
+    for order in orders:
+        order.set_epoch(4)
+    drawn = [list(order) for order in orders]
+    assert [len(part) for part in drawn] == [45, 45]
+    both = [index for pair in zip(*drawn, strict=True) for index in pair]
+    assert all(len(set(both[i : i + 3])) == 1 for i in range(0, 90, 3)) and len(set(both)) == 30
+
+
+def test_ranks_and_epochs_draw_different_augmentations():
+    seeds = []
+    for rank in (0, 1):
+        for epoch in (0, 1, 2):
+            order = Order(40, 1, seed=0, rank=rank, world=2, seeded=True)
+            order.set_epoch(epoch)
+            seeds += [seed for _, seed in order]
+    assert len(set(seeds)) == len(seeds) == 120
