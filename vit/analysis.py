@@ -21,88 +21,123 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "page.html"
 SHOWN_DECAY = 0.04  # of the paper's Fig. 6b
+POINTS = (
+    "Each panel is a stochastic depth rate, each large point a setting (the mean over its seeds), each small point a cell; "
+    "colours show the weight decay."
+)
 CAPTIONS = {
-    "fig6a": "Test accuracy against coupling (paper, Fig. 6a). Each panel is a stochastic depth rate, each point a weight decay "
-    "and seed; colours show the weight decay. Brackets give the 95 % interval of R² (Fisher's z), which treats cells as "
-    "independent. Grey bars are one standard error of the accuracy, given the number of test images.",
+    "accuracy": f"Test accuracy against coupling (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z). Grey bars are "
+    "one standard error of the accuracy, given the number of test images.",
+    "loss": f"Test loss against coupling. {POINTS}",
     "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
     "fig10": "Coupling against stochastic depth for every weight decay (paper, Fig. 10).",
-    "training": "Coupling over training for each stochastic depth rate. Lines are means over weight decays and seeds, bands "
-    "their range. The dotted line is the null level, the value for an unrelated basis.",
-    "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates (each "
-    "rate's means subtracted). A star marks p below 0.05 after Holm's correction for all definitions.",
+    "training": "Coupling over training for each stochastic depth rate, over steps and, where it was recorded, over the loss on "
+    "plain training images. Lines are means over weight decays and seeds, bands their range. The dotted line is the null level, "
+    "the value for an unrelated basis.",
+    "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates. A star "
+    "marks p below 0.05 after Holm's correction for all definitions.",
 }
 
 
 def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
-    """Write cells.csv, correlations.csv, the figures and report.html.
+    """Write cells.csv, tests.csv, correlations.csv, the figures and report.html.
 
     Args:
-        at: the measure, k and pairs that the figures show.
+        table: the rows of `vit.statistics.correlations`.
+        at: the token, measure, k and pairs that the figures show.
 
     Returns:
         The path of the page.
     """
     from tracker.figures.palette import css_variables
     from vit import figures
-    from vit.statistics import cell_table
+    from vit.statistics import cell_table, named_tests
 
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
     drawn = {
-        "fig6a": figures.accuracy_against_coupling(grid, table, at),
+        "accuracy": figures.outcome_against_coupling(grid, at, "accuracy"),
+        "loss": figures.outcome_against_coupling(grid, at, "loss"),
         "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
         "fig10": figures.coupling_against_rate(grid, at, decays),
         "training": figures.coupling_over_training(grid, at),
-        "which": figures.correlations_with_accuracy(table),
+        "which": figures.correlations_with_accuracy(table, at["token"]),
     }
-    cells = cell_table(grid)
+    cells, tests = cell_table(grid), named_tests(grid)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomic(out / "cells.csv", cells.to_csv(index=False).encode())
-    write_atomic(out / "correlations.csv", table.to_csv(index=False).encode())
-    pictures = {}
+    for file, content in (("cells", cells), ("tests", tests), ("correlations", table)):
+        write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
+    shown = {}
     for key, figure in drawn.items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, dpi=150, format="png")
-        pictures[key] = buffer.getvalue()
-        write_atomic(out / f"{key}.png", pictures[key])
-    shown = table[(table.measure == at["measure"]) & (table.k == at["k"]) & (table.pairs == at["pairs"])]
-    columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", f"{at['measure']}/k{at['k']}/{at['pairs']}"]
+        figure.savefig(buffer, dpi=200, format="png")
+        write_atomic(out / f"{key}.png", buffer.getvalue())
+        shown[key] = _figure(key, buffer.getvalue())
+    of_figures = (table[list(at)] == list(at.values())).all(axis=1)
+    columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", "training_loss"]
+    columns.append("/".join([at["token"], at["measure"], f"k{at['k']}", at["pairs"]]))
+    listed = table.loc[of_figures, ["outcome", "drop_path", "n", "r", "r_low", "r_high", "slope", "p", "p_holm"]]
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         colours=css_variables("light"),
         title=html.escape(f"Coupling and accuracy: {name}"),
-        summary=html.escape(_summary(grid, table, at)),
-        figures="".join(_figure(key, picture) for key, picture in pictures.items()),
-        correlations=shown.to_html(index=False, border=0, float_format=lambda value: f"{value:.3g}"),
-        cells=cells[columns].to_html(index=False, border=0, float_format=lambda value: f"{value:.4g}"),
-        unfinished="".join(f"<li>{html.escape(line)}</li>" for line in grid.attrs["unfinished"]) or "<li>none</li>",
+        grid=html.escape(_grid(grid, at)),
+        answers=_items(_answers(tests)),
+        tests=tests.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
+        outcomes=shown["accuracy"] + shown["loss"],
+        rates=shown["fig6b"] + (shown["fig10"] if len(decays) > 1 else ""),
+        training=shown["training"],
+        exploratory=html.escape(_exploratory(table)),
+        which=shown["which"],
+        correlations=listed.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3g}"),
+        cells=cells[columns].to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.4g}"),
+        unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
     write_atomic(out / "report.html", page.encode())
     return out / "report.html"
 
 
-def _summary(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]) -> str:
+def _grid(grid: "xr.Dataset", at: dict[str, Any]) -> str:
+    from checkpoints.words import counted
     from vit.figures import coupling_label
 
     decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
-    accuracy, last = grid["accuracy"], grid["miscoupling"].isel(step=-1)
-    trends = f"{_trend('coupling', grid, -last.sel(at))}; {_trend('accuracy', grid, accuracy)}"
+    accuracy = grid["accuracy"]
     return (
-        f"{grid.sizes['cell']} vision transformers on {grid.attrs['data']}: {decays} weight decays, {rates} stochastic depth "
-        f"rates, {seeds} seeds. Accuracy on {grid.attrs['images']:,} test images from {float(accuracy.min()):.4f} to "
-        f"{float(accuracy.max()):.4f}. Figures show {coupling_label(at)}; the tables hold {len(table)} correlations. At fixed "
-        f"weight decay, against stochastic depth: {trends}."
+        f"{counted(grid.sizes['cell'], 'vision transformer')} on {grid.attrs['data']}: {counted(decays, 'weight decay')}, "
+        f"{counted(rates, 'stochastic depth rate')}, {counted(seeds, 'seed')}. Accuracy on {grid.attrs['images']:,} test images "
+        f"from {float(accuracy.min()):.4f} to {float(accuracy.max()):.4f}. Figures show {' '.join(coupling_label(at).split())}."
     )
 
 
-def _trend(what: str, grid: "xr.Dataset", values: "xr.DataArray") -> str:
-    from tracker.analysis.regression import group_means, linear_fit
-    from vit.statistics import settings
+def _answers(tests: "pd.DataFrame") -> list[str]:
+    """Return the tests at the primary position in words."""
+    position = tests.loc[tests["role"] == "primary", "token"].iloc[0]
+    shown = tests.loc[(tests["token"] == position) & tests["p"].notna()]
+    return [_answer(row) for row in shown.to_dict("records")] or ["Too few settings to answer."]
 
-    points = group_means(settings(grid), grid["drop_path"].values, values.values, grid["weight_decay"].values)
-    fit = linear_fit(*points)  # with seeds averaged
+
+def _answer(row: dict[str, Any]) -> str:
+    found = row["p"] if row["role"] == "primary" else row["p_holm"]
+    p = "p < 0.0001" if found < 0.0001 else f"p = {found:.2g}"
+    corrected = "primary test" if row["role"] == "primary" else "corrected"
+    as_expected = (row["r"] > 0) == (row["expected"] == "+")
+    says = "not significantly" if found >= 0.05 else "yes" if as_expected else "the opposite"
     return (
-        f"{what} has r = {fit['r']:.2f} (95 % interval {fit['r_low']:.2f} to {fit['r_high']:.2f}, p = {fit['p']:.2g})"
+        f"{row['question'][0].upper()}{row['question'][1:]}: {says}, r = {row['r']:.2f} [{row['r_low']:.2f}, "
+        f"{row['r_high']:.2f}], {p} ({corrected}, {row['token']}); {row['n']} settings find |r| ≥ {row['detectable']:.2f} "
+        f"with 80 % power."
+    )
+
+
+def _items(lines: Sequence[str]) -> str:
+    return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
+def _exploratory(table: "pd.DataFrame") -> str:
+    tested = table["p"].notna()
+    return (
+        f"{tested.sum():,} fits of accuracy and test loss on coupling, not named beforehand; {(table['p_holm'] < 0.05).sum():,} "
+        f"have p below 0.05 after correction for all of them."
     )
 
 
@@ -132,12 +167,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="mean_offdiag",
         help="layer pairs: mean (all, as in the paper), mean_offdiag or mean_adjacent",
     )
+    parser.add_argument("--token", type=str, help="position: 'class token' or 'last patch'; default: the last patch")
     parsed = parser.parse_args(arguments)
     from tracker.errors import UsageError
-    from vit.statistics import correlations, read_grid
+    from vit.statistics import correlations, primary, read_grid
 
     grid = read_grid(parsed.grid)
-    at = {"measure": parsed.measure, "k": parsed.k or int(grid["k"].values[0]), "pairs": parsed.pairs}
+    given = {"token": parsed.token, "measure": parsed.measure, "k": parsed.k, "pairs": parsed.pairs}
+    at = primary(grid) | {name: value for name, value in given.items() if value is not None}
     for name, value in at.items():
         if value not in grid[name].values:
             raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")

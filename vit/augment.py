@@ -184,26 +184,23 @@ def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"])
     outside = ((x < 0) | (x >= W) | (y < 0) | (y >= H))[:, None]
     columns, after_column = _taps(x, W)
     rows, after_row = _taps(y, H)
-    pixels = images.flatten(2)
-
-    def at(row: Tensor, column: Tensor) -> Tensor:
-        index = (row * W + column).flatten(1)[:, None].expand(-1, 3, -1)
-        return pixels.gather(2, index).unflatten(2, (H, W)).float()
-
-    moved = _cubic([_cubic([at(row, column) for column in columns], after_column) for row in rows], after_row)
+    nearest = (rows[:, :, None] * W + columns[:, None]).flatten(1)[:, None].expand(-1, 3, -1)  # 4 x 4 for each pixel
+    values = images.flatten(2).gather(2, nearest).unflatten(2, (4, 4, H, W)).float()
+    moved = _cubic(_cubic(values.movedim(3, 0), after_column[:, :, None]).movedim(2, 0), after_row)
     colour = (255 * fill).round()[:, None, None]
     return torch.where(outside, colour, moved.clamp(0, 255)).to(torch.uint8)
 
 
-def _taps(position: Tensor, side: int) -> tuple[list[Tensor], Tensor]:
+def _taps(position: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Return the four nearest pixels, the border's where there is none, and the distance from the second of them."""
-    centred = position - 0.5
+    centred = (position - 0.5)[:, None]
     first = centred.floor()
-    return [(first.long() + i).clamp(0, side - 1) for i in (-1, 0, 1, 2)], (centred - first)[:, None]
+    offsets = torch.arange(-1, 3, device=position.device)[:, None, None]
+    return (first.long() + offsets).clamp(0, side - 1), centred - first
 
 
-def _cubic(values: list[Tensor], t: Tensor) -> Tensor:
-    """Interpolate between the middle two of four values by Keys' kernel with a = -1, in PIL's order of operations."""
+def _cubic(values: Tensor, t: Tensor) -> Tensor:
+    """Interpolate between the middle two of (4, ...) values by Keys' kernel with a = -1, in PIL's order of operations."""
     a, b, c, d = values
     return b + t * (c - a + t * (2 * (a - b) + c - d + t * (b - a + d - c)))
 

@@ -42,8 +42,10 @@ class Batches(lightning.LightningDataModule):
         recipe, rank, world = self.recipe, *self._rank_and_world()
         in_workers = recipe.augment == "workers"
         order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world, seeded=in_workers)
-        # Lightning sets the epoch too, but after the workers of a resumed run have taken the first batches.
-        order.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed if self.trainer else 0)
+        # Lightning sets the epoch too, but after the workers of a resumed run have taken the first batches. At this point its
+        # `current_epoch` is still that of the checkpoint.
+        progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
+        order.set_epoch(progress.processed if progress else 0)
         return DataLoader(
             _Single(self.data, recipe) if in_workers else _Gathered(self.data.train),
             batch_size=recipe.batch_size // world,

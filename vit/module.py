@@ -71,12 +71,10 @@ class Classifier(lightning.LightningModule):
         train_loss = float(self.train_loss.compute())
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss is {train_loss} in epoch {self.current_epoch + 1}")
-        row = {
-            "train/loss": train_loss,
-            "test/loss": float(self.test_loss.compute()),
-            "test/accuracy": float(self.accuracy.compute()),
-            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
-        }
+        row = {"train/loss": train_loss, "lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
+        tested = self.accuracy.update_called
+        if tested:
+            row |= {"test/loss": float(self.test_loss.compute()), "test/accuracy": float(self.accuracy.compute())}
         self.log_dict(row)
         seconds = time.perf_counter() - self.started
         progress = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
@@ -87,9 +85,10 @@ class Classifier(lightning.LightningModule):
             write(self.recipe.directory, "history", self.history)
             if self.print_epochs:
                 left = seconds * (self.recipe.epochs - self.current_epoch - 1)
+                accuracy = f", test accuracy {row['test/accuracy']:.4f}" if tested else ""
                 print(
-                    f"epoch {self.current_epoch + 1}/{self.recipe.epochs}: loss {train_loss:.3f}, test accuracy "
-                    f"{row['test/accuracy']:.4f}  ({seconds:.1f} s, about {left:.0f} s left)",
+                    f"epoch {self.current_epoch + 1}/{self.recipe.epochs}: loss {train_loss:.3f}{accuracy}  "
+                    f"({seconds:.1f} s, about {left:.0f} s left)",
                     flush=True,
                 )
 

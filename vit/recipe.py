@@ -12,14 +12,14 @@ from tracker.measures.settings import Settings
 from tracker.values import INTEGERS, ValueTypeError
 
 RECIPES = Path(__file__).parent / "recipes"
-# --precision is Lightning's, so the precision of the measurement is --measure_precision. The default position is the class
-# token's.
+# --precision is Lightning's, so the precision of the measurement is --measure_precision. The default positions are the class
+# token's, on which the model's answer rests, and the last patch's, which the authors' code measures.
 FLAGS = {"precision": "measure_precision"}
-DEFAULTS = {"tokens": "cls"}
+DEFAULTS = {"tokens": (0, -1)}
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
     "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
-    "keep_checkpoint", "wandb", "project", "group", "tags", "options",
+    "keep_checkpoint", "test_every", "wandb", "project", "group", "tags", "options",
 )  # fmt: skip
 
 
@@ -72,6 +72,7 @@ class Recipe:
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
             off. Unless off, coupling is measured before the first step and after the last too.
         probe_size: number of test images on which coupling is measured, the same in every run.
+        test_every: number of epochs between tests, a divisor of epochs; 0 tests after the last epoch only.
         out: directory of the results. Default: results/vit/DATA/CELL, where CELL states weight decay, stochastic depth and seed.
         keep_checkpoint: keep last.ckpt after training.
         wandb: W&B mode; auto is online if an API key is configured, else offline.
@@ -118,7 +119,8 @@ class Recipe:
     compile: bool = False
     threads: int | None = None
     measure_at: int | str = "log2"
-    probe_size: int = 8
+    probe_size: int = 32
+    test_every: int = 1
     out: Path | None = None
     keep_checkpoint: bool = True
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
@@ -194,7 +196,7 @@ def check(recipe: Recipe) -> None:
             refuse(option, "it must be at least 1")
     for option in (
         *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding", "workers"),
-        "seed",
+        *("seed", "test_every"),
     ):
         if not getattr(recipe, option) >= 0:
             refuse(option, "it must not be negative")
@@ -215,6 +217,8 @@ def check(recipe: Recipe) -> None:
         refuse("width", f"it has to be a multiple of --heads {recipe.heads}")
     if recipe.warmup_epochs >= recipe.epochs:
         refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
+    if recipe.test_every and recipe.epochs % recipe.test_every:
+        refuse("test_every", f"it has to divide --epochs {recipe.epochs}, so that the last epoch is tested; or give 0")
     world = recipe.devices * recipe.num_nodes
     if recipe.batch_size % world:
         refuse("batch_size", f"it is split over {world} devices: give a multiple of {world}")

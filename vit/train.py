@@ -136,6 +136,7 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
         # Without a checkpoint, existing measurements belong to a run that can't be resumed.
         if first and not checkpoint.exists():
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
+            (recipe.directory / "progress.json").unlink(missing_ok=True)
         reason = ""
         try:
             trainer.fit(
@@ -169,6 +170,7 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning
     ]
     return Trainer(
         max_epochs=recipe.epochs,
+        check_val_every_n_epoch=recipe.test_every or recipe.epochs,
         accelerator=recipe.accelerator,
         devices=recipe.devices,
         num_nodes=recipe.num_nodes,
@@ -186,20 +188,22 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning
 
 
 def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
-    """Return the callback that measures the weights that are tested, if coupling is measured."""
+    """Return the callbacks that measure the weights that are tested, if coupling is measured."""
     if recipe.schedule is None:
         return []
     from tracker import CouplingCallback
+    from vit.progress import TrainingLoss
 
-    return [
-        CouplingCallback(
-            **recipe.schedule,
-            probe=data.probe(recipe.probe_size),
-            **recipe.settings.as_options(),
-            weights="raw" if recipe.ema is None else "averaged",
-            save_dir=str(recipe.directory / "coupling"),
-        )
-    ]
+    loss = TrainingLoss(data, recipe)
+    coupling = CouplingCallback(
+        **recipe.schedule,
+        probe=data.probe(recipe.probe_size),
+        **recipe.settings.as_options(),
+        weights="raw" if recipe.ema is None else "averaged",
+        save_dir=str(recipe.directory / "coupling"),
+        on_measure=loss.record,
+    )
+    return [loss, coupling]
 
 
 def _wandb(recipe: Recipe) -> "Logger | bool":

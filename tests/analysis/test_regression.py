@@ -7,12 +7,14 @@ from scipy import stats
 
 from tracker.analysis.regression import (
     clustered_mean,
+    detectable_correlation,
     exponential_fit,
     group_means,
     holm,
     linear_fit,
     mean_interval,
     partial_correlation,
+    power_of_correlation,
 )
 
 
@@ -261,3 +263,20 @@ def test_means_leave_out_what_is_undefined_and_one_prompt_has_no_interval():
     values[0, 25:] = values[1, :20] = np.nan  # the second point has prompts of one source left
     (low, none), _ = mean_interval(values, label)
     assert low == pytest.approx(mean_interval(values[0, :25], label[:25])[0]) and np.isnan(none)
+
+
+@pytest.mark.parametrize("df, rho", [(8, 0.6), (30, 0.4), (30, 0.0), (64, -0.3)])
+def test_power_is_the_share_of_samples_with_small_p(df, rho):
+    random = np.random.default_rng(27)
+    x = random.standard_normal((4000, df + 2))
+    y = rho * x + np.sqrt(1 - rho**2) * random.standard_normal(x.shape)
+    r = np.array([np.corrcoef(*pair)[0, 1] for pair in zip(x, y, strict=True)])
+    p = 2 * stats.t.sf(abs(r) * np.sqrt(df / (1 - r**2)), df)
+    assert (p < 0.05).mean() == pytest.approx(power_of_correlation(rho, df), abs=0.03)
+
+
+def test_detectable_correlation_has_the_power_that_it_states():
+    for df in (5, 30, 200):
+        assert power_of_correlation(detectable_correlation(df), df) == pytest.approx(0.8)
+        assert power_of_correlation(detectable_correlation(df, 0.5), df) == pytest.approx(0.5)
+    assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()

@@ -52,7 +52,7 @@ def module():
 
 
 def test_image_augmentation_is_that_of_deits_transform(monkeypatch):
-    """Same random seed, same image: crop, flip, RandAugment, normalisation and erasing; colour jitter is off under RandAugment."""
+    """Same random seed, same image: crop, flip, RandAugment, normalisation, erasing; RandAugment replaces colour jitter."""
     monkeypatch.setattr(augmentation, "HIGHEST_LEVEL", 10)
     # timm's posterize to 0 bits is refused by Pillow 13, which is why the level is at most 9.999.
     monkeypatch.setattr(AugmentOp, "__call__", _ignoring_posterize_to_nothing(AugmentOp.__call__))

@@ -86,6 +86,29 @@ def test_result_history_and_coupling(trained):
     assert ds.sizes["prompt"] == 2 and ds.attrs["final_norm"] == "exclude"
 
 
+def test_training_loss_is_recorded_at_each_measured_step(trained):
+    """Class token and last patch are measured; the loss is that of the plain training images, in evaluation mode."""
+    from vit.data import load
+    from vit.module import Classifier
+
+    units = tracker.open_results(trained / "coupling")
+    assert units.sizes["token"] == 2
+    progress = cells.read(trained, "progress")
+    assert [row["step"] for row in progress] == units.step.values.tolist()
+    data, module = load(TINY), Classifier(TINY, 10, steps_per_epoch=3).eval()
+    module.load_state_dict(weights(trained))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(module(data.normalise(data.train.images)), data.train.labels)
+    assert progress[-1]["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_tests_are_rarer_on_request(trained, tmp_path):
+    result = train(replace(TINY, out=tmp_path, test_every=0))
+    assert ["test/accuracy" in row for row in result["history"]] == [False, False, True]
+    tested = cells.read(trained, "result")
+    assert result["accuracy"] == tested["accuracy"] and result["loss"] == tested["loss"]
+
+
 def test_learning_rate_follows_warmup_and_cosine():
     from vit.module import Classifier
 
@@ -219,6 +242,7 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
         ({"options": {"tokens": "first"}}, "tokens='first'"),
         ({"ema": 1.0}, "--ema 1.0"),
         ({"train_size": 0}, "--train_size 0; it must be at least 1"),
+        ({"test_every": 2}, "--test_every 2; it has to divide --epochs 3"),
         ({"weight_decay": -1.0}, "--weight_decay -1.0; it must not be negative"),
     ],
 )

@@ -22,6 +22,7 @@ clusters. Holm's method corrects p for multiple tests under any dependence.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -40,8 +41,8 @@ def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[st
         groups: (n,), a label per point; each group then has its own intercept.
 
     Returns:
-        n, r, r2, slope, p, and the intervals r_low, r_high, r2_low, r2_high. All but n are NaN for fewer than `MIN_POINTS`
-        points or where x or y is constant.
+        n, df, r, r2, slope, p, and the intervals r_low, r_high, r2_low, r2_high. All but n and df are NaN for fewer than
+        `MIN_POINTS` points or where x or y is constant.
     """
     x, y = np.asarray(x, float), np.asarray(y, float)
     labels = np.zeros(len(x)) if groups is None else np.asarray(groups)
@@ -83,7 +84,7 @@ def group_means(labels: ndarray, *values: ndarray) -> tuple[ndarray, ...]:
 def _fit_centred(x: ndarray, y: ndarray, df: int) -> dict[str, float]:
     """Fit centred values; `df` are the degrees of freedom of p."""
     undefined = ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")
-    out = dict.fromkeys(undefined, float("nan")) | {"n": len(x)}
+    out = dict.fromkeys(undefined, float("nan")) | {"n": len(x), "df": df}
     if len(x) < MIN_POINTS or df < 1 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return out
     xx, yy, xy = x @ x, y @ y, x @ y
@@ -103,6 +104,34 @@ def _correlation_interval(r: float, df: int) -> tuple[float, float]:
         return r, r
     margin = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(df - 1)
     return float(np.tanh(np.arctanh(r) - margin)), float(np.tanh(np.arctanh(r) + margin))
+
+
+def power_of_correlation(r: float, df: int, level: float = 1 - CONFIDENCE) -> float:
+    """Return the probability that the two-sided t test at `level` finds a true correlation r; NaN below 2 df.
+
+    By Fisher's z with its bias r / (2 (df + 1)), an approximation.
+
+    >>> round(power_of_correlation(0.5, df=30), 2)
+    0.85
+    """
+    if df < 2:
+        return float("nan")
+    t = stats.t.ppf(1 - level / 2, df)
+    critical = np.arctanh(t / np.sqrt(t * t + df))
+    shift, scale = np.arctanh(r) + r / (2 * (df + 1)), 1 / np.sqrt(df - 1)
+    return float(stats.norm.sf(critical, shift, scale) + stats.norm.cdf(-critical, shift, scale))
+
+
+def detectable_correlation(df: int, power: float = 0.8) -> float:
+    """Return the smallest correlation that a two-sided test at 5 % finds with this power; NaN below 2 df.
+
+    >>> round(detectable_correlation(30), 2)
+    0.47
+    """
+    if df < 2:
+        return float("nan")
+    z: Any = optimize.brentq(lambda z: power_of_correlation(np.tanh(z), df) - power, 0, 18)
+    return float(np.tanh(z))
 
 
 def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:

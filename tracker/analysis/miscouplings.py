@@ -1,0 +1,63 @@
+"""Read the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
+
+`tracker.open_results` reads and labels every variable of a unit; here each file is opened as HDF5, and only what is averaged
+is read.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+import xarray as xr
+
+from tracker.analysis.statistics import PAIRS
+from tracker.measures.coupling import depth_means
+from tracker.measures.registry import MISCOUPLINGS
+from tracker.results import Store, require_steps
+
+
+def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
+    """Return the curve points of each mis-coupling, for each token by itself.
+
+    Args:
+        measures: those that the store lacks are left out.
+
+    Returns:
+        `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
+        `tracker.analysis.statistics.curves`.
+
+    Raises:
+        FileNotFoundError: if there are no units.
+        ValueError: if a unit is damaged, or units differ in tokens, layers, K or measures.
+    """
+    store = Store(directory)
+    steps = require_steps(store)
+    units = [_read_unit(store.file(step), measures) for step in steps]
+    if len({(values.shape, names, tuple(ks)) for values, names, ks in units}) > 1:
+        raise ValueError(f"{directory} holds units that differ in their tokens, measures or K; they make no curve")
+    _, names, ks = units[0]
+    values = np.stack([values for values, _, _ in units], 1)
+    dims = ("step", "token", "measure", "k", "pairs")
+    return xr.Dataset(
+        {"miscoupling": (dims, values[0]), "null": (dims, values[1])},
+        coords={"step": steps, "measure": list(names), "k": ks, "pairs": list(PAIRS)},
+    )
+
+
+def _read_unit(file: Path, measures: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...], list[int]]:
+    """Return means (2, token, measure, k, pairs) of the values and of their null levels, the measures, and the K."""
+    try:
+        with h5py.File(file) as opened:
+            names = tuple(name for name in measures if name in opened)
+            values = np.stack([opened[name][()] for name in names], 2).astype(np.float64)  # type: ignore[index]
+            null = np.stack([opened[f"{name}_null"][()] for name in names], 2).astype(np.float64)  # type: ignore[index]
+            ks = [int(k) for k in opened["k"][()]]  # type: ignore[index]
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
+    # Prompt, token, measure, k, layer, layer_other. The null level of a pair is that of its block, on the diagonal 0.
+    off_diagonal = ~np.eye(values.shape[-1], dtype=bool)
+    null = np.where(np.isfinite(values), null[..., None] * off_diagonal, np.nan)
+    both = depth_means(torch.from_numpy(np.stack([values, null])))
+    return torch.stack([both[name] for name in PAIRS], -1).nanmean(1).numpy(), names, ks
