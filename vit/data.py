@@ -3,6 +3,7 @@
 All images are decoded before training starts, so that a damaged file is found at once and not an hour later.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
@@ -76,35 +77,56 @@ def load(recipe: Recipe) -> Data:
     elif recipe.data == "digits":
         train, test, classes = _digits()
     else:
-        train, test, classes = _folder(Path(recipe.data.removeprefix("folder:")).expanduser(), recipe.image_size)
+        train, test, classes = _folder(Path(recipe.data.removeprefix("folder:")).expanduser(), recipe)
+    if recipe.train_size is not None and (recipe.test_unused or not recipe.data.startswith("folder:")):
+        used = _selected(train.labels, recipe)
+        if recipe.test_unused:
+            unused = torch.full((len(train),), True).index_fill_(0, used, False)
+            test = Split(torch.cat([test.images, train.images[unused]]), torch.cat([test.labels, train.labels[unused]]))
+        train = train[used]
     train, test = (Split(_resized(split.images, recipe.image_size), split.labels) for split in (train, test))
-    if recipe.train_size is not None:
-        if recipe.train_size > len(train):
-            raise DataError(
-                f"--train_size {recipe.train_size}: {recipe.data} has {len(train)} training images; give at most that"
-            )
-        train = balanced(train, recipe.train_size)
     if recipe.batch_size > len(train):
         raise DataError(
             f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
         )
-    pixels = train.images.transpose(0, 1).reshape(3, -1)
-    # float32 loses the fifth digit of a mean over 50 million pixels.
-    std, mean = torch.std_mean(pixels.double() / 255, dim=1)
+    mean, std = _statistics(train.images)
     if not (std > 0).all():
         raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
     return Data(train, test, classes, mean.float(), std.float())
 
 
+def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
+    """Return the mean and standard deviation of each channel in [0, 1], exact in float64, from the counts of grey levels."""
+    level = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    mean = counts @ level / counts.sum(1)
+    variance = (counts * (level - mean[:, None]).square()).sum(1) / (counts.sum(1) - 1)
+    return mean, variance.sqrt()
+
+
 def balanced(split: Split, size: int) -> Split:
     """Select `size` images, balanced over classes, in a random order; selection and order are fixed."""
-    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
-    labels = split.labels[order]
+    return split[balanced_index(split.labels, size)]
+
+
+def balanced_index(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
+    """Return the indices of `balanced`."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    labels = labels[order]
     # The r-th image of every class comes before the (r+1)-th of any.
     rank = torch.empty_like(labels)
     for c in labels.unique():
         rank[labels == c] = torch.arange(int((labels == c).sum()))
-    return split[order[torch.argsort(rank, stable=True)[:size]]]
+    return order[torch.argsort(rank, stable=True)[:size]]
+
+
+def _selected(labels: Int[Tensor, " n"], recipe: Recipe) -> Int[Tensor, " train_size"]:
+    assert recipe.train_size is not None
+    if recipe.train_size > len(labels):
+        raise DataError(
+            f"--train_size {recipe.train_size}: {recipe.data} has {len(labels)} training images; give at most that"
+        )
+    return balanced_index(labels, recipe.train_size)
 
 
 def _cifar10(root: Path) -> tuple[Split, Split, list[str]]:
@@ -145,26 +167,42 @@ def _digits() -> tuple[Split, Split, list[str]]:
     return mixed[slice(360, None)], mixed[slice(360)], [str(digit) for digit in range(10)]
 
 
-def _folder(path: Path, side: int) -> tuple[Split, Split, list[str]]:
-    splits, names = [], []
-    for part in ("train", "test"):
-        try:
-            listing = ImageFolder(str(path / part))
-        except FileNotFoundError as error:
-            raise DataError(f"--data folder:{path}: {path / part}/CLASS/*.png is needed ({error})") from error
-        names.append(listing.classes)
-        images = []
-        for file, _ in listing.samples:
-            try:
-                image = listing.loader(file)
-            except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
-                raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
-            images.append(F.center_crop(F.resize(F.pil_to_tensor(image), [side], antialias=True), [side]))
-        splits.append(Split(torch.stack(images), torch.tensor(listing.targets)))
+def _folder(path: Path, recipe: Recipe) -> tuple[Split, Split, list[str]]:
+    """Read PATH/train and PATH/test or PATH/val; decode the images that the recipe uses."""
+    listings = [_listing(path, names) for names in (("train",), ("test", "val"))]
+    names = [listing.classes for listing in listings]
     if names[0] != names[1]:
         differing = sorted(set(names[0]) ^ set(names[1]))
         raise DataError(f"--data folder:{path}: train and test must have the same classes, but differ in {differing}")
+    train, test = (torch.arange(len(listing.samples)) for listing in listings)
+    if recipe.train_size is not None and not recipe.test_unused:
+        train = _selected(torch.tensor(listings[0].targets), recipe)
+    splits = [
+        _decoded(listing, index, recipe.image_size) for listing, index in zip(listings, (train, test), strict=True)
+    ]
     return splits[0], splits[1], names[0]
+
+
+def _listing(path: Path, names: Sequence[str]) -> ImageFolder:
+    directory = next((path / name for name in names if (path / name).is_dir()), path / names[0])
+    try:
+        return ImageFolder(str(directory))
+    except FileNotFoundError as error:
+        wanted = " or ".join(f"{path / name}/CLASS/*.png" for name in names)
+        raise DataError(f"--data folder:{path}: {wanted} is needed ({error})") from error
+
+
+def _decoded(listing: ImageFolder, index: Int[Tensor, " n"], side: int) -> Split:
+    images = torch.empty(len(index), 3, side, side, dtype=torch.uint8)
+    labels = torch.tensor(listing.targets)[index]
+    for row, i in enumerate(index.tolist()):
+        file, _ = listing.samples[i]
+        try:
+            image = listing.loader(file)
+        except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
+            raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
+        images[row] = F.center_crop(F.resize(F.pil_to_tensor(image), [side], antialias=True), [side])
+    return Split(images, labels)
 
 
 def _resized(images: UInt8[Tensor, "n 3 h w"], side: int) -> UInt8[Tensor, "n 3 side side"]:

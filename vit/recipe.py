@@ -23,6 +23,10 @@ INCIDENTAL = (
 )  # fmt: skip
 
 
+# Options that were added later: cells of before them have the same identity as those that leave them out.
+ADDED = {"test_unused": False, "diverged_above": None}
+
+
 @dataclass
 class Recipe:
     """Train a DeiT-style vision transformer and measure block coupling during training.
@@ -33,9 +37,10 @@ class Recipe:
 
     Args:
         data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
-            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/*.
+            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*.
         data_dir: directory of CIFAR10; missing files are downloaded to it. Default: the user's cache directory.
         train_size: number of training images, balanced over classes, the same for every seed. Default: all.
+        test_unused: test on the training images that train_size leaves out, too.
         image_size: side of the input images in pixels; images of another size are resized.
         patch_size: side of a patch in pixels; it has to divide image_size.
         width: embedding dimension; a multiple of heads.
@@ -50,6 +55,8 @@ class Recipe:
         min_lr: learning rate at the end of the cosine schedule.
         warmup_epochs: number of epochs of linear warm-up.
         clip: maximum gradient norm. Default: no clipping.
+        diverged_above: stop and record the training as diverged if the mean training loss of an epoch after the warm-up is
+            above this. Default: only if it is not finite.
         label_smoothing: amount of label smoothing, in [0, 1).
         mixup: alpha of mixup; 0 disables it.
         cutmix: alpha of cutmix; 0 disables it.
@@ -85,6 +92,7 @@ class Recipe:
     data: str = "cifar10"
     data_dir: Path | None = None
     train_size: int | None = None
+    test_unused: bool = False
     image_size: int = 32
     patch_size: int = 4
     width: int = 192
@@ -99,6 +107,7 @@ class Recipe:
     min_lr: float = 1e-5
     warmup_epochs: int = 5
     clip: float | None = None
+    diverged_above: float | None = None
     label_smoothing: float = 0.1
     mixup: float = 0.8
     cutmix: float = 1.0
@@ -148,6 +157,7 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """The settings that affect the numbers, as JSON-serializable values."""
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
+        recipe = {name: value for name, value in recipe.items() if name not in ADDED or value != ADDED[name]}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
         return recipe | {FLAGS.get(name, name): value for name, value in options.items()}
@@ -210,6 +220,10 @@ def check(recipe: Recipe) -> None:
         refuse("ema", "it must be above 0 and below 1, such as 0.9999")
     if recipe.clip is not None and not recipe.clip > 0:
         refuse("clip", "it must be above 0; leave it out to disable clipping")
+    if recipe.diverged_above is not None and not recipe.diverged_above > 0:
+        refuse("diverged_above", "it must be above 0; leave it out to train on")
+    if recipe.test_unused and recipe.train_size is None:
+        refuse("test_unused", "no image is unused; give --train_size too")
     if recipe.image_size % recipe.patch_size:
         divisors = [p for p in range(2, recipe.image_size) if recipe.image_size % p == 0]
         refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")

@@ -4,6 +4,7 @@ import hashlib
 import pickle
 import tarfile
 import threading
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from urllib.error import URLError
@@ -146,6 +147,15 @@ class TestDigits:
         more = load(Recipe(data="digits", train_size=50, batch_size=20)).train
         assert torch.equal(more.images[:25], few.images)
 
+    def test_unused_images_are_tested_on_request(self):
+        few = load(Recipe(data="digits", train_size=200, batch_size=20, test_unused=True))
+        plain = load(Recipe(data="digits", train_size=200, batch_size=20))
+        assert torch.equal(few.train.images, plain.train.images) and len(few.test) == 1797 - 200
+        assert torch.equal(few.test.images[:360], plain.test.images)
+        drawn = torch.cat([few.train.labels, few.test.labels])
+        whole = torch.cat([self.data.train.labels, self.data.test.labels])
+        assert torch.equal(torch.bincount(drawn), torch.bincount(whole))
+
     @pytest.mark.parametrize(
         "settings, message",
         [
@@ -163,6 +173,19 @@ class TestDigits:
         assert len(batches) == recipe.steps_per_epoch(1437) == 14
         assert all(images.dtype == torch.uint8 and images.shape == (100, 3, 32, 32) for images, _ in batches)
         assert sum(len(labels) for _, labels in Batches(self.data, recipe).val_dataloader()) == 360
+
+
+def test_statistics_are_those_of_float64():
+    images = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8)
+    images[:, 1] //= 3
+    mean, std = data_module._statistics(images)
+    pixels = images.transpose(0, 1).reshape(3, -1).double() / 255
+    torch.testing.assert_close(mean, pixels.mean(1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(std, pixels.std(1), rtol=1e-12, atol=0)
+
+
+def _index(folder, file) -> int:
+    return sorted((folder / "train").rglob("*.png")).index(file)
 
 
 def test_order_depends_on_seed_and_epoch_and_repeats():
@@ -199,10 +222,30 @@ class TestFolder:
         assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [0, 0, 1, 1]
         assert data.classes == ["cat", "dog"]
 
-    def test_missing_split(self, folder):
+    def test_val_is_read_where_there_is_no_test(self, folder):
+        expected = self.load(folder).test.images
         (folder / "test").rename(folder / "val")
-        with pytest.raises(DataError, match="test/CLASS.*is needed"):
+        assert torch.equal(self.load(folder).test.images, expected)
+
+    def test_missing_split(self, folder):
+        (folder / "test").rename(folder / "dev")
+        with pytest.raises(DataError, match="test/CLASS.* or .*val/CLASS.*is needed"):
             self.load(folder)
+
+    def test_only_the_selected_images_are_decoded(self, folder):
+        """The selection is that of the whole data set; a damaged image outside of it is not read."""
+        whole = balanced(self.load(folder).train, 6)
+        recipe = Recipe(data=f"folder:{folder}", batch_size=4, train_size=6)
+        assert torch.equal(load(recipe).train.images, whole.images)
+        unused = next(
+            file
+            for file in sorted((folder / "train").rglob("*.png"))
+            if not (whole.images == self.load(folder).train.images[_index(folder, file)]).flatten(1).all(1).any()
+        )
+        with_unused = load(replace(recipe, test_unused=True))
+        assert torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2
+        unused.write_bytes(b"damaged")
+        assert torch.equal(load(recipe).train.images, whole.images)
 
     def test_damaged_image(self, folder):
         file = folder / "train" / "dog" / "2.png"

@@ -205,6 +205,17 @@ def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
     assert result["status"] == "diverged" and result["accuracy"] is None
 
 
+def test_training_stops_above_a_given_loss(tmp_path):
+    """Ten classes: the loss is near 2.3, and the first epoch is the warm-up."""
+    result = train(replace(TINY, out=tmp_path, diverged_above=0.5))
+    assert result["status"] == "diverged" and len(result["history"]) == 1
+    assert result["reason"].startswith("the training loss is ") and result["reason"].endswith(
+        "above --diverged_above 0.5"
+    )
+    # A run of before this option existed may be resumed by leaving it out.
+    assert "diverged_above" not in TINY.identity and "test_unused" not in TINY.identity
+
+
 def test_augmentation_in_worker_processes(tmp_path):
     result = train(replace(HARD, out=tmp_path / "cell", augment="workers", workers=1, epochs=2, measure_at="off"))
     assert result["status"] == "finished" and len(result["history"]) == 2
@@ -242,6 +253,8 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
         ({"options": {"tokens": "first"}}, "tokens='first'"),
         ({"ema": 1.0}, "--ema 1.0"),
         ({"train_size": 0}, "--train_size 0; it must be at least 1"),
+        ({"test_unused": True, "train_size": None}, "--test_unused True; no image is unused"),
+        ({"diverged_above": 0.0}, "--diverged_above 0.0; it must be above 0"),
         ({"test_every": 2}, "--test_every 2; it has to divide --epochs 3"),
         ({"weight_decay": -1.0}, "--weight_decay -1.0; it must not be negative"),
     ],
