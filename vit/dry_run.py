@@ -22,7 +22,7 @@ from vit.data import Data
 from vit.loaders import Batches
 from vit.module import Classifier
 from vit.recipe import Recipe
-from vit.train import make_trainer
+from vit.training import make_trainer
 
 WARM_UP, TIMED = 2, 5  # batches
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from checkpoints.cli import FAILED, OK, reports_errors
 from vit import processes
 from vit.cells import check_settings, is_done, read
+from vit.command import parse
 from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
-from vit.train import parse
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from pathlib import Path
 from vit.cells import is_done, write
 from vit.recipe import Recipe
 
-PRELOADED = ["vit.module", "vit.loaders", "vit.train", "tracker.measurement", "lightning.pytorch.callbacks", "wandb"]
+PRELOADED = ["vit.module", "vit.loaders", "vit.training", "tracker.measurement", "lightning.pytorch.callbacks", "wandb"]
 
 
 def start_server() -> None:
@@ -104,7 +104,7 @@ def _train_cell(recipe: Recipe) -> None:
     log = os.open(recipe.directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    from vit.train import train
+    from vit.training import train
 
     try:
         train(recipe, show=True)

@@ -74,6 +74,6 @@ def run_cells(
 
 
 def _trial(config: dict[str, Any], recipes: dict[str, Recipe]) -> dict[str, Any]:
-    from vit.train import train
+    from vit.training import train
 
     return {"status": train(recipes[config["cell"]])["status"]}

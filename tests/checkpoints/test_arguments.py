@@ -8,7 +8,7 @@ from checkpoints import __main__ as checkpoints
 from checkpoints.arguments import Parser
 from tests.conftest import ROOT
 from tracker.walk.command import parse
-from vit.train import recipe_of
+from vit.command import recipe_of
 
 
 @pytest.mark.parametrize("flag", ["--memory-budget", "--memory_budget"])

@@ -12,14 +12,13 @@ from tests.lightning_runs import ON_PRETEND_DEVICE
 from tests.vit.test_vit_augment import MEAN, POLICY, photographs
 from tests.vit.test_vit_train import HARD, TINY, assert_same_training
 from tracker.linalg.transfer import to_device
-from vit import cells
-from vit import train as training
+from vit import cells, training
 from vit.augment import apply, augment, erase
 from vit.data import load
 from vit.loaders import Batches
 from vit.module import Classifier
 from vit.recipe import Recipe
-from vit.train import train
+from vit.training import train
 
 DEVICE = {**ON_PRETEND_DEVICE, "precision": "32-true"}
 NUMBERS = [

@@ -8,7 +8,7 @@ from tests.vit.test_vit_grid import arguments
 from tests.vit.test_vit_train import TINY
 from vit import dry_run, grid
 from vit.data import load
-from vit.train import train
+from vit.training import train
 
 
 def test_the_report_states_cells_time_memory_and_disk(tmp_path, capsys):

@@ -45,7 +45,7 @@ def trained_grid(tmp_path_factory) -> Path:
 
 def test_cell_equals_a_single_training(trained_grid, tmp_path):
     assert sorted(path.name for path in (trained_grid / "grid").iterdir()) == sorted(CELLS)
-    from vit.train import train
+    from vit.training import train
 
     train(replace(TINY, weight_decay=0.01, drop_path=0.1, out=tmp_path / "one"))
     assert_same_training(trained_grid / "grid" / "wd0.01_sd0.1_seed0", tmp_path / "one")

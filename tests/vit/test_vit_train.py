@@ -18,8 +18,9 @@ import tracker
 from tests.conftest import ROOT
 from tracker.results import VOLATILE
 from vit import cells
+from vit.command import main
 from vit.recipe import RECIPES, Recipe, check, recipe_file
-from vit.train import main, train
+from vit.training import train
 
 TINY = Recipe(
     data="digits",
