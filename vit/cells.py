@@ -1,6 +1,7 @@
 """The directory of one training run, which is also a cell of a grid: its files, state and lock.
 
-    CELL/recipe.json     the settings that determine the results; the directory is resumed only with equal settings
+    CELL/recipe.json     the settings that determine the results, written before the first step; the directory is resumed only
+                         with equal settings
     CELL/history.json    one row per epoch, rewritten atomically after each
     CELL/progress.json   the loss on plain training images at each measured step
     CELL/last.ckpt       the checkpoint to resume from
@@ -75,5 +76,4 @@ def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
     if lock is None:
         raise BusyError(f"{directory} is being trained by another process; wait for it, or stop it")
     with lock:
-        write(directory, "recipe", recipe.identity)
         yield

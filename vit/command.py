@@ -34,7 +34,7 @@ def recipe_of(arguments: Sequence[str] | None) -> Recipe:
 
     parser = Parser(prog="python -m vit.train", description=summary(Recipe))
     parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
-    add_flags(parser, DEFAULTS, FLAGS)
+    add_flags(parser, dict.fromkeys(DEFAULTS), FLAGS)
     return from_dict(parse(parser, arguments))
 
 

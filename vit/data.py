@@ -1,40 +1,20 @@
-"""Image data sets in memory, as uint8 (N, 3, side, side): CIFAR10, scikit-learn's digits, or a folder.
+"""Image data sets in memory, as uint8 (N, 3, side, side), with the statistics that normalise them.
 
 All images are decoded before training starts, so that a damaged file is found at once and not an hour later.
 """
 
-from collections.abc import Sequence
+import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.error import URLError
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
-from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.v2 import functional as F
 
-from checkpoints.files import cache_root
+from vit.images import DataError, Source, Split, balanced, balanced_index
 from vit.recipe import Recipe
-
-
-class DataError(ValueError):
-    """The data is missing, damaged, or unsuitable for the settings."""
-
-
-@dataclass
-class Split:
-    """The images of one split with their class indices."""
-
-    images: UInt8[Tensor, "n 3 side side"]
-    labels: Int[Tensor, " n"]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Tensor | slice) -> "Split":
-        return Split(self.images[index], self.labels[index])
+from vit.sources import Sources, from_datasets, open_source
 
 
 @dataclass
@@ -72,27 +52,57 @@ def load(recipe: Recipe) -> Data:
     Raises:
         DataError: if it is missing, damaged, or smaller than the recipe needs.
     """
-    if recipe.data == "cifar10":
-        train, test, classes = _cifar10(recipe.data_dir or cache_root())
-    elif recipe.data == "digits":
-        train, test, classes = _digits()
-    else:
-        train, test, classes = _folder(Path(recipe.data.removeprefix("folder:")).expanduser(), recipe)
-    if recipe.train_size is not None and (recipe.test_unused or not recipe.data.startswith("folder:")):
-        used = _selected(train.labels, recipe)
-        if recipe.test_unused:
-            unused = torch.full((len(train),), True).index_fill_(0, used, False)
-            test = Split(torch.cat([test.images, train.images[unused]]), torch.cat([test.labels, train.labels[unused]]))
-        train = train[used]
-    train, test = (Split(_resized(split.images, recipe.image_size), split.labels) for split in (train, test))
+    return prepared(open_source(recipe), recipe)
+
+
+def given_data(data: Any, recipe: Recipe) -> Data:
+    """Return data that a caller gave: `Data` as it is, or a pair of datasets for training and test.
+
+    Raises:
+        DataError: if it is neither, or does not fit the recipe.
+    """
+    if isinstance(data, Data):
+        side = data.train.images.shape[-1]
+        if side != recipe.image_size:
+            raise DataError(f"data has images of {side} pixels; give a recipe with image_size={side}")
+        if recipe.train_size is not None:
+            raise DataError(f"train_size={recipe.train_size}: vit.Data is used whole; leave train_size out")
+        _check_count(data.train, recipe)
+        return data
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise DataError(f"data is a {type(data).__name__}; give a pair of datasets (training, test), or vit.Data")
+    return prepared(from_datasets(*data), recipe)
+
+
+def fingerprint(data: Data) -> str:
+    """Return 16 hexadecimal digits that identify the images and labels of both splits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for split in (data.train, data.test):
+        digest.update(repr(tuple(split.images.shape)).encode())
+        for values in (split.images, split.labels):
+            digest.update(values.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def prepared(sources: Sources, recipe: Recipe) -> Data:
+    """Decode the images that a recipe uses.
+
+    Raises:
+        DataError: if an image is damaged, or if there are fewer than the recipe needs.
+    """
+    train, test = _splits(sources[0], sources[1], recipe)
+    _check_count(train, recipe)
+    mean, std = _statistics(train.images)
+    if not (std > 0).all():
+        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
+    return Data(train, test, sources[2], mean.float(), std.float())
+
+
+def _check_count(train: Split, recipe: Recipe) -> None:
     if recipe.batch_size > len(train):
         raise DataError(
             f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
         )
-    mean, std = _statistics(train.images)
-    if not (std > 0).all():
-        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
-    return Data(train, test, classes, mean.float(), std.float())
 
 
 def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
@@ -104,20 +114,16 @@ def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], F
     return mean, variance.sqrt()
 
 
-def balanced(split: Split, size: int) -> Split:
-    """Select `size` images, balanced over classes, in a random order; selection and order are fixed."""
-    return split[balanced_index(split.labels, size)]
-
-
-def balanced_index(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
-    """Return the indices of `balanced`."""
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    labels = labels[order]
-    # The r-th image of every class comes before the (r+1)-th of any.
-    rank = torch.empty_like(labels)
-    for c in labels.unique():
-        rank[labels == c] = torch.arange(int((labels == c).sum()))
-    return order[torch.argsort(rank, stable=True)[:size]]
+def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
+    every, side = torch.arange(len(test.labels)), recipe.image_size
+    if recipe.train_size is None:
+        return train.decoded(torch.arange(len(train.labels)), side), test.decoded(every, side)
+    used, tested = _selected(train.labels, recipe), test.decoded(every, side)
+    if recipe.test_unused:
+        unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
+        rest = train.decoded(torch.nonzero(unused).flatten(), side)
+        tested = Split(torch.cat([tested.images, rest.images]), torch.cat([tested.labels, rest.labels]))
+    return train.decoded(used, side), tested
 
 
 def _selected(labels: Int[Tensor, " n"], recipe: Recipe) -> Int[Tensor, " train_size"]:
@@ -127,83 +133,3 @@ def _selected(labels: Int[Tensor, " n"], recipe: Recipe) -> Int[Tensor, " train_
             f"--train_size {recipe.train_size}: {recipe.data} has {len(labels)} training images; give at most that"
         )
     return balanced_index(labels, recipe.train_size)
-
-
-def _cifar10(root: Path) -> tuple[Split, Split, list[str]]:
-    archive = root / CIFAR10.filename
-    found = archive.exists() or (root / CIFAR10.base_folder).exists()
-    try:
-        CIFAR10(root, download=True)
-    except (URLError, TimeoutError, ConnectionError) as error:
-        if found:
-            raise DataError(
-                f"CIFAR10 in {root} is damaged or incomplete (its checksums differ), and can't be downloaded again "
-                f"({error}); remove it and go online, or put a complete {CIFAR10.filename} there"
-            ) from error
-        raise DataError(
-            f"CIFAR10 is not in {root} and can't be downloaded ({error}); go online, put {CIFAR10.filename} there, give "
-            "--data_dir, or use --data digits, which needs no network"
-        ) from error
-    except RuntimeError as error:
-        raise DataError(
-            f"CIFAR10 was downloaded to {root}, but its checksum is wrong ({error}); remove {archive} and try again"
-        ) from error
-    splits = [CIFAR10(root, train) for train in (True, False)]
-    train, test = (
-        Split(torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets))
-        for split in splits
-    )
-    return train, test, list(splits[0].classes)
-
-
-def _digits() -> tuple[Split, Split, list[str]]:
-    """Load scikit-learn's digits, 8 x 8 pixels in 17 grey levels, with a balanced fifth as the test split."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
-    images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
-    whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
-    mixed = balanced(whole, len(whole))
-    return mixed[slice(360, None)], mixed[slice(360)], [str(digit) for digit in range(10)]
-
-
-def _folder(path: Path, recipe: Recipe) -> tuple[Split, Split, list[str]]:
-    """Read PATH/train and PATH/test or PATH/val; decode the images that the recipe uses."""
-    listings = [_listing(path, names) for names in (("train",), ("test", "val"))]
-    names = [listing.classes for listing in listings]
-    if names[0] != names[1]:
-        differing = sorted(set(names[0]) ^ set(names[1]))
-        raise DataError(f"--data folder:{path}: train and test must have the same classes, but differ in {differing}")
-    train, test = (torch.arange(len(listing.samples)) for listing in listings)
-    if recipe.train_size is not None and not recipe.test_unused:
-        train = _selected(torch.tensor(listings[0].targets), recipe)
-    splits = [
-        _decoded(listing, index, recipe.image_size) for listing, index in zip(listings, (train, test), strict=True)
-    ]
-    return splits[0], splits[1], names[0]
-
-
-def _listing(path: Path, names: Sequence[str]) -> ImageFolder:
-    directory = next((path / name for name in names if (path / name).is_dir()), path / names[0])
-    try:
-        return ImageFolder(str(directory))
-    except FileNotFoundError as error:
-        wanted = " or ".join(f"{path / name}/CLASS/*.png" for name in names)
-        raise DataError(f"--data folder:{path}: {wanted} is needed ({error})") from error
-
-
-def _decoded(listing: ImageFolder, index: Int[Tensor, " n"], side: int) -> Split:
-    images = torch.empty(len(index), 3, side, side, dtype=torch.uint8)
-    labels = torch.tensor(listing.targets)[index]
-    for row, i in enumerate(index.tolist()):
-        file, _ = listing.samples[i]
-        try:
-            image = listing.loader(file)
-        except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
-            raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
-        images[row] = F.center_crop(F.resize(F.pil_to_tensor(image), [side], antialias=True), [side])
-    return Split(images, labels)
-
-
-def _resized(images: UInt8[Tensor, "n 3 h w"], side: int) -> UInt8[Tensor, "n 3 side side"]:
-    return images if images.shape[-1] == side else F.resize(images, [side, side], antialias=True)

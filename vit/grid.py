@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m vit.grid", description=summary(Grid))
     parser.add_class_arguments(Grid, as_group=False)
     parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"})
-    add_flags(parser, DEFAULTS, FLAGS)
+    add_flags(parser, dict.fromkeys(DEFAULTS), FLAGS)
     settings = parse(parser, arguments)
     grid = Grid(**{name: settings[name] for name in Grid.__dataclass_fields__})
     return run(grid, from_dict(settings))
@@ -100,7 +100,11 @@ def run(grid: Grid, recipe: Recipe) -> int:
     from vit.data import load
 
     resolve_mode(recipe.wandb)
-    load(recipe)  # missing or damaged data is reported once here, not by every cell
+    data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
+    if recipe.model is not None:
+        from vit.model import build, check_output
+
+        check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
     on_gpus = recipe.accelerator in ("auto", "gpu", "cuda")

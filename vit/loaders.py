@@ -20,7 +20,8 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from tracker.linalg.transfer import copies_beside_work
 from vit.augment import augment, erase, pil_transform
-from vit.data import Data, Split
+from vit.data import Data
+from vit.images import Split
 from vit.recipe import Recipe
 
 TEST_BATCH = 1024

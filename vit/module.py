@@ -8,13 +8,13 @@ import lightning
 import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from timm.scheduler.scheduler_factory import create_scheduler_v2
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from vit.cells import write
 from vit.loaders import derived_seed
-from vit.model import build
+from vit.model import build, check_output
 from vit.recipe import Recipe
 
 
@@ -23,12 +23,25 @@ class DivergedError(FloatingPointError):
 
 
 class Classifier(lightning.LightningModule):
-    """A DeiT in training; `history` has a row per finished epoch and is saved in checkpoints."""
+    """A model in training; `history` has a row per finished epoch and is saved in checkpoints.
 
-    def __init__(self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False):
+    Args:
+        model: the model, or None for that of the recipe.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        classes: int,
+        steps_per_epoch: int,
+        print_epochs: bool = False,
+        model: nn.Module | None = None,
+    ):
         super().__init__()
         self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
-        self.model = build(recipe, classes)
+        self.model = build(recipe, classes) if model is None else model
+        if recipe.model is not None:
+            check_output(self.model, classes, recipe.image_size)
         if recipe.compile:
             self.model.compile()
         self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
@@ -40,6 +53,11 @@ class Classifier(lightning.LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
         return self.model(images)
+
+    def on_train_start(self) -> None:
+        """Write the settings, after which the directory is theirs: data and model are known to fit, and to be measurable."""
+        if self.trainer.is_global_zero:
+            write(self.recipe.directory, "recipe", self.recipe.identity)
 
     def on_train_epoch_start(self) -> None:
         """Seed the random numbers of this epoch from seed, epoch and rank."""

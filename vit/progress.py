@@ -12,7 +12,8 @@ from torch import nn
 
 from tracker.training.averaging import measured_module
 from vit.cells import read, write
-from vit.data import Data, balanced
+from vit.data import Data
+from vit.images import balanced
 from vit.loaders import TEST_BATCH
 from vit.recipe import Recipe
 

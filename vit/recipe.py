@@ -24,7 +24,9 @@ INCIDENTAL = (
 
 
 # Options that were added later: cells of before them have the same identity as those that leave them out.
-ADDED = {"test_unused": False, "diverged_above": None}
+ADDED = {"test_unused": False, "diverged_above": None, "model": None}
+# Before the names of data and models that a caller of `vit.train` gave.
+GIVEN = "given"
 
 
 @dataclass
@@ -37,12 +39,16 @@ class Recipe:
 
     Args:
         data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
-            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*.
+            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*, or hf:NAME or hf:NAME:LABEL, a
+            data set of the Hugging Face hub with columns of images and classes (LABEL, if there are several).
         data_dir: directory of CIFAR10; missing files are downloaded to it. Default: the user's cache directory.
         train_size: number of training images, balanced over classes, the same for every seed. Default: all.
         test_unused: test on the training images that train_size leaves out, too.
         image_size: side of the input images in pixels; images of another size are resized.
         patch_size: side of a patch in pixels; it has to divide image_size.
+        model: name of a timm model, such as vit_small_patch16_224, trained from random weights. image_size, patch_size and
+            drop_path are the recipe's where the model takes them; width, depth and heads are its own. Default: DeiT with
+            the width, depth and heads given.
         width: embedding dimension; a multiple of heads.
         depth: number of blocks.
         heads: number of attention heads.
@@ -77,7 +83,8 @@ class Recipe:
         compile: compile the model with torch.compile.
         threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
-            off. Unless off, coupling is measured before the first step and after the last too.
+            off. Unless off, coupling is measured before the first step and after the last too. Default of --tokens: 0,-1 (the
+            class token and the last patch); with --model, that of the measurement.
         probe_size: number of test images on which coupling is measured, the same in every run.
         test_every: number of epochs between tests, a divisor of epochs; 0 tests after the last epoch only.
         out: directory of the results. Default: results/vit/DATA/CELL, where CELL states weight decay, stochastic depth and seed.
@@ -95,6 +102,7 @@ class Recipe:
     test_unused: bool = False
     image_size: int = 32
     patch_size: int = 4
+    model: str | None = None
     width: int = 192
     depth: int = 12
     heads: int = 3
@@ -141,7 +149,8 @@ class Recipe:
     @property
     def data_name(self) -> str:
         """Name of the data set, for directories and W&B."""
-        return Path(self.data.removeprefix("folder:")).name
+        kind, _, name = self.data.partition(":")
+        return Path(name.partition(":")[0] if kind in ("hf", GIVEN) else name or kind).name
 
     @property
     def cell(self) -> str:
@@ -165,7 +174,9 @@ class Recipe:
     @property
     def settings(self) -> Settings:
         """The measurement options."""
-        return settings_from(DEFAULTS | self.options, "Recipe")
+        # Another model's first position need not be a class token.
+        defaults = DEFAULTS if self.model is None else {}
+        return settings_from(defaults | self.options, "Recipe")
 
     def steps_per_epoch(self, images: int) -> int:
         """Return the number of optimizer steps per epoch; an incomplete batch is dropped."""
@@ -194,9 +205,9 @@ def check(recipe: Recipe) -> None:
     def refuse(option: str, allowed: str) -> None:
         raise ValueError(f"--{option} {getattr(recipe, option)}; {allowed}")
 
-    known = recipe.data in ("cifar10", "digits") or recipe.data.removeprefix("folder:") not in ("", recipe.data)
-    if not known:
-        refuse("data", "choose cifar10, digits or folder:PATH")
+    kind, colon, name = recipe.data.partition(":")
+    if not (kind in ("cifar10", "digits") and not colon or kind in ("folder", "hf") and name):
+        refuse("data", "choose cifar10, digits, folder:PATH or hf:NAME")
     for option in (
         *("image_size", "patch_size", "width", "depth", "heads", "epochs", "batch_size", "repeats"),
         *("devices", "num_nodes", "probe_size", "train_size", "threads"),
@@ -227,7 +238,7 @@ def check(recipe: Recipe) -> None:
     if recipe.image_size % recipe.patch_size:
         divisors = [p for p in range(2, recipe.image_size) if recipe.image_size % p == 0]
         refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
-    if recipe.width % recipe.heads:
+    if recipe.model is None and recipe.width % recipe.heads:
         refuse("width", f"it has to be a multiple of --heads {recipe.heads}")
     if recipe.warmup_epochs >= recipe.epochs:
         refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
@@ -243,7 +254,7 @@ def check(recipe: Recipe) -> None:
     if recipe.augment == "workers" and recipe.workers < 1:
         refuse("workers", "--augment workers needs at least 1")
     ks = recipe.settings.k
-    if ks and not all(1 <= k <= recipe.width for k in ks):
+    if recipe.model is None and ks and not all(1 <= k <= recipe.width for k in ks):
         raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")
     given = str(recipe.measure_at)
     if given.startswith("every:"):

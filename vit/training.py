@@ -1,17 +1,19 @@
-"""Train one vision transformer and measure coupling meanwhile, resuming an interrupted training."""
+"""Train one model and measure coupling meanwhile, resuming an interrupted training."""
 
 import shutil
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vit.cells import SCHEMA, claim, read, write
-from vit.recipe import Recipe, check
+from vit.recipe import GIVEN, Recipe, check
 
 if TYPE_CHECKING:
     import lightning
     import torch
     from lightning.pytorch.loggers import Logger
+    from torch import nn
 
     from vit.data import Data
     from vit.module import Classifier
@@ -19,35 +21,67 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def train(recipe: Recipe, show: bool = False) -> Row:
+def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = None, show: bool = False) -> Row:
     """Train and measure as the recipe states, resuming an interrupted run; return the content of result.json.
 
+    Args:
+        data: in place of the recipe's, a name as in `Recipe.data`; two map-style datasets of (image, class index) for
+            training and test, such as torchvision's, whose images are resized and normalised here; or `vit.Data`. The run's
+            identity contains a fingerprint of images and labels.
+        model: in place of the recipe's DeiT, the name of a timm model, or a module that maps images, (n, 3, side, side), to
+            logits, (n, classes). A module is trained in place, from the weights it has, and takes no drop_path; the run's
+            identity contains the types of its parts and the shapes of its weights, but not their values.
+        show: print the epochs, or show a progress bar on a terminal.
+
     Raises:
-        ValueError: if the recipe or its data can't be used.
+        ValueError: if the recipe, its data or its model can't be used.
         BusyError: if another process is training the same cell.
         KeyboardInterrupt: if interrupted; finished epochs are kept.
     """
+    recipe = replace(
+        recipe,
+        data=data if isinstance(data, str) else recipe.data,
+        model=model if isinstance(model, str) else recipe.model,
+    )
     check(recipe)
+    given = None if data is None or isinstance(data, str) else data
+    module = None if isinstance(model, str) else model
+    recipe, loaded = _named(recipe, given, module)
     directory = recipe.directory
     from lightning.pytorch.utilities import rank_zero_only
 
     from vit.data import load
 
     if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
-        return _train(recipe, load(recipe), show=False, first=False)
+        return _train(recipe, loaded or load(recipe), module, show=False, first=False)
     with claim(directory, recipe):
         done = read(directory, "result")
         if done is not None:
             return done
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, load(recipe), show, first=True)
+        result = _train(recipe, loaded or load(recipe), module, show, first=True)
         write(directory, "result", result)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
         return result
 
 
-def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
+def _named(recipe: Recipe, data: Any, module: "nn.Module | None") -> tuple[Recipe, "Data | None"]:
+    """Return the recipe with the names of the data and model that were given, and the data."""
+    from vit.data import fingerprint, given_data
+
+    loaded = None if data is None else given_data(data, recipe)
+    if loaded is not None:
+        name = type(data[0] if isinstance(data, (tuple, list)) else data).__name__
+        recipe = replace(recipe, data=f"{GIVEN}:{name}:{fingerprint(loaded)}")
+    if module is not None:
+        from vit.model import structure
+
+        recipe = replace(recipe, model=f"{GIVEN}:{type(module).__name__}:{structure(module)}")
+    return recipe, loaded
+
+
+def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, first: bool) -> Row:
     import lightning
     import torch
 
@@ -62,7 +96,7 @@ def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
-        module = Classifier(recipe, len(data.classes), steps_per_epoch, print_epochs=show and not terminal)
+        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
         # Without a checkpoint, existing measurements belong to a run that can't be resumed.

@@ -16,7 +16,9 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from vit import data as data_module
-from vit.data import DataError, balanced, load
+from vit import sources
+from vit.data import load
+from vit.images import DataError, balanced
 from vit.loaders import Batches, Order
 from vit.recipe import Recipe
 
@@ -52,7 +54,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
         "test_list": lists["test_batch"],
         "meta": meta,
     }
-    monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
+    monkeypatch.setattr(sources, "CIFAR10", type("Tiny", (CIFAR10,), members))
     yield archive
     server.shutdown()
 
