@@ -302,7 +302,7 @@ def test_package_imports_nothing_heavy_and_names_what_it_has():
 
 
 def test_grid_reports_an_unsuitable_model_once(tmp_path, capsys):
-    command = f"--data digits --model vgg11 --drop_paths 0,0.1 --weight_decays 0.1 --engine processes --wandb off --out {tmp_path}"
+    command = f"--data digits --model vgg11 --drop_paths 0,0.1 --weight_decays 1 --engine processes --wandb off --out {tmp_path}"
     assert grid.main(command.split()) == 2
     assert capsys.readouterr().err == "error: --drop_path 0.1: vgg11 has no stochastic depth; give 0\n"
-    assert not (tmp_path / "wd0.1_sd0_seed0").exists()
+    assert not (tmp_path / "wd1_sd0_seed0").exists()
