@@ -13,6 +13,9 @@ import tracker
 from tests.models import Encoder, images, timm_vit, tokens, torchvision_vit
 from tests.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
 from tracker.blocks.find import find_blocks
+from tracker.capture.recorder import record
+from tracker.capture.replicas.replica import Replica
+from tracker.errors import UsageError
 
 OPTIONS = {"k": 4, "dtype": torch.float64}
 MEASURES = (
@@ -59,6 +62,67 @@ HEADS = {
     "padded": lambda model, x: F.linear(x, F.pad(model.tokens.weight, (0, 0, 0, 3))),
     "loss alone": lambda model, x: model.logits(x).logsumexp(-1).mean(),
 }
+
+
+def test_the_entropy_of_a_plain_copy_is_hugging_faces():
+    """The module that gives the logits is found by what it takes and returns."""
+    source, inputs = gpt2(depth=2).eval(), tokens(2, 7)
+    options = {"measures": ["entropy"], "dtype": torch.float64}
+    expected = tracker.measure(source, inputs, **options)
+    copy = PlainGPT2(source).eval()
+    np.testing.assert_allclose(tracker.measure(copy, inputs, **options).entropy, expected.entropy, rtol=1e-9)
+    with torch.no_grad():
+        p = copy(inputs).softmax(-1)
+    np.testing.assert_allclose(expected.entropy[:, -1], -(p * p.log()).sum(-1), rtol=1e-5)
+    by_boundaries = tracker.measure(copy, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options)
+    np.testing.assert_allclose(by_boundaries.entropy, expected.entropy, rtol=1e-9)
+    dropped = tracker.measure(copy, inputs, final_norm="drop", **options)
+    np.testing.assert_allclose(dropped.entropy, expected.entropy[:, :-1], rtol=1e-9)
+
+
+class Capped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * torch.tanh(super().forward(x) / 2)
+
+
+def with_module(module: nn.Module) -> PlainGPT2:
+    """Return a model whose head is this module."""
+    model = PlainGPT2(gpt2(depth=2), head=lambda model, x: model.own(x))
+    model.own = module
+    return model
+
+
+FOUND = {
+    "linear, tied": PlainGPT2(gpt2(depth=2)),
+    "last token": PlainGPT2(gpt2(depth=2), head=HEADS["last token"]),
+    "last token, no axis": PlainGPT2(gpt2(depth=2), head=HEADS["last token, no axis"]),
+    "all tokens with a next one": PlainGPT2(gpt2(depth=2), head=HEADS["all tokens with a next one"]),
+    "loss alone": PlainGPT2(gpt2(depth=2), head=HEADS["loss alone"]),
+    "outermost module": with_module(nn.Sequential(Capped(48, 60))),
+    "no norm": PlainGPT2(gpt2(depth=2), norm=None, head=lambda model, x: model.logits(x)),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_module_that_gives_the_logits_is_found(name):
+    model, inputs = FOUND[name].eval(), tokens(2, 7)
+    replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
+    expected = {"outermost module": "own", "no norm": None}.get(name, "logits")
+    assert record(replica, (inputs,), {}).unembedding == expected  # without a norm module, its input is not the last state
+
+
+@pytest.mark.parametrize("head", ["function of the embedding", "matrix product", "scaled states"])
+def test_all_without_a_head_that_is_a_module_leaves_out_entropy_with_a_warning(head):
+    model, inputs = PlainGPT2(gpt2(depth=2), head=HEADS[head]), tokens(2, 7)
+    with pytest.warns(UserWarning, match="'all' leaves out the entropy .* 60 logits .*unembedding='NAME'") as caught:
+        ds = tracker.measure(model, inputs, measures="all", k=2)
+    assert "entropy" not in ds and caught[0].filename == __file__
+    cost = tracker.measure(model, inputs, measures="all", k=2, dry_run=True)
+    assert not cost.refused and "entropy" not in cost.stages and "noise" in cost.stages
+    with pytest.raises(UsageError, match="no unembedding was found"):
+        tracker.measure(model, inputs, measures="entropy")
+    named = tracker.measure(model, inputs, measures="all", k=2, blocks=find_blocks(model, unembedding="logits"))
+    assert "entropy" in named
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -103,6 +103,15 @@ def bridge(name, directory, compatible):
     return model
 
 
+@ROWS
+def test_entropy_of_the_next_token():
+    model = hooked()
+    ds = tracker.measure(model, IDS, measures="entropy", dtype=torch.float64)
+    with torch.no_grad():
+        p = model.double()(IDS).softmax(-1)
+    np.testing.assert_allclose(ds.entropy[:, -1], -(p * p.log()).sum(-1), rtol=1e-6)
+
+
 def check_against_brute_force(model, final_norm):
     """Measure in float64 and compare every Jacobian, norm and mis-coupling; `final_norm` is its name, or None."""
     before = snapshot(model)

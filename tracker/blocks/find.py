@@ -66,12 +66,14 @@ class Blocks:
         norm = " or ".join(self.final_norms) or "none"
         token = "none" if self.class_token is None else f"position {self.class_token}"
         included = "included by default" if self.include_final_norm else "excluded by default"
+        head = self.unembedding or "none"
         if self.include_final_norm is None:
             included = "included by default if measuring finds that logits over a vocabulary follow it"
+            head = self.unembedding or "the module that gives these logits, if measuring finds one"
         first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         return (
             f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {layout}; "
-            f"final norm: {norm} ({included}); unembedding: {self.unembedding or 'none'}; class token: {token}"
+            f"final norm: {norm} ({included}); unembedding: {head}; class token: {token}"
         )
 
 

@@ -5,6 +5,9 @@ it does: a module without matrices that takes the last block's output itself, re
 one when its input is scaled. Logits over a vocabulary are known by what the pass computes: after the last block, the product of
 every token's state (or the last token's normed state) with a matrix of as many columns as a table has rows that was looked up
 before the first block. So tied weights, heads in plain functions and unusual names are recognised as well.
+
+The unembedding is the outermost module that maps the normed states themselves (the last block's output, if no norm takes it) to
+these logits. A head in a plain function has none.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ class Head:
         self.is_last_state = is_last_state
         self.norm: tuple[str, nn.Module, Tensor] | None = None
         self._unnamed: tuple[str, nn.Module, Tensor] | None = None
+        self._heads: list[tuple[str, int, Tensor]] = []  # after the last block: name, width of the output, and input
         self._trying = False
         self._operations = _Operations()
 
@@ -50,6 +54,8 @@ class Head:
                 for name in _matrix_free_modules(self.replica):
                     if name not in description.final_norms:
                         self._hook(stack, name, self._leave_module)
+                for name in _modules_with_matrices(self.replica):
+                    self._hook(stack, name, self._leave_head)
                 stack.enter_context(self._operations)
             yield
         self.norm = self.norm or self._unnamed
@@ -61,12 +67,23 @@ class Head:
     def leave_block(self) -> None:
         """Note that a block ended, and forget what took an earlier block's output."""
         self._operations.place = "after"
-        self.norm, self._unnamed, self._operations.products = None, None, []
+        self.norm, self._unnamed, self._heads, self._operations.products = None, None, [], []
 
     def logits(self, B: int, n: int) -> int | None:
         """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
         products = self._operations.products
         return next((columns for rows, columns in products if self._of_each_token(rows, B, n)), None)
+
+    def unembedding(self, last_state: Tensor, logits: int | None) -> str | None:
+        """Return the name of the module that maps normed states to these logits; None if there is none.
+
+        Args:
+            last_state: the last block's output (B, n, d).
+            logits: their number, as `logits` returns it.
+        """
+        states = last_state if self.norm is None else self.norm[2]
+        found = (name for name, width, x in reversed(self._heads) if width == logits and _is_part(x, states))
+        return next(found, None)  # reversed: a module ends after the modules inside it
 
     def _of_each_token(self, rows: Tensor, B: int, n: int) -> bool:
         m, rest = divmod(len(rows), B)
@@ -94,6 +111,13 @@ class Head:
         if self._takes_last_state(args, keywords, output) and self._normalizes(module, args, keywords, output):
             self._unnamed = name, module, self._batch_first(output)
 
+    def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
+        if self._operations.place != "after" or len(args) + len(keywords) != 1:
+            return
+        (x,) = (*args, *keywords.values())
+        if isinstance(x, Tensor) and isinstance(output, Tensor) and 1 < x.dim() < 4 and x.shape[:-1] == output.shape[:-1]:
+            self._heads.append((name, output.shape[-1], self._batch_first(x) if x.dim() == 3 else x))
+
     def _takes_last_state(self, args: tuple, keywords: dict, output: Any) -> bool:
         given = next(iter((*args, *keywords.values())), None)
         if not isinstance(given, Tensor) or not isinstance(output, Tensor) or given.shape != output.shape:
@@ -115,18 +139,36 @@ class Head:
         return state if self.replica.description.batch_first else state.transpose(0, 1)
 
 
+def _is_part(x: Tensor, states: Tensor) -> bool:
+    """Whether x holds the states (B, n, d) of all tokens, or of the first or the last ones, in whatever shape."""
+    B, n, d = states.shape
+    m, rest = divmod(x.numel(), B * d)
+    if rest or x.shape[-1] != d or not 0 < m <= n:
+        return False
+    rows = x.reshape(B, m, d).to(states)
+    return torch.equal(rows, states[:, :m]) or torch.equal(rows, states[:, n - m :])
+
+
 def _matrix_free_modules(replica: Replica) -> list[str]:
     """Return the modules outside the blocks whose parameters and buffers are vectors or scalars, if they have any."""
-    inside = {id(part) for block in replica.blocks for part in block.modules()}
-    blocks = set(map(id, replica.blocks))
     return [
         name
-        for name, module in replica.module.named_modules()
-        if name
-        and id(module) not in inside
-        and not any(id(part) in blocks for part in module.modules())
-        and all(t.dim() < 2 for t in (*module.parameters(), *module.buffers()))
+        for name, module in _outside_blocks(replica)
+        if all(t.dim() < 2 for t in (*module.parameters(), *module.buffers()))
     ]
+
+
+def _modules_with_matrices(replica: Replica) -> list[str]:
+    return [name for name, module in _outside_blocks(replica) if any(p.dim() == 2 for p in module.parameters())]
+
+
+def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are in no block and contain none, with their names."""
+    inside = {id(part) for block in replica.blocks for part in block.modules()}
+    blocks = set(map(id, replica.blocks))
+    for name, module in replica.module.named_modules():
+        if name and id(module) not in inside and not any(id(part) in blocks for part in module.modules()):
+            yield name, module
 
 
 class _Operations(TorchDispatchMode):

@@ -224,13 +224,15 @@ class _Recorder:
         for call in self.calls:
             if call.second_argument is not None:
                 residual_pair.check_sum(call)
-        logits = self.head.logits(*self.calls[-1].y.shape[:2])
+        last = self.calls[-1].y
+        logits = self.head.logits(*last.shape[:2])
+        unembedding = self.head.unembedding(last, logits)
         if self.head.norm is None:
-            return Recording(self.calls, None, None, logits)
+            return Recording(self.calls, None, None, logits, unembedding)
         name, module, normed = self.head.norm
         normed = normed.to(self.replica.dtype)
         outputs.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
-        return Recording(self.calls, (name, module), normed, logits)
+        return Recording(self.calls, (name, module), normed, logits, unembedding)
 
 
 def _norms_inside(blocks: Sequence[nn.Module]) -> list[nn.Module]:

@@ -117,6 +117,7 @@ class Recording:
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
     logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
+    unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
     raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
 
     def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
@@ -131,7 +132,7 @@ class Recording:
 
     def without_last_block(self) -> "Recording":
         """Return the same pass up to the last block's input."""
-        return Recording(self.calls[:-1], None, None)
+        return Recording(self.calls[:-1], None, None, unembedding=self.unembedding)
 
     def fold_final_norm(self) -> "Recording":
         """Return the same pass with the final norm counted as part of the last block (paper eq. 7)."""

@@ -14,6 +14,7 @@ from tracker.measures.final_norm import warn_of_missing_norm
 from tracker.measures.kept import check_kept
 from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Settings
+from tracker.measures.states import warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, samples_at_once, tokenwise_couplings, tokenwise_steps
 from tracker.progress import Progress
 
@@ -37,6 +38,7 @@ def measure_batches(
         if i == 0:
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
+            warn_of_missing_unembedding(jacobians.replica, recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
             check_reachability(

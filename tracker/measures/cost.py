@@ -75,7 +75,7 @@ class Cost:
                 f"{size(self.memory_budget)}",
             ),
             *(("warning", warning) for warning in self.warnings),
-            ("not counted", f"{', '.join(self.not_counted)}: add them to measures=" if self.not_counted else ""),
+            ("not counted", f"{', '.join(self.not_counted)} (not asked for by measures)" if self.not_counted else ""),
         ]
         return "\n".join(["dry run: nothing was measured", *(entry(label, text) for label, text in lines if text)])
 

@@ -33,12 +33,11 @@ from tracker.measures.kept import check_kept, kept_bytes
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
 from tracker.measures.settings import Settings
-from tracker.measures.states import measure_states
+from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
-OF_STATES = ("trajectory", "entropy", "pca", "noise")
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 
 T = TypeVar("T")
@@ -98,20 +97,17 @@ def estimate(
     refused, warnings, case = "", [], None
     record = partial(record_call, jacobians.replica, batch, memory=settings.memory(4))
     try:
-        seconds, (recording, rows, samples) = _timed_again(partial(record, states_alone))
-        recorded = recording
-        if depth is not None:
-            recording = _deepened(recording, depth)
+        seconds, (recorded, rows, samples) = _timed_again(partial(record, states_alone))
+        recording = recorded if depth is None else _deepened(recorded, depth)
         deeper = len(recording.calls) / len(recorded.calls)
         stages["forward passes"] = seconds * scale * deeper
         count = sum(len(call.labels) for call in calls)
         total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
         check_kept(settings, recording, total_rows)
         case = _Case(jacobians, recording, rows, samples[0], settings, total_rows, count)
-        for measure in OF_STATES:
-            if settings.includes(measure):
-                one = replace(states_alone, measures=(measure,))
-                stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
+        for measure in measures_of_states(jacobians.replica, recorded, settings):
+            one = replace(states_alone, measures=(measure,))
+            stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
         if settings.includes("coupling"):
             stages |= _coupling(case)
         if settings.includes("tokenwise"):

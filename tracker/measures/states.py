@@ -22,8 +22,11 @@ from tracker.measures import trajectory
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import DIMS, TRAJECTORY
 from tracker.measures.settings import Settings
+from tracker.notices import warn_caller
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
+
+OF_STATES = ("trajectory", "entropy", "pca", "noise")  # measures
 
 # (samples, positions) -> values with the dimensions of `DIMS`, the positions of one sample after those of another
 StateMeasure = Callable[[slice, slice], dict[str, Tensor]]
@@ -50,7 +53,7 @@ def measure_states(
     Raises:
         UsageError: if entropy is requested by name and the model has no unembedding.
     """
-    device, head = replica.device, replica.description.unembedding
+    device, head = replica.device, unembedding_of(replica, raw)
     if head is None and "entropy" in settings.measures:
         raise UsageError(
             "measures='entropy', but no unembedding was found in this model: name the module that maps a hidden state to "
@@ -98,6 +101,28 @@ def measure_states(
             read = [_evaluate(requested, some, part) for part in parts]
             samples += [_join([part[i] for part in read], valid[b + i], n) for i in range(some.stop - b)]
         return samples
+
+
+def unembedding_of(replica: Replica, recording: Recording) -> str | None:
+    """Return the name of the module that maps a normed state to logits over the vocabulary; None if none is known."""
+    return replica.description.unembedding or recording.unembedding
+
+
+def measures_of_states(replica: Replica, recording: Recording, settings: Settings) -> list[str]:
+    """Return the requested measures that are read off states; "all" leaves out entropy where there is no unembedding."""
+    lacking = unembedding_of(replica, recording) is None and "entropy" not in settings.measures
+    return [name for name in OF_STATES if settings.includes(name) and not (name == "entropy" and lacking)]
+
+
+def warn_of_missing_unembedding(replica: Replica, recording: Recording, settings: Settings) -> None:
+    """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
+    lacking = settings.includes("entropy") and "entropy" not in measures_of_states(replica, recording, settings)
+    if lacking and recording.logits is not None:
+        warn_caller(
+            f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "
+            "token, but not by a module that takes the normed states. Compute them by a module, such as an nn.Linear, or name "
+            "the one that does: blocks=find_blocks(model, unembedding='NAME')"
+        )
 
 
 def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -47,13 +47,15 @@ def record_spans(
         if before.changed():
             check_stateless(replica, bound, calls, before)
         check_whole_state(replica, bound, calls, output)
-    logits = recorder.head.logits(*calls[-1].y.shape[:2])
+    last = calls[-1].y
+    logits = recorder.head.logits(*last.shape[:2])
+    unembedding = recorder.head.unembedding(last, logits)
     if recorder.head.norm is None:
-        return Recording(list(calls), None, None, logits)
+        return Recording(list(calls), None, None, logits, unembedding)
     name, module, normed = recorder.head.norm
     if not torch.isfinite(normed).all():
         raise FloatingPointError(f"the final norm ({name}) gives values that are not finite; measure in float64")
-    return Recording(list(calls), (name, module), normed, logits)
+    return Recording(list(calls), (name, module), normed, logits, unembedding)
 
 
 class _Recorder:
