@@ -19,6 +19,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from checkpoints.cli import FAILED, OK, reports_errors
+from tracker.values import as_path
 from vit import processes
 from vit.cells import check_settings, is_done, read
 from vit.command import parse
@@ -68,6 +69,10 @@ class Grid:
     gpus_per_cell: float | None = None
     retries: int = 1
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Take the directory as text, too."""
+        self.out = as_path("out", self.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
