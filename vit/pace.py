@@ -71,7 +71,7 @@ class Pace(lightning.Callback):
     def __init__(self, recipe: Recipe, data: "Data", coupling: "CouplingCallback | None", writes: bool = True):
         self.recipe, self.images, self.tested = recipe, len(data.train), len(data.test)
         self.coupling, self.writes = coupling, writes
-        self.seconds = dict.fromkeys(("start", "step", "epoch", "test"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("start", "step", "epoch", "test"), 0.0)
         self.times = dict.fromkeys(self.seconds, 0)
         self.batches = 0  # of this process
         self.since, self.measuring = time.perf_counter(), 0.0
