@@ -26,6 +26,7 @@ from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
 from tracker.measures.settings import Settings
+from tracker.netcdf import opened, to_bytes
 
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
 VOLATILE = ("created", "seconds", "final_norm_reason")
@@ -109,14 +110,13 @@ class Store:
         return self.units / f".step{step:08d}.claim"
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
-        """Write one unit atomically."""
+        """Write one unit atomically, with checksums that detect bytes that have changed on the disk."""
         unit = labelled(unit)
-        # Checksums detect bytes that have changed on the disk.
         numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
-        encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
+        encoding: dict[Hashable, Any] = {name: {"fletcher32": True} for name in numbers}
         if "token_text" in unit.coords:  # as characters a twentieth of the size of single strings
             encoding["token_text"] = {"dtype": "S1", "zlib": True}
-        write_atomic(self.file(step), unit.to_netcdf(engine="h5netcdf", encoding=encoding))
+        write_atomic(self.file(step), to_bytes(unit, encoding))
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
@@ -125,8 +125,8 @@ class Store:
         Raises:
             ValueError: if the file is damaged, or not one of ours.
         """
-        with self._opened(step) as opened:
-            unit = opened.load()
+        with self._opened(step) as stored:
+            unit = stored.load()
         if "prompt" not in unit.dims:
             raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
         return labelled(with_present_names(unit))
@@ -137,17 +137,16 @@ class Store:
         Raises:
             ValueError: if the file is damaged there.
         """
-        with self._opened(step) as opened:
-            return str(opened.coords["revision"].item())
+        with self._opened(step) as stored:
+            return str(stored.coords["revision"].item())
 
     @contextmanager
     def _opened(self, step: int) -> Iterator[xr.Dataset]:
-        file = self.file(step)
         try:
-            with xr.open_dataset(file, engine="h5netcdf") as opened:
-                yield opened
+            with opened(self.file(step)) as unit:
+                yield unit
         except (OSError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
+            raise ValueError(f"{self.file(step)} can't be read ({error}); the file is damaged") from error
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Move units that no longer belong to the curve to DIR/superseded."""

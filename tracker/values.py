@@ -8,6 +8,8 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
@@ -39,6 +41,17 @@ class ValueType:
 
     def __str__(self) -> str:
         return self.name
+
+
+def as_path(option: str, given: Any) -> Path | None:
+    """Return a directory that was given as text or as a path; ~ is the home directory.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if given is None or isinstance(given, (str, PathLike)):
+        return None if given is None else Path(given).expanduser()
+    raise ValueError(f"--{option} {given!r}; give a directory, as text or as a path")
 
 
 def whole_numbers(value: Any) -> list[int]:

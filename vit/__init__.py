@@ -11,6 +11,9 @@ and units of coupling over training; and an analysis of the grid: tables, figure
 | `train`, `command` | the command `python -m vit.train` |
 | `training` | one training run with coupling measured meanwhile |
 | `grid` | the command `python -m vit.grid`: all cells, on Ray (`tune`) or local processes (`processes`) |
+| `overview` | the cells while they train: table and time left |
+| `dry_run`, `resources` | what a grid would take; machines, CPUs and GPUs that do not exist are refused |
+| `pace`, `bar` | the time that a training takes; its bar on a terminal |
 | `progress` | the loss on plain training images at each measured step |
 | `cells` | the files, state and lock of a cell's directory |
 | `data`, `sources`, `images` | data sets in memory; where they come from; labelled images |

@@ -4,6 +4,7 @@
                          with equal settings
     CELL/history.json    one row per epoch, rewritten atomically after each
     CELL/progress.json   the loss on plain training images at each measured step
+    CELL/pace.json       how long the training takes, while it runs
     CELL/last.ckpt       the checkpoint to resume from
     CELL/coupling/       units of coupling over training, for tracker.open_results
     CELL/result.json     written last: the cell is done if and only if this file is valid

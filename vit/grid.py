@@ -6,26 +6,22 @@ arguments are read.
 """
 
 import importlib.util
-import math
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import mean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from checkpoints.cli import FAILED, OK, reports_errors
+from tracker.values import as_path
 from vit import processes
 from vit.cells import check_settings, is_done, read
 from vit.command import parse
+from vit.overview import shown, state_of
 from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from vit.resources import check_accelerator, check_ray
 
 # The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
 # 0.3 of them; the others are our choice.
@@ -47,12 +43,11 @@ class Grid:
         out: parent directory of the cells. Default: results/vit/DATA.
         engine: ray, or processes on this machine; auto is ray if it is installed, else processes.
         jobs: number of cells trained at the same time, with processes; they are spread over the GPUs that
-            CUDA_VISIBLE_DEVICES names. Default: one for each GPU, or 1.
+            CUDA_VISIBLE_DEVICES names. Default: one for each GPU, or 1 / gpus_per_cell; 1 without a GPU.
         address: address of a Ray cluster, or auto for the cluster that this machine belongs to; all its machines must be
             able to write to OUT. Default: Ray on this machine alone.
         cpus_per_cell: CPUs per cell, with Ray.
-        gpus_per_cell: GPUs per cell, with Ray; cells share a GPU at a fraction. Default: 1 if Ray's machines have GPUs,
-            else 0.
+        gpus_per_cell: GPUs per cell; cells share a GPU at a fraction. Default: 1 if there are GPUs, else 0.
         retries: number of times that a crashed cell is started again.
         dry_run: print what would be trained, and the expected time, memory and disk space, from a few batches.
     """
@@ -68,6 +63,10 @@ class Grid:
     gpus_per_cell: float | None = None
     retries: int = 1
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Take the directory as text, too."""
+        self.out = as_path("out", self.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,8 +91,9 @@ def run(grid: Grid, recipe: Recipe) -> int:
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
+    use = _use(grid, recipe, engine)
     if grid.dry_run:
-        return _dry_run(grid, recipes, missing, engine)
+        return _dry_run(recipes, missing, engine, use.jobs)
     if missing and engine == "processes":
         processes.start_server()
     from tracker.loggers.wandb import resolve_mode
@@ -107,16 +107,13 @@ def run(grid: Grid, recipe: Recipe) -> int:
         check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
-    on_gpus = recipe.accelerator in ("auto", "gpu", "cuda")
-    with _table(recipes, len(missing)) as ended:
+    with shown(recipes, missing, use.jobs, use.on_a_gpu) as ended:
         if missing and engine == "ray":
             from vit import tune
 
-            gpus = 0.0 if grid.gpus_per_cell is None and not on_gpus else grid.gpus_per_cell
-            tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, gpus, grid.retries, ended)
+            tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, use.share, grid.retries, ended)
         elif missing:
-            visible = processes.visible_gpus() if on_gpus else []
-            processes.run_cells(missing, grid.jobs or max(1, len(visible)), grid.retries, ended, visible)
+            processes.run_cells(missing, use.jobs or 1, grid.retries, ended, use.gpus)
     bad = {
         cell.cell: state_of(cell)
         for cell in recipes
@@ -128,17 +125,49 @@ def run(grid: Grid, recipe: Recipe) -> int:
     return FAILED if bad else OK
 
 
-def _dry_run(grid: Grid, recipes: Sequence[Recipe], missing: Sequence[Recipe], engine: str) -> int:
+@dataclass(frozen=True)
+class Use:
+    """What the cells of a grid use.
+
+    Attributes:
+        jobs: number of cells at a time; None where Ray decides.
+        gpus: names of this machine's GPUs, for processes.
+        share: GPUs per cell, for Ray; None: 1 if its machines have any.
+        on_a_gpu: number of cells that share a GPU.
+    """
+
+    jobs: int | None
+    gpus: Sequence[str]
+    share: float | None
+    on_a_gpu: float
+
+
+def _use(grid: Grid, recipe: Recipe, engine: str) -> Use:
+    """Return what the cells use.
+
+    Raises:
+        ValueError: if it is known not to exist.
+    """
+    on_gpus, share = recipe.accelerator in ("auto", "gpu", "cuda"), grid.gpus_per_cell
+    if engine == "ray":
+        share = share if on_gpus else share or 0.0
+        check_ray(grid.address, grid.cpus_per_cell, share)
+        return Use(grid.jobs, (), share, 1 / (share or 1.0))
+    check_accelerator(recipe.accelerator)
+    gpus = processes.visible_gpus() if on_gpus else []
+    jobs = grid.jobs or max(1, int(len(gpus) / (share or 1.0)))
+    return Use(jobs, gpus, share, jobs / max(len(gpus), 1))
+
+
+def _dry_run(recipes: Sequence[Recipe], missing: Sequence[Recipe], engine: str, jobs: int | None) -> int:
     """Print what the grid would take."""
     from vit.data import load
     from vit.dry_run import describe
 
-    jobs = None
-    if engine == "processes" or grid.jobs:
-        on_gpus = recipes[0].accelerator in ("auto", "gpu", "cuda")
-        jobs = grid.jobs or max(1, len(processes.visible_gpus() if on_gpus else []))
     print(f"{engine}; results in {recipes[0].directory.parent}")
-    print(describe(recipes, missing, load(recipes[0]), jobs), flush=True)
+    started = time.perf_counter()
+    data = load(recipes[0])
+    print(describe(recipes, missing, data, time.perf_counter() - started, jobs), flush=True)
     return OK
 
 
@@ -189,77 +218,6 @@ def _engine(grid: Grid) -> str:
     if grid.address and (grid.engine == "processes" or not installed):
         raise ValueError(f"--address {grid.address}; a cluster needs Ray: pip install 'block-coupling-tracker[ray]'")
     return "ray" if installed and grid.engine != "processes" else "processes"
-
-
-def state_of(recipe: Recipe) -> str:
-    """Return a cell's state from its directory: accuracy, reason of a failure, or finished epochs."""
-    result = read(recipe.directory, "result")
-    if result:
-        return f"{result['accuracy']:.4f}" if result["status"] == "finished" else f"diverged: {result['reason']}"
-    if failure := read(recipe.directory, "failed"):
-        return f"crashed: {failure['reason']}"
-    history = read(recipe.directory, "history")
-    return f"{len(history)}/{recipe.epochs}" if history else "not started"
-
-
-def table(recipes: Sequence[Recipe]) -> "Table":
-    """Return a table of the grid: the test accuracy (a mean over seeds) of finished cells, the state of the others."""
-    from rich.table import Table
-
-    rates = sorted({recipe.drop_path for recipe in recipes})
-    shown = Table(title="test accuracy, or finished epochs", caption="rows: weight decay; columns: stochastic depth")
-    shown.add_column("", justify="right")
-    for rate in rates:
-        shown.add_column(f"{rate:g}", justify="right")
-    for decay in sorted({recipe.weight_decay for recipe in recipes}):
-        row = [[r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates]
-        shown.add_row(f"{decay:g}", *map(_cell_text, row))
-    return shown
-
-
-def _cell_text(seeds: Sequence[Recipe]) -> str:
-    states = [state_of(recipe).partition(":")[0] for recipe in seeds]
-    try:
-        accuracy = f"{mean(map(float, states)):.4f}"
-    except ValueError:  # some seed has not finished
-        return " ".join("·" if state == "not started" else state for state in states)
-    return f"[bold]{accuracy}[/bold]"
-
-
-@contextmanager
-def _table(recipes: Sequence[Recipe], missing: int) -> Iterator[Callable[[Recipe], None]]:
-    """Show the cells while they train: a live table on a terminal, otherwise a line per finished cell."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    started, done = time.perf_counter(), 0
-
-    def ended(recipe: Recipe) -> None:
-        nonlocal done
-        done += 1
-        left = (time.perf_counter() - started) / done * (missing - done)
-        line = f"[{done}/{missing}] {recipe.cell}: {state_of(recipe)}  about {math.ceil(left / 60)} min left"
-        console.print(line, markup=False, highlight=False)
-
-    if not console.is_terminal:
-        yield ended
-        return
-    stop = threading.Event()
-    with Live(table(recipes), console=console, auto_refresh=False) as live:
-
-        def watch() -> None:
-            while not stop.wait(2):
-                live.update(table(recipes), refresh=True)
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield ended
-        finally:
-            stop.set()
-            watcher.join()
-            live.update(table(recipes), refresh=True)
 
 
 if __name__ == "__main__":

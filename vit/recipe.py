@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tracker.measures.options import given_options, settings_from
 from tracker.measures.settings import Settings
-from tracker.values import INTEGERS, ValueTypeError
+from tracker.values import INTEGERS, ValueTypeError, as_path
 
 RECIPES = Path(__file__).parent / "recipes"
 # --precision is Lightning's, so the precision of the measurement is --measure_precision. The default positions are the class
@@ -145,6 +145,10 @@ class Recipe:
     group: str | None = None
     tags: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take directories as text, too."""
+        self.data_dir, self.out = as_path("data_dir", self.data_dir), as_path("out", self.out)
 
     @property
     def data_name(self) -> str:

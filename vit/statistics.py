@@ -30,7 +30,7 @@ POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
 
 
-def read_grid(directory: Path) -> xr.Dataset:
+def read_grid(directory: str | Path) -> xr.Dataset:
     """Read all finished cells of a grid.
 
     Returns:
@@ -43,7 +43,7 @@ def read_grid(directory: Path) -> xr.Dataset:
         UsageError: if cells were trained by different recipes.
     """
     finished, unfinished, recipes, images = [], [], {}, 0
-    for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
+    for cell in sorted(path.parent for path in Path(directory).glob("*/recipe.json")):
         result = read(cell, "result")
         if result is None or result["status"] != "finished" or not (cell / "coupling" / "units").is_dir():
             why = "no result yet" if result is None else result["reason"] or "coupling was not measured"

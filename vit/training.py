@@ -4,10 +4,12 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vit.cells import SCHEMA, claim, read, write
 from vit.recipe import GIVEN, Recipe, check
+from vit.resources import check_accelerator
 
 if TYPE_CHECKING:
     import lightning
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from torch import nn
 
+    from tracker import CouplingCallback
     from vit.data import Data
     from vit.module import Classifier
+    from vit.progress import TrainingLoss
 
 Row = dict[str, Any]
 
@@ -44,6 +48,7 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         model=model if isinstance(model, str) else recipe.model,
     )
     check(recipe)
+    check_accelerator(recipe.accelerator)
     given = None if data is None or isinstance(data, str) else data
     module = None if isinstance(model, str) else model
     recipe, loaded = _named(recipe, given, module)
@@ -61,6 +66,7 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         (directory / "failed.json").unlink(missing_ok=True)
         result = _train(recipe, loaded or load(recipe), module, show, first=True)
         write(directory, "result", result)
+        (directory / "pace.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
         return result
@@ -99,10 +105,8 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
-        # Without a checkpoint, existing measurements belong to a run that can't be resumed.
-        if first and not checkpoint.exists():
-            shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
-            (recipe.directory / "progress.json").unlink(missing_ok=True)
+        if first:
+            _remove_stale(recipe.directory, resumes=checkpoint.exists())
         reason = ""
         try:
             trainer.fit(
@@ -119,24 +123,44 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
-def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning.Trainer":
-    """Return the trainer of a recipe, which writes checkpoints and measurements into its directory."""
+def _remove_stale(directory: Path, resumes: bool) -> None:
+    """Remove what an earlier process left that does not belong to this training."""
+    (directory / "pace.json").unlink(missing_ok=True)
+    if not resumes:  # without a checkpoint, existing measurements belong to a run that can't be resumed
+        shutil.rmtree(directory / "coupling", ignore_errors=True)
+        (directory / "progress.json").unlink(missing_ok=True)
+
+
+def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any) -> "lightning.Trainer":
+    """Return the trainer of a recipe, which writes checkpoints and measurements into its directory.
+
+    Args:
+        limits: options of Lightning's Trainer in place of the recipe's.
+    """
     import torch
     from lightning import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from vit.averaging import MovingAverage
+    from vit.bar import Bar
+    from vit.pace import Pace
 
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    loss, coupling = _coupling(recipe, data)
+    pace = Pace(recipe, data, coupling)
     callbacks = [
         *([] if recipe.ema is None else [MovingAverage(recipe.ema)]),
-        *_coupling(recipe, data),
-        *([RichProgressBar()] if progress_bar else []),
+        *([loss, coupling] if loss and coupling else []),
+        pace,
+        *([Bar(pace)] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
     ]
+    options: dict[str, Any] = {
+        "max_epochs": recipe.epochs,
+        "check_val_every_n_epoch": recipe.test_every or recipe.epochs,
+        **limits,
+    }
     return Trainer(
-        max_epochs=recipe.epochs,
-        check_val_every_n_epoch=recipe.test_every or recipe.epochs,
         accelerator=recipe.accelerator,
         devices=recipe.devices,
         num_nodes=recipe.num_nodes,
@@ -150,13 +174,14 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool) -> "lightning
         num_sanity_val_steps=0,
         use_distributed_sampler=False,  # our sampler distributes the images
         log_every_n_steps=1,
+        **options,
     )
 
 
-def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
+def _coupling(recipe: Recipe, data: "Data") -> tuple["TrainingLoss", "CouplingCallback"] | tuple[None, None]:
     """Return the callbacks that measure the weights that are tested, if coupling is measured."""
     if recipe.schedule is None:
-        return []
+        return None, None
     from tracker import CouplingCallback
     from vit.progress import TrainingLoss
 
@@ -169,7 +194,7 @@ def _coupling(recipe: Recipe, data: "Data") -> list["lightning.Callback"]:
         save_dir=str(recipe.directory / "coupling"),
         on_measure=loss.record,
     )
-    return [loss, coupling]
+    return loss, coupling
 
 
 def _wandb(recipe: Recipe) -> "Logger | bool":

@@ -16,6 +16,7 @@ from ray import tune  # pyright: ignore[reportMissingImports]
 
 from vit.cells import is_done, write
 from vit.recipe import Recipe
+from vit.resources import check_machines
 
 
 class Report(tune.Callback):
@@ -45,13 +46,21 @@ def run_cells(
 
     Args:
         gpus: GPUs per cell. Default: 1 if any of Ray's machines has a GPU, which this one need not have.
+
+    Raises:
+        ValueError: if there is no cluster, or none of its machines has what a cell needs.
     """
     # Absolute paths, because Ray chooses the current directory of a worker.
     by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
-    ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     try:
+        ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    except ConnectionError as error:
+        raise ValueError(f"--address {address}; {error}") from error
+    try:
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if gpus is None:
-            gpus = min(1.0, ray.cluster_resources().get("GPU", 0.0))
+            gpus = float(any(machine.get("GPU", 0) for machine in machines))
+        check_machines(machines, cpus, gpus)
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_trial, recipes=by_name), {"cpu": cpus, "gpu": gpus}),
             param_space={"cell": tune.grid_search(list(by_name))},

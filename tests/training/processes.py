@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import tracker
 from tests.conftest import ROOT
+from tracker.report import write_report
 
 
 def run_on_two_ranks(module: str, directory: Path) -> None:
@@ -26,6 +28,19 @@ def run_on_two_ranks(module: str, directory: Path) -> None:
         subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    for process in ranks:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+    try:
+        for process in ranks:
+            _, err = process.communicate(timeout=600)
+            assert process.returncode == 0, err
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def assert_store_is_like_any_other(directory: Path, steps: list[int]) -> None:
+    """Assert that a store opens, has a page with its steps, and is drawn."""
+    results = tracker.open_results(directory)
+    assert results.step.values.tolist() == steps
+    page = write_report(directory, directory / "page.html").read_text()
+    assert "miscoupling" in page and f"{steps[-1]}" in page
+    assert tracker.plot(directory).axes and tracker.plot(results, "heatmap").axes

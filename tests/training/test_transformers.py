@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.training.processes import run_on_two_ranks
+from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
 from tracker.errors import UsageError
 from tracker.results import Store
 
@@ -77,9 +77,15 @@ def test_training_is_bit_identical(tmp_path, options):
     np.testing.assert_array_equal(units[0].miscoupling, before.miscoupling)
     np.testing.assert_allclose(units[-1].miscoupling, after.miscoupling, atol=1e-6)
     assert not np.allclose(units[0].miscoupling, units[-1].miscoupling)
+    assert_store_is_like_any_other(tmp_path / "store", [0, 2, 4, 6])
 
 
-def test_a_resumed_run_continues_its_store(tmp_path):
+def test_a_resumed_run_is_bit_identical_and_continues_its_store(tmp_path):
+    """Compared with a run that was resumed without the callback, and its units with those of a whole run."""
+    plain = make(tmp_path / "plain", save_strategy="steps", save_steps=3)
+    plain.train()
+    resumed = make(tmp_path / "plain")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-3"))
     whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
     whole.add_callback(tracker.TransformersCallback(1, k=K, trainer=whole, save_dir=str(tmp_path / "whole/store")))
     whole.train()
@@ -92,6 +98,9 @@ def test_a_resumed_run_continues_its_store(tmp_path):
     callback = tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store"))
     second.add_callback(callback)
     second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
+    assert_same(state(second), state(resumed))
+    assert_same(state(whole), state(plain))
+    assert second.losses == plain.losses[3:]
     store, expected = Store(tmp_path / "store"), Store(tmp_path / "whole/store")
     assert store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
     for step in store.steps():

@@ -2,25 +2,32 @@
 
 import argparse
 import random
+import re
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from timm.data.auto_augment import AugmentOp
 from timm.data.mixup import Mixup
 from timm.data.transforms_factory import create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models import VisionTransformer
 from timm.optim._optim_factory import create_optimizer
 from timm.scheduler.scheduler_factory import create_scheduler
 from torchvision import transforms
 from torchvision.transforms.v2.functional import to_pil_image
 
+from tests.conftest import ROOT
 from tests.vit.test_vit_augment import MEAN, photographs
 from vit import augment as augmentation
-from vit.loaders import Order
+from vit.data import load
+from vit.loaders import Batches, Order
 from vit.model import build
 from vit.module import Classifier
-from vit.recipe import Recipe
+from vit.recipe import Recipe, recipe_file
 
 STD = torch.tensor([0.2, 0.25, 0.3])
 # The defaults of DeiT's main.py (github.com/facebookresearch/deit).
@@ -90,9 +97,40 @@ def _ignoring_posterize_to_nothing(call):
     return guarded
 
 
+@pytest.mark.parametrize("recipe, tokens", [("cifar10", 65), ("cifar10_patch2", 257)])
+def test_model_is_deits_at_32_pixels(recipe, tokens):
+    """On the same weights the same logits as timm's model with DeiT-Ti's arguments, as a fork of DeiT by an author has it."""
+    given = parse_config(recipe)
+    theirs = VisionTransformer(
+        img_size=32,
+        patch_size=given["patch_size"],
+        embed_dim=192,
+        depth=12,
+        num_heads=3,
+        mlp_ratio=4,
+        qkv_bias=True,
+        norm_layer=partial(torch.nn.LayerNorm, eps=1e-6),
+        num_classes=10,
+    ).eval()
+    ours = build(Recipe(patch_size=given["patch_size"]), 10).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(ours(images), theirs(images)) and ours.pos_embed.shape[1] == tokens
+    assert (given["epochs"], given["batch_size"]) == (300, 512)
+
+
+def parse_config(name: str) -> dict:
+    return yaml.safe_load(Path(recipe_file(name)).read_text())
+
+
 def test_initial_weights_have_deits_standard_deviations():
+    """Truncated normal, 0.02, without biases; the projection of patches is PyTorch's convolution, as in DeiT."""
     torch.manual_seed(0)
     model = build(Recipe(), 10)
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias") and "patch" not in name)
+    projection = model.patch_embed.proj.weight
+    assert float(projection.abs().max()) == pytest.approx(48**-0.5, rel=0.01)  # uniform, of 4 * 4 * 3 inputs
+    assert float(projection.std()) == pytest.approx(48**-0.5 / 3**0.5, rel=0.05)
     assert model.cls_token is not None and model.pos_embed is not None
     assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.2)
     for weight in (model.pos_embed, model.blocks[3].attn.qkv.weight, model.blocks[3].mlp.fc2.weight, model.head.weight):
@@ -157,15 +195,57 @@ def test_loss_is_deits_with_mixing_and_without(module):
         module.train_loss.reset()
 
 
-def test_repeated_augmentation_is_deits_sampler():
-    """Over two ranks: each image of an epoch appears `repeats` times, spread over the ranks."""
-    orders = [Order(90, 3, seed=0, rank=rank, world=2) for rank in (0, 1)]
-    for order in orders:
+def test_mixup_and_cutmix_are_deits():
+    """Same random seed, same images and, after smoothing by the loss, same targets."""
+    data = load(Recipe(data="digits", batch_size=8))
+    ours, images, labels = Batches(data, Recipe(data="digits")).mixup, torch.randn(8, 3, 32, 32), torch.arange(8)
+    theirs = Mixup(
+        mixup_alpha=0.8,
+        cutmix_alpha=1.0,
+        cutmix_minmax=None,
+        prob=1.0,
+        switch_prob=0.5,
+        mode="batch",
+        label_smoothing=0.1,
+        num_classes=10,
+    )
+    assert ours is not None
+    for seed in range(8):
+        pairs = []
+        for mixup in (ours, theirs):
+            np.random.seed(seed)
+            pairs.append(mixup(images.clone(), labels))
+        assert torch.equal(pairs[0][0], pairs[1][0])
+        torch.testing.assert_close(0.9 * pairs[0][1] + 0.1 / 10, pairs[1][1])
+
+
+def test_test_images_are_only_normalised():
+    """As DeiT's are at 32 pixels, with the statistics of the training images in place of ImageNet's."""
+    data = load(Recipe(data="digits", batch_size=8))
+    theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data.mean.tolist(), data.std.tolist())])
+    expected = torch.stack([theirs(to_pil_image(image)) for image in data.test.images[:20]])
+    torch.testing.assert_close(data.normalise(data.test.images[:20]), expected)
+
+
+@pytest.mark.parametrize("repeats, world", [(3, 1), (3, 2), (1, 1), (1, 2)])
+def test_repeated_augmentation_is_deits_sampler(repeats, world):
+    """On the same random seed, in the same order; DeiT cuts the epoch at a multiple of 256 images, here it is whole."""
+    for rank in range(world):
+        order = Order(600, repeats, seed=7, rank=rank, world=world)
         order.set_epoch(4)
-    drawn = [list(order) for order in orders]
-    assert [len(part) for part in drawn] == [45, 45]
-    both = [index for pair in zip(*drawn, strict=True) for index in pair]
-    assert all(len(set(both[i : i + 3])) == 1 for i in range(0, 90, 3)) and len(set(both)) == 30
+        drawn, cut = list(order), 600 // 256 * 256 // world
+        assert len(drawn) == 600 // world and drawn[:cut] == deits_sampler(600, repeats, world, rank, order.epoch)
+    if world == 1:
+        assert all(drawn.count(image) == repeats for image in set(drawn)) and len(set(drawn)) == 600 // repeats
+
+
+def deits_sampler(images: int, repeats: int, world: int, rank: int, epoch: int) -> list[int]:
+    """Return the draws of DeiT's `RASampler` (samplers.py)."""
+    permutation = torch.randperm(images, generator=torch.Generator().manual_seed(epoch)).tolist()
+    repeated = [image for image in permutation for _ in range(repeats)]
+    total = -(-images * repeats // world) * world
+    repeated += repeated[: total - len(repeated)]
+    return repeated[rank:total:world][: images // 256 * 256 // world]
 
 
 def test_ranks_and_epochs_draw_different_augmentations():
@@ -176,3 +256,16 @@ def test_ranks_and_epochs_draw_different_augmentations():
             order.set_epoch(epoch)
             seeds += [seed for _, seed in order]
     assert len(set(seeds)) == len(seeds) == 120
+
+
+def test_the_table_names_tests_that_exist():
+    """Every row of docs/vit.md's table is verified by tests of this directory, or says that it is not tested."""
+    text = (ROOT / "docs" / "vit.md").read_text().partition("## DeiT, element by element")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1:-1] for row in text.splitlines() if row.startswith("|")][2:]
+    defined = set(
+        re.findall(r"def (test_\w+)", "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py")))
+    )
+    assert len(rows) > 15
+    for element, *_, tests in rows:
+        named = set(re.findall(r"`(test_\w+)`", tests))
+        assert named <= defined and (named or tests.strip() == "not tested"), element

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.vit.test_vit_train import TINY, assert_same_training, start, write_config
-from vit import cells, grid
+from vit import cells, grid, overview
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES
 from vit.statistics import read_grid
@@ -201,7 +201,7 @@ def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
         recipe.directory.mkdir()
         (recipe.directory / f"{name}.json").write_text(json.dumps(content))
     console = Console(width=60, record=True, file=open(os.devnull, "w"))
-    console.print(grid.table(recipes))
+    console.print(overview.table(recipes, "about 3.2 h left"))
     text = console.export_text()
-    for shown in ("0.8750", "2/3", "crashed", "·"):
+    for shown in ("0.8750", "2/3", "crashed", "·", "about 3.2 h left"):
         assert shown in text

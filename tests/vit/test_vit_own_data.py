@@ -283,6 +283,20 @@ class TestModels:
         assert Recipe(model="resnet18").identity["tokens"] is None
 
 
+def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = replace(SMALL, out="run", train_size=32, measure_at="off")
+    assert vit.train(recipe)["status"] == "finished" and (tmp_path / "run" / "result.json").exists()
+    assert Recipe(data_dir="~/images").data_dir == tmp_path / "images"
+    assert Recipe().out is None and Recipe(out=tmp_path).directory == tmp_path
+    one = grid.cells(grid.Grid(weight_decays="1", drop_paths="0", out="runs"), TINY)
+    assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
+    for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.Grid)):
+        with pytest.raises(ValueError, match=f"--{option} 3; give a directory, as text or as a path"):
+            kind(**{option: 3})
+
+
 def stop_after_first_epoch(directory, name, content):
     """Write a cell's file; after the first epoch's, interrupt once the checkpoint is there."""
     cells.write(directory, name, content)

@@ -384,16 +384,22 @@ def test_run_killed_in_mid_epoch_is_resumed(augment, devices, tmp_path):
     parallel = ["--devices", str(devices), *(["--strategy", "ddp"] if devices > 1 else [])]
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
-    process = start(*whole)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    finish(start(*whole))
     process = start(*killed)
     while not (tmp_path / "killed" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not cells.is_done(tmp_path / "killed") and len(cells.read(tmp_path / "killed", "history")) == 1
-    process = start(*killed)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    finish(start(*killed))
     assert_same_training(*directories)
+
+
+def finish(process: subprocess.Popen) -> None:
+    """Wait for a process that must succeed; if it takes too long, end it with its children."""
+    try:
+        _, err = process.communicate(timeout=900)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, err

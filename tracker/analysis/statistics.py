@@ -12,7 +12,8 @@ diagonal. Trajectory measures: median and quartiles over prompts and positions.
 W&B, the figures and the page all draw these values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -266,15 +267,9 @@ def _metric(measure: Measure, part: str) -> str:
     return BY_NAME[measure.null].metric if part == "_null" else f"{measure.metric}{part}"
 
 
-def _entries(values: xr.DataArray) -> list[tuple[list[str], float]]:
-    if not values.dims:
-        return [([], float(values))]
-    dim = values.dims[0]
-    return [
-        ([_label(str(dim), label), *labels], value)
-        for label in values[dim].values
-        for labels, value in _entries(values.sel({dim: label}))
-    ]
+def _entries(values: xr.DataArray) -> Iterator[tuple[tuple[str, ...], float]]:
+    labels = [[_label(str(dim), label) for label in values[dim].values] for dim in values.dims]
+    return zip(product(*labels), values.values.astype(float).ravel().tolist(), strict=True)
 
 
 def _label(dim: str, label: object) -> str:

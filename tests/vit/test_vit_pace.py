@@ -1,0 +1,174 @@
+"""Tests of the time that trainings and grids take: parts, estimates, the bar, and what a grid prints while it trains."""
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.vit.test_vit_train import TINY
+from vit import cells, overview, training
+from vit.bar import Bar
+from vit.data import load
+from vit.overview import Forecast
+from vit.pace import TIMED, WARM_UP, Pace, Parts, measurements
+
+PARTS = Parts(step=2.0, epoch=0.5, test=7.0, measurement=3.0)
+
+
+@pytest.mark.parametrize(
+    "step, test_every, expected",
+    [
+        (0, 1, {"step": 30, "epoch": 10, "test": 10, "measurement": 7}),  # measured at 0, 1, 2, 4, 8, 16 and 30
+        (0, 0, {"step": 30, "epoch": 10, "test": 1, "measurement": 7}),
+        (0, 5, {"step": 30, "epoch": 10, "test": 2, "measurement": 7}),
+        (15, 5, {"step": 15, "epoch": 5, "test": 1, "measurement": 2}),
+        (30, 0, {"step": 0, "epoch": 0, "test": 0, "measurement": 0}),
+    ],
+)
+def test_what_is_left_is_counted_by_the_recipe(step, test_every, expected):
+    recipe = replace(TINY, epochs=10, test_every=test_every)
+    left = PARTS.left(recipe, 96, step)
+    assert {name: count for name, (count, _) in left.items()} == expected
+    seconds = {"step": 2.0, "epoch": 0.5, "test": 7.0, "measurement": 3.0}
+    assert PARTS.seconds_left(recipe, 96, step) == sum(expected[name] * seconds[name] for name in seconds)
+
+
+def test_measurements_are_counted_by_the_schedule():
+    recipe = replace(TINY, epochs=2, batch_size=10)
+    assert measurements(replace(recipe, measure_at="log2"), 80) == 6  # 0, 1, 2, 4, 8, 16
+    assert measurements(replace(recipe, measure_at="every:5"), 80) == 5  # 0, 5, 10, 15, 16
+    assert measurements(replace(recipe, measure_at="off"), 80) == 0
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """Train 40 steps on a clock that only the parts of the training advance; return the callback and what it wrote.
+
+    A step takes 1 s, a test 20 s, a measurement 100 s and a checkpoint 3 s.
+    """
+    from tracker.measures import calls  # noqa: F401  (imported before the clock is replaced)
+
+    recipe = replace(
+        TINY, epochs=10, batch_size=24, test_every=0, measure_at="30", out=tmp_path_factory.mktemp("timed")
+    )
+    data, clock, written = load(recipe), SimpleNamespace(now=0.0), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vit.pace.time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now))
+        patch.setattr("tracker.training.overhead.time", SimpleNamespace(perf_counter=lambda: clock.now))
+        patch.setattr("vit.pace.write", lambda directory, name, content: written.append((name, content)))
+        for target, seconds in (
+            ("vit.module.Classifier.training_step", 1.0),
+            ("vit.module.Classifier.on_validation_epoch_end", 20.0),
+            ("vit.progress.TrainingLoss.record", 100.0),
+            ("vit.module.Classifier.on_save_checkpoint", 3.0),
+        ):
+            patch.setattr(target, advancing(clock, seconds, _attribute(target)))
+        trainers, make = [], training.make_trainer
+        patch.setattr(training, "make_trainer", lambda *a, **k: trainers.append(make(*a, **k)) or trainers[-1])
+        training.train(recipe)
+    (pace,) = [callback for callback in trainers[0].callbacks if isinstance(callback, Pace)]
+    return recipe, len(data.train), pace, written
+
+
+def _attribute(target: str):
+    module, name, attribute = target.rsplit(".", 2)
+    return getattr(getattr(__import__(module, fromlist=[name]), name), attribute)
+
+
+def advancing(clock, seconds, function):
+    def call(*arguments):
+        clock.now += seconds
+        return function(*arguments)
+
+    return call
+
+
+def test_parts_are_timed_apart(timed):
+    _, _, pace, _ = timed
+    assert pace.parts == Parts(step=1.0, epoch=3.0, test=20.0, measurement=100.0)
+    assert pace.times == {"start": 1, "step": 40 - WARM_UP, "epoch": 9, "test": 1}
+
+
+def test_what_is_left_is_written_after_the_first_steps(timed):
+    """A test that was not timed yet is taken to be a third of a step for as many images."""
+    recipe, images, _, written = timed
+    name, first = written[0]
+    untimed = 1.0 / 3 * 360 / 24
+    assert name == "pace" and (first["step"], first["test"], first["measurement"]) == (1.0, untimed, 100.0)
+    assert first["written"] == 100 + WARM_UP + TIMED + 5 * 3 and first["of_memory"] == 0
+    parts = Parts(1.0, 3.0, untimed, 100.0)
+    assert first["left"] == parts.seconds_left(recipe, images, WARM_UP + TIMED)
+
+
+def test_the_file_is_removed_after_the_training(tmp_path):
+    recipe = replace(TINY, epochs=8, out=tmp_path, measure_at="off")
+    training.train(recipe)
+    assert cells.is_done(tmp_path) and not (tmp_path / "pace.json").exists()
+
+
+def test_the_bar_shows_loss_accuracy_and_time_left():
+    loss = SimpleNamespace(update_count=2, mean_value=torch.tensor(6.0), weight=torch.tensor(4.0))
+    module = SimpleNamespace(train_loss=loss, history=[{"test/accuracy": 0.5}, {"train/loss": 1.0}])
+    pace = SimpleNamespace(left=lambda step: 100.0 * step)
+    trainer = SimpleNamespace(global_step=60)
+    bar = Bar(pace)
+    assert bar.get_metrics(trainer, module) == {"loss": 1.5, "accuracy": 0.5, "left": "1.7 h"}
+    trainer.global_step = 0  # the loss is read once a second
+    assert bar.get_metrics(trainer, module)["left"] == "1.7 h"
+
+
+@pytest.fixture
+def grid(tmp_path):
+    return [replace(TINY, seed=seed, epochs=10, out=tmp_path / str(seed)) for seed in range(6)]
+
+
+def pace(cell, whole, left, written=None, **memory):
+    given = {"written": time.time() if written is None else written, "whole": whole, "left": left}
+    cells.write(cell.directory, "pace", {**given, "memory": 0, "of_memory": 0, **memory})
+
+
+def test_the_time_left_is_that_of_running_and_waiting_cells(grid):
+    for cell in grid:
+        cell.directory.mkdir()
+    forecast = Forecast(grid, jobs=2)
+    assert forecast.left() is None and forecast.cost(1) is None
+    pace(grid[0], 1000.0, 400.0), pace(grid[1], 2000.0, 600.0)
+    pace(grid[5], 9.0, 9.0, written=forecast.started - 10)  # of an earlier process
+    cells.write(grid[4].directory, "history", [{}] * 5)
+    assert forecast.left() == pytest.approx((400 + 600 + 3 * 1500 + 1500 / 2) / 2, abs=1)
+    assert forecast.cost(1).startswith(
+        "about 25 min per cell and 52 min in all, 2 at a time, from the first steps; Ctrl-C"
+    )
+    for cell in grid[1:5]:
+        cells.write(cell.directory, "result", {})
+    cells.write(grid[5].directory, "failed", {})
+    assert forecast.left() == pytest.approx(400, abs=1)  # one cell alone
+    cells.write(grid[0].directory, "result", {})
+    assert forecast.left() == 0
+
+
+def test_cells_on_ray_are_counted_and_a_share_of_a_gpu_is_recommended(grid):
+    forecast = Forecast(grid, jobs=None)
+    for cell in grid[:3]:
+        cell.directory.mkdir()
+        pace(cell, 100.0, 50.0, memory=10**9, of_memory=80 * 10**9)
+    assert forecast.left() == pytest.approx((150 + 300) / 3, abs=1)
+    assert "8 fit beside each other" in forecast.cost(1) and "--gpus_per_cell 0.125" in forecast.cost(1)
+    assert "gpus_per_cell" not in forecast.cost(8)
+
+
+def test_a_grid_prints_its_cost_once_and_goes_on(grid, monkeypatch, capsys):
+    monkeypatch.setattr(overview, "SECONDS", 0.05)
+    with overview.shown(grid, grid, jobs=3) as ended:
+        for cell in grid:
+            cell.directory.mkdir()
+        pace(grid[0], 120.0, 60.0)
+        time.sleep(1)
+        (grid[0].directory / "result.json").write_text(json.dumps({"status": "finished", "accuracy": 0.5}))
+        ended(grid[0])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("about 2.0 min per cell and 3.7 min in all, 3 at a time, from the first steps")
+    assert lines[1] == f"[1/6] {grid[0].cell}: 0.5000  about 3.3 min left" and len(lines) == 2
