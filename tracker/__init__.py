@@ -14,6 +14,7 @@ from tracker.version import __version__
 _MODULES = {
     "CouplingCallback": "training.callback",
     "TransformersCallback": "training.transformers",
+    "coupling_penalty": "training.penalty",
     "Watch": "training.watch",
     "Store": "results",
     "measure": "measurement",
@@ -33,6 +34,7 @@ __all__ = [
     "TransformersCallback",
     "Watch",
     "__version__",
+    "coupling_penalty",
     "find_blocks",
     "measure",
     "open_results",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from tracker.measurement import measure
     from tracker.results import Store, open_results
     from tracker.training.callback import CouplingCallback
+    from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
     from tracker.training.watch import Watch
 
