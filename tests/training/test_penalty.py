@@ -136,7 +136,9 @@ def test_the_gradient_is_that_of_the_value(build):
     torch.manual_seed(1)
     model = build().double()
     inputs = torch.randn(2, 3, 8, 8, dtype=torch.float64) if build is vit else IDS
-    penalty = partial(tracker.coupling_penalty, model, inputs, tokens=[0] if build is vit else [-1], pairs=[(1, 3)], probes=2)
+    penalty = partial(
+        tracker.coupling_penalty, model, inputs, tokens=[0] if build is vit else [-1], pairs=[(1, 3)], probes=2
+    )
 
     def value():
         return penalty(generator=torch.Generator().manual_seed(7))

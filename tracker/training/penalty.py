@@ -10,10 +10,10 @@ share of C and R that is not:
 Haar-distributed). Directions count by the singular values of both blocks; there is no K, and nothing is decomposed. An entry of D
 may be negative: blocks that move a direction oppositely count as coupled, which mis-coupling does not.
 
-For a random vector v with independent entries of mean 0 and variance 1, E |M v|^2 = |M|_F^2. With x = C v and y = C^T v, numerator
-and denominator are estimated by |x - y|^2 and |x|^2 + |y|^2, the same for R, so that an estimate is in [0, 2] as well. It is a
-ratio of two unbiased estimates: its bias falls as 1 / probes (docs/training.md has figures). Cost per pair and probe: eight
-products with J or J^T on the full sequence of each sample, which are differentiated again in the backward pass of the training.
+For a random vector v with independent entries of mean 0 and variance 1, E |M v|^2 = |M|_F^2. With x = C v and y = C^T v,
+numerator and denominator are estimated by |x - y|^2 and |x|^2 + |y|^2, the same for R, so that an estimate is in [0, 2] as well.
+It is a ratio of two unbiased estimates: its bias falls as 1 / probes (docs/training.md has figures). Cost per pair and probe:
+eight products with J or J^T on the full sequence of each sample, which are differentiated again in the backward pass.
 """
 
 from collections import OrderedDict
@@ -81,7 +81,9 @@ def coupling_penalty(
     if found.spans:
         raise UsageError("coupling_penalty needs blocks that are modules; these are given by their boundaries")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise UsageError("the weights are sharded over processes (FSDP); coupling_penalty needs all of them on each process")
+        raise UsageError(
+            "the weights are sharded over processes (FSDP); coupling_penalty needs all of them on each process"
+        )
     chosen = _choose_pairs(pairs, len(found.names), generator)
     layers = sorted({layer for pair in chosen for layer in pair})
     (batch, *others) = batches(model, inputs, None, None)
