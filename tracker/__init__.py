@@ -53,8 +53,13 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"tracker.{_MODULES[name]}"), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"tracker.{_SUBMODULES[name]}")
-    raise AttributeError(f"module 'tracker' has no attribute {name!r}")
+    module = _MODULES.get(name) or _SUBMODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tracker' has no attribute {name!r}")
+    try:
+        imported = importlib.import_module(f"tracker.{module}")
+    except ModuleNotFoundError as error:
+        from checkpoints.extras import missing_extra
+
+        raise missing_extra(error, f"tracker.{name}") from error
+    return getattr(imported, name) if name in _MODULES else imported
