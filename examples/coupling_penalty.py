@@ -42,20 +42,30 @@ def main(steps: int) -> None:
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))]
     held_out, training = sequences[:128], sequences[128:]
-    print("weight   held-out loss   mis-coupling   its null level")
+    print("weight   held-out loss   mis-coupling (null level)   off-diagonal, normalized (null level)")
     for weight in WEIGHTS:
         lightning.seed_everything(0, verbose=False)
         model = nano.load(step=0)[0].train()
         watch = tracker.CouplingCallback(
             steps=[steps], probe=held_out[:8], k=10, save_dir=f"{RESULTS}/weight{weight:g}"
         )
-        trainer = lightning.Trainer(max_steps=steps, callbacks=[watch], logger=False, enable_checkpointing=False)
+        quiet = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        trainer = lightning.Trainer(max_steps=steps, callbacks=[watch], **quiet)
         trainer.fit(Training(model, weight), torch.utils.data.DataLoader(training, BATCH, shuffle=True))
         with torch.no_grad():
             loss = float(model.eval()(input_ids=held_out, labels=held_out).loss)
         last = tracker.open_results(f"{RESULTS}/weight{weight:g}").isel(step=-1)
-        pairs = last.miscoupling.where(last.layer != last.layer_other)
-        print(f"{weight:6g}   {loss:13.3f}   {pairs.mean():12.3f}   {last.miscoupling_null.mean():14.3f}", flush=True)
+        distinct = last.where(last.layer != last.layer_other)
+        measured = [
+            f"{distinct[name].mean():.3f} ({last[f'{name}_null'].mean():.3f})"
+            for name in ("miscoupling", "offdiag_normalized")
+        ]
+        print(f"{weight:6g}   {loss:13.3f}   {measured[0]:>25}   {measured[1]:>37}", flush=True)
 
 
 if __name__ == "__main__":
