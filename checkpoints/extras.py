@@ -4,11 +4,13 @@ The core installs what `tracker.measure` needs. Everything else is imported wher
 to install.
 """
 
+from importlib.util import find_spec
+
 DISTRIBUTION = "block-coupling-tracker"
 # Imported name -> extra, as in pyproject.toml.
 EXTRAS = {
-    "jsonargparse": "commands",
-    "rich": "commands",
+    "jsonargparse": "all",  # every command needs more than its parser
+    "rich": "all",
     "transformers": "walk",
     "huggingface_hub": "walk",
     "safetensors": "walk",
@@ -18,7 +20,6 @@ EXTRAS = {
     "wandb_workspaces": "wandb",
     "matplotlib": "report",
     "plotly": "report",
-    "scipy": "report",
     "timm": "vit",
     "torchvision": "vit",
     "sklearn": "vit",
@@ -44,3 +45,9 @@ def missing_extra(error: ImportError, what: str) -> ImportError:
     return MissingExtraError(
         f"{what} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{EXTRAS[package]}]'", name=package
     )
+
+
+def require(package: str, what: str) -> None:
+    """Raise MissingExtraError, which names the extra, if a package is not installed; `what` needs it."""
+    if find_spec(package) is None:
+        raise missing_extra(ModuleNotFoundError(name=package), what)
