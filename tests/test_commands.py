@@ -18,7 +18,8 @@ def test_each_subcommand_prints_its_own_help(name, capsys):
 
 def test_without_a_command_all_are_listed(capsys):
     assert main([]) == main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
 
 
 def test_an_unknown_command_is_refused(capsys):
