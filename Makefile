@@ -2,11 +2,13 @@
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
 # make test: install, run every test
 # make lint: run ruff, pyright and import-linter
+# make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
+# make docs: build the documentation as a site, website/site
 # make gpu: measure on a GPU, with the Python packages that are there (docs/gpu.md); WHEELS=directory of missing packages
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-vit test lint gpu .venv
+.PHONY: demo demo-vit test lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -36,6 +38,22 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+package: .venv/installed
+	rm -rf dist build/clean
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uv venv --quiet --python $(PYTHON) build/clean
+	$(BIN)/uv pip install --quiet --python build/clean/bin/python dist/*.whl
+	cd build && clean/bin/python ../tests/clean_environment.py
+
+# mkdocs has an environment of its own, of 60 MB; it reads the code without importing it.
+docs: website/.venv/installed
+	cd website && NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
+website/.venv/installed: website/requirements.txt
+	$(PYTHON) -m venv website/.venv
+	website/.venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement website/requirements.txt
+	@touch $@
 
 # Nothing is installed: a machine with a GPU may have no network.
 gpu:

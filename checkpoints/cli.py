@@ -7,6 +7,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from checkpoints.errors import CheckpointError
+from checkpoints.extras import MissingExtraError, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
@@ -44,6 +45,12 @@ def reports_errors(
                 return FAILED
             except usage as error:
                 print(f"error: {error}", file=sys.stderr)
+                return USAGE
+            except ImportError as error:
+                named = missing_extra(error, "this command")
+                if not isinstance(named, MissingExtraError):
+                    raise
+                print(f"error: {named}", file=sys.stderr)
                 return USAGE
 
         return guarded

@@ -1,12 +1,16 @@
 """Tests of the examples, run offline in an empty directory."""
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 import tracker
+from checkpoints import nano
+from checkpoints.fetch import cached_snapshot
+from checkpoints.load import load
 from tests.conftest import ROOT
 
 STEPS = {
@@ -16,7 +20,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path):
     command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -40,3 +44,17 @@ def test_example(name, tmp_path):
     results = tracker.open_results(tmp_path / "results" / name)
     assert list(results.step) == STEPS[name] and results.diagnostics_sliced.all()
     assert (tmp_path / "results" / name / "report.html").exists()
+
+
+def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, monkeypatch, capsys):
+    def tiny(step):
+        return load(cached_snapshot(nano.REPO, f"step{step}", suite))
+
+    monkeypatch.setattr(nano, "load", tiny)
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(ROOT / "examples" / "coupling_penalty.py"), run_name="example")
+    example["main"](steps=2)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    assert [row[0] for row in rows] == ["0", "0.3", "3"]
+    assert len({row[1] for row in rows}) == 3  # the penalty changes the training
+    assert tracker.open_results(tmp_path / "results" / "coupling_penalty" / "weight3").step.values.tolist() == [0, 2]

@@ -14,6 +14,7 @@ from tracker.version import __version__
 _MODULES = {
     "CouplingCallback": "training.callback",
     "TransformersCallback": "training.transformers",
+    "coupling_penalty": "training.penalty",
     "Watch": "training.watch",
     "Store": "results",
     "measure": "measurement",
@@ -33,6 +34,7 @@ __all__ = [
     "TransformersCallback",
     "Watch",
     "__version__",
+    "coupling_penalty",
     "find_blocks",
     "measure",
     "open_results",
@@ -45,13 +47,19 @@ if TYPE_CHECKING:
     from tracker.measurement import measure
     from tracker.results import Store, open_results
     from tracker.training.callback import CouplingCallback
+    from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
     from tracker.training.watch import Watch
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"tracker.{_MODULES[name]}"), name)
-    if name in _SUBMODULES:
-        return importlib.import_module(f"tracker.{_SUBMODULES[name]}")
-    raise AttributeError(f"module 'tracker' has no attribute {name!r}")
+    module = _MODULES.get(name) or _SUBMODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tracker' has no attribute {name!r}")
+    try:
+        imported = importlib.import_module(f"tracker.{module}")
+    except ModuleNotFoundError as error:
+        from checkpoints.extras import missing_extra
+
+        raise missing_extra(error, f"tracker.{name}") from error
+    return getattr(imported, name) if name in _MODULES else imported

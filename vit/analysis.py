@@ -40,7 +40,7 @@ CAPTIONS = {
 
 
 def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
-    """Write cells.csv, tests.csv, correlations.csv, the figures and report.html.
+    """Write grid.nc, cells.csv, tests.csv, correlations.csv, the figures and report.html.
 
     Args:
         table: the rows of `vit.statistics.correlations`.
@@ -51,7 +51,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     """
     from tracker.figures.palette import css_variables
     from vit import figures
-    from vit.statistics import cell_table, named_tests
+    from vit.statistics import GRID_FILE, cell_table, named_tests, write_grid
 
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
@@ -65,6 +65,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     }
     cells, tests = cell_table(grid), named_tests(grid)
     out.mkdir(parents=True, exist_ok=True)
+    write_grid(grid, out / GRID_FILE)
     for file, content in (("cells", cells), ("tests", tests), ("correlations", table)):
         write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
     shown = {}
@@ -157,8 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m vit.analysis",
         description="Write tables, figures and a page on the relation of accuracy and coupling in a grid.",
     )
-    parser.add_argument("grid", type=Path, help="directory written by vit.grid (--out)")
-    parser.add_argument("--out", type=Path, help="directory for tables, figures and page; default: GRID/analysis")
+    parser.add_argument(
+        "grid",
+        type=Path,
+        nargs="+",
+        help="directory written by vit.grid (--out), or grid.nc of an earlier analysis; several are analysed as one grid",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="directory for tables, figures and page; default: analysis, in the first directory"
+    )
     parser.add_argument("--measure", type=str, default="offdiag_normalized", help="mis-coupling shown in figures")
     parser.add_argument("--k", type=int, help="number of singular vectors K; default: the smallest measured")
     parser.add_argument(
@@ -172,13 +180,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.errors import UsageError
     from vit.statistics import correlations, primary, read_grid
 
-    grid = read_grid(parsed.grid)
+    first = parsed.grid[0]
+    grid = read_grid(*parsed.grid)
     given = {"token": parsed.token, "measure": parsed.measure, "k": parsed.k, "pairs": parsed.pairs}
     at = primary(grid) | {name: value for name, value in given.items() if value is not None}
     for name, value in at.items():
         if value not in grid[name].values:
             raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")
-    print(write_analysis(grid, correlations(grid), at, parsed.out or parsed.grid / "analysis", parsed.grid.name))
+    out = parsed.out or (first.parent if first.is_file() else first) / "analysis"
+    print(write_analysis(grid, correlations(grid), at, out, first.stem))
     return OK
 
 

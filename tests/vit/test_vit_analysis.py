@@ -25,6 +25,7 @@ from vit.statistics import (
     primary,
     read_grid,
     setting_means,
+    write_grid,
 )
 
 TOKENS = ["class token", "last patch"]
@@ -187,3 +188,29 @@ def test_command_line_reports_missing_cells(tmp_path, capsys):
 def test_what_was_not_measured_is_refused(measured, capsys):
     assert main([str(measured), "--token", "class token"]) == 2
     assert "--token class token was not measured; choose from last patch" in capsys.readouterr().err
+
+
+def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measured, tmp_path, capsys):
+    whole = read_grid(measured)
+    halves = [tmp_path / "first", tmp_path / "second"]
+    for i, half in enumerate(halves):
+        half.mkdir()
+        for cell in sorted(measured.glob("cell*"))[i::2]:
+            (half / cell.name).symlink_to(cell)
+    write_grid(read_grid(halves[0]), tmp_path / "grid.nc")
+    joined = read_grid(tmp_path / "grid.nc", halves[1])
+    order = ["weight_decay", "drop_path", "seed"]
+    xr.testing.assert_identical(joined.sortby(order), whole.sortby(order))
+    assert main([str(tmp_path / "grid.nc")]) == 0
+    assert read_grid(tmp_path / "analysis" / "grid.nc").equals(read_grid(halves[0]))
+    assert main([str(tmp_path / "grid.nc"), str(halves[0])]) == 2
+    assert "is given twice" in capsys.readouterr().err
+    (tmp_path / "other.nc").write_text("text")
+    assert main([str(tmp_path / "other.nc")]) == 2
+    assert "is no grid.nc that vit.analysis wrote" in capsys.readouterr().err
+
+
+def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
+    write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
+    assert main([str(measured), str(tmp_path / "grid.nc")]) == 2
+    assert "differ in data; analyse cells of one recipe" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from checkpoints.extras import require
 from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
@@ -40,7 +41,9 @@ def plot(
     Raises:
         UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they lack, and
             which figures they allow), and for results that were measured by different conventions.
+        ImportError: without the extra `report`.
     """
+    require("matplotlib", "tracker.plot")
     if isinstance(results, (str, Path)):
         results = open_results(results)
     several = {_name(results): results} if isinstance(results, xr.Dataset) else results

@@ -16,6 +16,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.cli import OK, reports_errors
+from checkpoints.extras import require
 from checkpoints.files import write_atomic
 from checkpoints.words import counted
 from tracker.report.reader import Reader, Signature, signature
@@ -50,7 +51,9 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
     Raises:
         FileNotFoundError: if a directory holds no results.
         ValueError: if a unit is damaged, or the units of one store make no curve.
+        ImportError: without the extra `report`.
     """
+    require("plotly", "tracker.report")
     directories = [results] if isinstance(results, (str, Path)) else list(results)
     return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
 
