@@ -289,6 +289,23 @@ def test_33_and_34(one, tmp_path, few_points):
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
 
 
+def test_products(one, tmp_path):
+    table, ds = drawn("products", one, tmp_path), open_results(one)
+    s = ds.from_first_singular_value.isel(step=-1).median(("prompt", "token"))
+    last = table[(table.step == 2000) & table["rank"].notna()].set_index(["rank", "layer"]).value
+    assert last[2, 3] == pytest.approx(float(s.sel(rank=2, layer=3)))
+    exponents = table[(table.step == 0) & table["exponent"].notna()].value
+    np.testing.assert_allclose(exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5)
+
+
+def test_effective_rank_and_normality(one, tmp_path):
+    ds = open_results(one)
+    for name, variable in (("effective_rank", "to_last_effective_rank"), ("normality", "mean_alignment")):
+        table = drawn(name, one, tmp_path)
+        found = table[(table.step == 8) & (table.variable == variable)]["median"]
+        np.testing.assert_allclose(found, ds[variable].sel(step=8).median(("prompt", "token")), rtol=1e-5)
+
+
 def test_of_several_models(several, tmp_path):
     couplings, scores = [], []
     for path in several:
@@ -479,6 +496,9 @@ def test_every_figure_has_a_test_here_or_elsewhere():
         "33",
         "34",
         "table1",
+        "products",
+        "effective_rank",
+        "normality",
     }
     assert set(FIGURES) == tested | set(SCORED)
 

@@ -12,7 +12,7 @@ from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
 
-FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
+FROM_ONE = ("layer", "layer_other", "rank", "exponent", "row", "column", "component")
 
 
 @dataclass

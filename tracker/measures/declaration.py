@@ -65,5 +65,6 @@ class Measure:
 
     @property
     def by_depth(self) -> bool:
-        """Whether it has one value per position and block or state."""
-        return self.dims in (("layer", "position"), ("depth", "position"))
+        """Whether it has one value per position, or measured token, and block or state."""
+        by_position = self.dims in (("layer", "position"), ("depth", "position"))
+        return by_position or (self.dims == ("token", "layer") and bool(self.charts))

@@ -45,8 +45,8 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         for end, values in (("by_prompt", matrices), ("null_by_prompt", null_matrix(results, name))):
             found[f"{name}_{end}"] = over_pairs(values.astype(float)).sel(pairs="mean_offdiag", drop=True).mean("token")
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
-        by_depth = quartiles(results[measure.name].astype(float), ("prompt", "position"))
-        found[f"{measure.name}_by_depth"] = by_depth
+        samples = ("prompt", "token" if "token" in measure.dims else "position")
+        found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)
     if "singular_value" in results:
         ranks = [rank for rank in RANKS if rank <= results.sizes["rank"]]
         found["singular_value_median"] = results["singular_value"].sel(rank=ranks).astype(float).median(SAMPLES)

@@ -30,8 +30,8 @@ function byDepth(chart) {
     draw() {
       const d = has(),
         count = d.median.shape[1],
-        x = range(count, d.first);
-      const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
+        x = d.defined; // products of blocks are known at some depths, windows where they fit
+      const of = (statistic) => (i) => x.map((depth) => finite(atStep(d[statistic], i).values[depth - d.first]));
       return {
         traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
         layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
