@@ -298,9 +298,13 @@ def test_products(one, tmp_path):
     np.testing.assert_allclose(exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5)
 
 
-def test_effective_rank_and_normality(one, tmp_path):
+def test_effective_rank_normality_and_depth_use(one, tmp_path):
     ds = open_results(one)
-    for name, variable in (("effective_rank", "to_last_effective_rank"), ("normality", "mean_alignment")):
+    for name, variable in (
+        ("effective_rank", "to_last_effective_rank"),
+        ("normality", "mean_alignment"),
+        ("depth_use", "linear_error"),
+    ):
         table = drawn(name, one, tmp_path)
         found = table[(table.step == 8) & (table.variable == variable)]["median"]
         np.testing.assert_allclose(found, ds[variable].sel(step=8).median(("prompt", "token")), rtol=1e-5)
@@ -499,6 +503,7 @@ def test_every_figure_has_a_test_here_or_elsewhere():
         "products",
         "effective_rank",
         "normality",
+        "depth_use",
     }
     assert set(FIGURES) == tested | set(SCORED)
 

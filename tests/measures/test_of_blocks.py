@@ -14,7 +14,7 @@ from tests import brute_force
 from tests.models import Size, build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.svd import top_singular_triplets
-from tracker.measures import normality, products
+from tracker.measures import depth_use, normality, products
 
 MODELS = ["gpt_neox", "llama, grouped keys", "bert", "timm vit"]  # causal and bidirectional
 TOKENS = (1, -1)
@@ -88,7 +88,7 @@ def test_against_brute_force(name):
 
 @pytest.mark.parametrize(
     ("width", "options"),
-    [(32, {"memory_budget": 40_000}), (64, {"svd": "matrix-free", "measures": ("coupling", "products")})],
+    [(32, {"memory_budget": 60_000}), (64, {"svd": "matrix-free", "measures": ("coupling", "products")})],
 )
 def test_without_memory_for_all_jacobians(width, options):
     """With a budget of two blocks' Jacobians at one row, and where none is formed for the couplings."""
@@ -203,3 +203,57 @@ def test_invariances(seed, scale):
         torch.testing.assert_close(measure(scale * turned[0]), measure(Js[0]), rtol=1e-6, atol=1e-6)
     alignments = [normality.alignment(top_singular_triplets(J, 2)) for J in (Js[0], scale * turned[0])]
     torch.testing.assert_close(*alignments, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_depth_use_against_brute_force(name):
+    model, inputs, ds = measured(name, ("coupling", "depth_use"))
+    oracle = oracle_of(model, inputs)
+    states = oracle.states().numpy()
+    for b, _, t, row in each_row(ds):
+        for l in range(ds.sizes["layer"]):
+            J = oracle.jacobian(l, b, t, t).detach().numpy()
+            x, f = states[l, b, t], states[l + 1, b, t] - states[l, b, t]
+            of_block = row.isel(layer=l)
+            gain = np.sqrt(np.mean(np.linalg.svd(J)[1] ** 2))
+            np.testing.assert_allclose(of_block.jacobian_gain, gain, atol=1e-8)
+            np.testing.assert_allclose(of_block.linear_error, np.linalg.norm(J @ x - f) / np.linalg.norm(f), atol=1e-8)
+    for l in range(ds.sizes["layer"]):
+        for b in range(ds.sizes["prompt"]):
+            for t in range(ds.sizes["position"]):
+                x, y = states[l, b, t], states[l + 1, b, t]
+                cosines = [u @ v / np.linalg.norm(u) / np.linalg.norm(v) for u, v in ((x, y), (y - x, x))]
+                found = ds.isel(prompt=b, position=t, layer=l)
+                np.testing.assert_allclose([1 - found.block_influence, found.update_cosine], cosines, atol=1e-8)
+
+
+def test_depth_use_of_known_blocks():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    turned = x.flip(-1) * torch.tensor([1.0, -1, 1, -1])  # at a right angle to x
+    X = torch.stack([x, 2 * x, 2 * x, 2 * x + 2 * turned, 0 * x, x])
+    expected = torch.tensor([0, 0, 1 - 2**-0.5, torch.nan, torch.nan]).double()
+    torch.testing.assert_close(depth_use.block_influence(X), expected[:, None].expand(-1, 3), equal_nan=True)
+    expected = torch.tensor([1, torch.nan, 0, -1, torch.nan]).double()
+    torch.testing.assert_close(
+        depth_use.update_cosine(X), expected[:, None].expand(-1, 3), equal_nan=True, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(depth_use.linear_error(x, x), torch.zeros(3).double())
+    torch.testing.assert_close(depth_use.linear_error(0 * x, x), torch.ones(3).double())
+    assert depth_use.linear_error(x, 0 * x).isnan().all()
+    assert float(depth_use.jacobian_gain(torch.linalg.matrix_norm(3 * eye()), 6)) == pytest.approx(3)
+
+
+def test_the_influence_of_a_block_that_hardly_turns_its_state():
+    x = torch.tensor([[1.0, 0]])
+    X = torch.stack([x, x + torch.tensor([[0, 1e-5]])])  # the cosine rounds to 1 in float32
+    assert float(depth_use.block_influence(X)) == pytest.approx(5e-11, rel=1e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 10))
+def test_invariances_of_depth_use(seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)
+    for measure in (depth_use.block_influence, depth_use.update_cosine):
+        torch.testing.assert_close(measure(scale * X @ orthogonal(seed)), measure(X), rtol=1e-6, atol=1e-9)

@@ -90,9 +90,11 @@ def test_metric_names(ds):
 
 
 OF_BLOCKS = ("symmetric_share", "mean_alignment", "departure", "amplification", "effective_rank")
+OF_BLOCKS += ("jacobian_gain", "linear_error")
+OF_STATES = ("update_ratio", "block_influence", "update_cosine")
 NEW_METRICS = {
     f"{name}/{q}"
-    for name in ("trajectory/update_ratio", *(f"jacobian/{name}" for name in OF_BLOCKS))
+    for name in (*(f"trajectory/{name}" for name in OF_STATES), *(f"jacobian/{name}" for name in OF_BLOCKS))
     for q in ("q25", "median", "q75")
 } | {"coupling/null_minus_miscoupling"}
 

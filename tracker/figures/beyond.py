@@ -9,6 +9,7 @@ WITHOUT_NORM = "the last block without the final norm"
 _PRODUCTS = tuple(
     f"{form}_{name}" for name in ("effective_rank", "amplification") for form in ("from_first", "to_last")
 )
+_USE = ("block_influence", "update_cosine", "jacobian_gain", "linear_error")
 
 BEYOND = (
     Declaration(
@@ -26,6 +27,14 @@ BEYOND = (
         f"not in the paper; {MEDIANS}; Roy and Vetterli's effective rank, at most the width; the other tokens held fixed; "
         f"{WITHOUT_NORM}; {AT_STEPS}",
         _PRODUCTS,
+    ),
+    Declaration(
+        "depth_use",
+        "How much each block is used",
+        partial(states.by_depth, variables=_USE),
+        f"not in the paper; {MEDIANS}; block influence as in ShortGPT, whose least are the first to remove; states before the "
+        f"final norm; {WITHOUT_NORM}; {AT_STEPS}",
+        _USE,
     ),
     Declaration(
         "normality",

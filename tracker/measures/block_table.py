@@ -4,24 +4,56 @@ To add one of each block, write its formula in a module of this package and an e
 `of_blocks.BlockRows`. All are of the blocks without the final norm.
 """
 
-from tracker.measures import normality
+from typing import Any
+
+from tracker.measures import depth_use, normality
 from tracker.measures.coordinates import OURS
 from tracker.measures.declaration import Measure
 
-LAYER = ("token", "layer")
+LAYER, POSITION = ("token", "layer"), ("layer", "position")
 SECTION = "Jacobians"  # of the W&B dashboard
 WITHOUT_NORM = "without the final norm"
+_STATES: dict[str, Any] = {
+    "raw": True,
+    "curve": "quartiles",
+    "counted": True,
+    "logged": ("",),
+    "dashboard": SECTION,
+    "charts": ("depth", "table"),
+}
 
 
 def _of_each(name: str, label: str, *more_dims: str, shown: bool = True, **more) -> Measure:
     """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
     if shown:
         more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": SECTION}
-        more |= {"charts": ("depth",)}
+        more.setdefault("charts", ("depth",))
     return Measure(name, (*LAYER, *more_dims), label, counted=True, **more)
 
 
 OF_BLOCKS = (
+    _of_each(
+        "jacobian_gain",
+        "gain of the Jacobian",
+        option="depth_use",
+        compute=lambda block: depth_use.jacobian_gain(block.layer.frobenius, block.x.shape[-1]),
+        formula="‖J‖ / √d",
+        reference=OURS,
+        text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
+        axis="logarithmic",
+        charts=("depth", "table"),
+    ),
+    _of_each(
+        "linear_error",
+        "part of the update that is not linear in the state",
+        option="depth_use",
+        compute=lambda block: depth_use.linear_error(block.Jx, block.f),
+        formula="‖J xˡ⁻¹ − f‖ / ‖f‖, f = xˡ − xˡ⁻¹",
+        reference=OURS,
+        text="‖J x − f‖ / ‖f‖: 0 if a block's update f is linear in the token's own state x, 1 if the length of x does not "
+        "matter to it (J x = 0).",
+        charts=("depth", "table"),
+    ),
     _of_each(
         "symmetric_share",
         "symmetric share of the Jacobian",
@@ -61,6 +93,33 @@ OF_BLOCKS = (
         reference="Henrici (1962)",
         text="Henrici's departure of a block's Jacobian from normality, relative to its norm: 0 for a normal matrix, such as a "
         "symmetric one, 1 for a nilpotent one.",
+    ),
+)
+OF_STATES = (
+    Measure(
+        "block_influence",
+        POSITION,
+        "block influence",
+        option="depth_use",
+        compute=depth_use.block_influence,
+        formula="1 − cos(xˡ⁻¹, xˡ)",
+        reference="Men et al. (2024)",
+        text="How much a block turns the state: 0 if it keeps its direction. ShortGPT removes the blocks with the least.",
+        metric="trajectory/block_influence",
+        axis="logarithmic",
+        **_STATES,
+    ),
+    Measure(
+        "update_cosine",
+        POSITION,
+        "cosine of the update to the state",
+        option="depth_use",
+        compute=depth_use.update_cosine,
+        formula="cos(f, xˡ⁻¹), f = xˡ − xˡ⁻¹",
+        reference=OURS,
+        text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
+        metric="trajectory/update_cosine",
+        **_STATES,
     ),
 )
 _FORMS = {  # of products: the blocks, in symbols and in words

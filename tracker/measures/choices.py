@@ -34,6 +34,12 @@ OPTIONS = (
         needs="coupling",
         of_jacobians="formed",
     ),
+    Option(
+        "depth_use",
+        "how much each block changes the state, and whether its Jacobian accounts for that",
+        needs="coupling",
+        of_jacobians="products",
+    ),
     Option("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
     Option(
         "eigenvalues",

@@ -8,7 +8,6 @@ products to the last block, once in the other direction; one at a time is held, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import sqrt
 
 import torch
 from jaxtyping import Float
@@ -50,11 +49,6 @@ class BlockRows:
         """J x, the change of f to first order if x alone grows."""
         x = self.x[..., None]
         return (self.J @ x if self.forms else self.layer.product(x))[..., 0]
-
-    @property
-    def gain(self) -> Float[Tensor, " R"]:
-        """|J|_F / sqrt(d)."""
-        return self.layer.frobenius / sqrt(self.x.shape[-1])
 
 
 def measured(choices: Sequence[str]) -> tuple[str, ...]:

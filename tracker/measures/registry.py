@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tracker.measures import trajectory
-from tracker.measures.block_table import OF_BLOCKS, OF_PRODUCTS
+from tracker.measures.block_table import OF_BLOCKS, OF_PRODUCTS, OF_STATES
 from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
@@ -182,6 +182,7 @@ TRAJECTORY = (
         axis="logarithmic",
     ),
 )
+STATES = (*TRAJECTORY, *OF_STATES)  # the variables that are read off the states alone
 OTHERS = (
     Measure(
         "entropy",
@@ -245,6 +246,7 @@ MEASURES: tuple[Measure, ...] = (
     *across_tokens(),
     *jacobians(),
     *kept(),
+    *OF_STATES,
     *OF_BLOCKS,
     *OF_PRODUCTS,
     *TRAJECTORY,

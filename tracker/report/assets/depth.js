@@ -77,6 +77,29 @@ for (const chart of data.texts.charts) {
   figures[chart.id] = of(chart);
 }
 
+// One row for each block, in the order of the first column, its medians at the step.
+const COLUMNS = data.texts.columns;
+figures.used = {
+  has: () => COLUMNS.some(([name]) => model().depth[name]),
+  title: () => `${ofModel()}How much each block is used, step ${stepName(state.step)}`,
+  draw() {
+    const there = COLUMNS.filter(([name]) => model().depth[name]),
+      medians = there.map(([name]) => Array.from(atStep(model().depth[name].median, stepIndex()).values, finite)),
+      order = blocks().sort((a, b) => medians[0][a - 1] - medians[0][b - 1]),
+      columns = medians.map((values) => order.map((l) => values[l - 1])),
+      short = (value) => (value === null ? "" : Number(value.toPrecision(3)));
+    const cells = { align: "right", height: 26, line: { color: css("--line") }, fill: { color: css("--paper") },
+      font: { color: css("--ink"), size: 13 } };
+    return {
+      traces: [{ type: "table", name: "blocks", header: { ...cells, values: ["block", ...there.map(([, label]) => label)] },
+        cells: { ...cells, values: [order, ...columns.map((column) => column.map(short))] } }],
+      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
+      table: [["block", ...there.map(([name]) => name)], ...order.map((l, i) => [l, ...columns.map((column) => column[i])])],
+      says: `Blocks from the least used: ${order.join(", ")}`,
+    };
+  },
+};
+
 figures.singular = {
   has: () => Boolean(model().singular),
   title: () => `${ofModel()}Singular values of the Jacobians by depth, step ${stepName(state.step)}`,
