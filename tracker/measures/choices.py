@@ -40,6 +40,12 @@ OPTIONS = (
         needs="coupling",
         of_jacobians="products",
     ),
+    Option(
+        "directions",
+        "words that the singular directions of each block stand for, by the unembedding",
+        needs="coupling",
+        of_jacobians="products",
+    ),
     Option("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
     Option(
         "eigenvalues",

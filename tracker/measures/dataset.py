@@ -1,7 +1,7 @@
 """The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
 
-FROM_ONE = ("layer", "layer_other", "rank", "exponent", "row", "column", "component")
+FROM_ONE = ("layer", "layer_other", "rank", "exponent", "direction", "row", "column", "component")
 
 
 @dataclass
@@ -25,6 +25,7 @@ class Sample:
         token_texts: the text of each token of a prompt; empty if there is none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
+        decode: token ids -> text, while the sample is measured.
         basis_layers: block l -> basis block l', across tokens.
     """
 
@@ -38,6 +39,7 @@ class Sample:
     fallbacks: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
+    decode: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -95,6 +97,8 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
     missing = [(0, sizes.get(dim, length) - length) for dim, length in zip(dims, value.shape, strict=True)]
     if not any(after for _, after in missing):
         return value
+    if value.dtype == object:
+        return np.pad(value, missing, constant_values="")
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)
 
 

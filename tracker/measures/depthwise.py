@@ -35,6 +35,7 @@ from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
 from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.directions import heads
 from tracker.measures.kept import kept_arrays
 from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
 from tracker.measures.of_blocks import measure_blocks, scalars_of_row, steps
@@ -159,7 +160,9 @@ def depthwise_couplings(
         for end, chosen in of_calls.items():
             values |= {f"{name}{end}": value for name, value in _spectra(chosen).items()}
         last = -1 if len(layers) > L else L - 1  # without the final norm
-        values |= measure_blocks([*layers[: L - 1], layers[last]], [*blocks[: L - 1], blocks[last]], extras)
+        chosen = [*range(L - 1), last]
+        head = heads(group) if "directions" in extras else None
+        values |= measure_blocks([layers[l] for l in chosen], [blocks[l] for l in chosen], extras, head, memory // 2)
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}

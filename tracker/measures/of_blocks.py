@@ -16,6 +16,7 @@ from torch import Tensor
 from tracker.jacobians.restriction import Selection
 from tracker.linalg.svd import Triplets
 from tracker.measures.choices import OPTIONS
+from tracker.measures.directions import Head, measure_directions
 from tracker.measures.layers import Layer
 from tracker.measures.products import Products
 from tracker.measures.registry import OF_BLOCKS
@@ -67,12 +68,18 @@ def steps(choices: Sequence[str], L: int) -> int:
 
 
 def measure_blocks(
-    layers: Sequence[Layer], blocks: Sequence[Sequence[Selection]], choices: Sequence[str]
+    layers: Sequence[Layer],
+    blocks: Sequence[Sequence[Selection]],
+    choices: Sequence[str],
+    head: Head | None = None,
+    memory: int = 1 << 28,
 ) -> dict[str, Tensor]:
     """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
 
     Args:
         blocks: the recorded calls of each block, with the rows of each.
+        head: the model's head, for the words of directions.
+        memory: scalars that logits may take.
     """
     if not measured(choices):
         return {}
@@ -90,6 +97,8 @@ def measure_blocks(
         if products is not None:
             products.add(l, block.J)
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}
+    if head is not None and "directions" in choices:
+        values |= measure_directions(head, [layer.triplets for layer in layers], memory)
     if products is not None:
         values |= products.values(lambda l: layers[l - 1].jacobian())
     return values

@@ -52,6 +52,11 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         found["singular_value_median"] = results["singular_value"].sel(rank=ranks).astype(float).median(SAMPLES)
     if "matrix" in results:
         found["matrix_absolute"] = abs(results["matrix"]).mean(SAMPLES)
+    found |= {  # of the first prompt at its first measured token
+        measure.name: results[measure.name].isel(prompt=0, token=0, drop=True)
+        for measure in MEASURES
+        if measure.option == "directions" and measure.name in results
+    }
     found |= _tokenwise(results) | _states(results) | _certificates(results)
     found |= {name: results[name] for name in KEPT if name in results}
     kept = xr.Dataset(found).assign_coords(

@@ -100,6 +100,33 @@ figures.used = {
   },
 };
 
+// Words that the singular directions of the chosen block stand for, beside those of a random direction.
+figures.words = {
+  has: () => Boolean(model().directions),
+  title: () => `${ofModel()}Words for the directions of block ${state.l}, step ${stepName(model().steps[model().directions
+    .steps[wordsAt()]])}`,
+  draw() {
+    const d = model().directions,
+      i = wordsAt(),
+      of = (name) => d[name][i][state.l - 1],
+      round = (value) => (value === null ? "" : value.toFixed(1)),
+      ks = range(of("out_words").length, 1);
+    const head = ["k", "output direction uₖ", "score", "input direction vₖ", "score"],
+      columns = [[...ks, "random"], [...of("out_words"), d.random[i]], [...of("out_score").map(round), `< ${round(d
+          .out_null[i])}`], [...of("in_words"), ""], [...of("in_score").map(round), `< ${round(d.in_null[i])}`]];
+    const cells = { align: ["right", "left", "right", "left", "right"], height: 26, line: { color: css("--line") },
+      fill: { color: css("--paper") }, font: { color: css("--ink"), size: 13 } };
+    return {
+      traces: [{ type: "table", name: "words", columnwidth: [1, 5, 1, 5, 1], header: { ...cells, values: head },
+        cells: { ...cells, values: columns } }],
+      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
+      table: [head, ...columns[0].map((_, row) => columns.map((column) => column[row]))],
+      says: `Strongest output direction: ${of("out_words")[0]}`,
+    };
+  },
+};
+const wordsAt = () => Math.max(0, model().directions.steps.findLastIndex((step) => step <= stepIndex()));
+
 figures.singular = {
   has: () => Boolean(model().singular),
   title: () => `${ofModel()}Singular values of the Jacobians by depth, step ${stepName(state.step)}`,
