@@ -14,8 +14,9 @@ from statistics import median
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from tracker.cli import Parser
-    from tracker.measures.of_blocks import CHOICES
+    from tracker.measures.choices import OPTIONS
 
+    choices_of_blocks = ",".join(option.name for option in OPTIONS if option.of_jacobians)
     parser = Parser(prog="python -m benchmarks.beyond", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--shape", type=str, default="410m", help="the model, as in benchmarks.coupling")
     parser.add_argument("--blocks", type=int, default=4, help="number of blocks")
@@ -23,7 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--k", type=int, default=50, help="number of singular vectors")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each")
     parser.add_argument(
-        "--together", type=str, default="products,normality", help="choices that are also timed together"
+        "--choices", type=str, default=choices_of_blocks, help="choices of measures= that are timed alone"
+    )
+    parser.add_argument(
+        "--together",
+        type=str,
+        default="products,normality,depth_use",
+        help="choices that are timed together; '' for none",
     )
     parsed = parser.parse_args(arguments)
     import tracker
@@ -38,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tracker.measure(model, inputs, measures=["coupling", *choices], **options)
         return time.perf_counter() - started
 
-    together = parsed.together.split(",")
-    cases = {**{choice: [choice] for choice in CHOICES}, " + ".join(together): together}
+    alone_and_together = [*([choice] for choice in parsed.choices.split(",")), parsed.together.split(",")]
+    cases = {" + ".join(choices): choices for choices in alone_and_together if choices != [""]}
     seconds()  # to warm up
     shares: dict[str, list[float]] = {name: [] for name in cases}
     alone: list[float] = []

@@ -24,7 +24,7 @@ from tracker.results import Store, open_results
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 
 
-def store(path, seed=0, size=None, measures="all,tokenwise", steps=STEPS, **options):
+def store(path, seed=0, size=None, measures="all,tokenwise,halves", steps=STEPS, **options):
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.check_settings({"model": path.name})
@@ -304,10 +304,18 @@ def test_effective_rank_normality_and_depth_use(one, tmp_path):
         ("effective_rank", "to_last_effective_rank"),
         ("normality", "mean_alignment"),
         ("depth_use", "linear_error"),
+        ("halves", "mlp_share"),
     ):
         table = drawn(name, one, tmp_path)
         found = table[(table.step == 8) & (table.variable == variable)]["median"]
         np.testing.assert_allclose(found, ds[variable].sel(step=8).median(("prompt", "token")), rtol=1e-5)
+
+
+def test_residual_alignment(one, tmp_path):
+    table, ds = drawn("residual_alignment", one, tmp_path), open_results(one)
+    A = abs(ds.mlp_matrix.isel(step=-1, prompt=0, token=0).sel(layer=2))
+    found = table[(table.half == "mlp") & (table.layer == 2)].value.values.reshape(K, K)
+    np.testing.assert_allclose(found, A, rtol=1e-5)
 
 
 def test_of_several_models(several, tmp_path):
@@ -504,6 +512,8 @@ def test_every_figure_has_a_test_here_or_elsewhere():
         "effective_rank",
         "normality",
         "depth_use",
+        "halves",
+        "residual_alignment",
     }
     assert set(FIGURES) == tested | set(SCORED)
 

@@ -37,7 +37,7 @@ def store(tmp_path_factory) -> Store:
     units = {}
     for step in (0, 8):
         torch.manual_seed(step)
-        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise,eigenvalues")
+        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues")
     units[2] = units[0]
     for step, unit in units.items():
         store.write(step, unit.assign_coords(step=step, suspect="repeats step 0" if step == 2 else ""))

@@ -103,6 +103,13 @@ def test_words_are_the_tokenizer_s():
     assert named.sizes["direction"] == 2 and named.direction_random_words.values[0, 0, 0].startswith("w")
 
 
+def test_words_with_characters_that_files_do_not_take():
+    decode = {0: " a\x00b", 1: "\n", 2: " ", 3: "é"}.__getitem__
+    ids = np.array([[[0, 1, 2, 3]]])
+    words = directions.in_words({"direction_out_words": ids}, lambda token: decode(token[0]))["direction_out_words"]
+    assert words.tolist() == [["a\\x00b, '\\n', ' ', é"]]
+
+
 def test_models_without_an_unembedding():
     assert "direction_out_words" not in tracker.measure(timm_vit(), images(), k=4, measures="all")
     with pytest.raises(UsageError, match="measures='directions', but no unembedding"):

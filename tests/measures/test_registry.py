@@ -91,6 +91,7 @@ def test_metric_names(ds):
 
 OF_BLOCKS = ("symmetric_share", "mean_alignment", "departure", "amplification", "effective_rank")
 OF_BLOCKS += ("jacobian_gain", "linear_error")
+OF_BLOCKS += tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
 OF_STATES = ("update_ratio", "block_influence", "update_cosine")
 NEW_METRICS = {
     f"{name}/{q}"

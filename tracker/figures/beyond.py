@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tracker.figures import products, states
+from tracker.figures import halves, products, states
 from tracker.figures.declaration import AT_STEPS, MEDIANS, Declaration
 
 WITHOUT_NORM = "the last block without the final norm"
@@ -10,6 +10,7 @@ _PRODUCTS = tuple(
     f"{form}_{name}" for name in ("effective_rank", "amplification") for form in ("from_first", "to_last")
 )
 _USE = ("block_influence", "update_cosine", "jacobian_gain", "linear_error")
+_HALVES = tuple(f"{half}_{name}" for name in ("gain", "share", "coupling") for half in ("attention", "mlp"))
 
 BEYOND = (
     Declaration(
@@ -35,6 +36,21 @@ BEYOND = (
         f"not in the paper; {MEDIANS}; block influence as in ShortGPT, whose least are the first to remove; states before the "
         f"final norm; {WITHOUT_NORM}; {AT_STEPS}",
         _USE,
+    ),
+    Declaration(
+        "halves",
+        "Attention and MLP apart, by depth",
+        partial(states.by_depth, variables=_HALVES),
+        f"not in the paper; {MEDIANS}; mis-coupling of each half in the bases of the other; {WITHOUT_NORM}; {AT_STEPS}",
+        _HALVES,
+    ),
+    Declaration(
+        "residual_alignment",
+        "Residual alignment of attention and MLP",
+        halves.residual_alignment,
+        "not in the paper (Li and Papyan, 2023); the first prompt at the last step; an early, a middle and a late block; the "
+        f"smallest K; in the singular bases of the whole block, {WITHOUT_NORM}",
+        ("attention_matrix", "mlp_matrix"),
     ),
     Declaration(
         "normality",

@@ -46,6 +46,13 @@ OPTIONS = (
         needs="coupling",
         of_jacobians="products",
     ),
+    Option(
+        "halves",
+        "attention and MLP of each block apart, where its modules show them",
+        needs="coupling",
+        expensive=True,
+        of_jacobians="formed",
+    ),
     Option("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
     Option(
         "eigenvalues",

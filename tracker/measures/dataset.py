@@ -25,6 +25,7 @@ class Sample:
         token_texts: the text of each token of a prompt; empty if there is none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
+        without_halves: layer -> why its attention and MLP were not measured apart.
         decode: token ids -> text, while the sample is measured.
         basis_layers: block l -> basis block l', across tokens.
     """
@@ -37,6 +38,7 @@ class Sample:
     attributes: dict[str, Any]
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)
+    without_halves: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
     decode: Callable[[list[int]], str] | None = None
@@ -77,6 +79,9 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset[UNDEFINED] = _count_undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
+    if "attention_gain" in dataset:
+        reasons = {layer: reason for sample in samples for layer, reason in sample.without_halves.items()}
+        dataset.attrs["without_halves"] = json.dumps(reasons)
     formed = [values for name, values in dataset.data_vars.items() if str(name).startswith(f"{DIAGNOSTICS}formed")]
     if formed:  # the Cholesky test of completeness needs the formed Jacobian
         by_products = any(bool((values == 0).any()) for values in formed)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.spill import host_memory
+from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import PROBES, Jacobians, Rows
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets
@@ -145,6 +146,7 @@ def depthwise_couplings(
     beside = scalars_of_row(extras, first.calls[0].x.shape[-1])
     free = max(1, memory // beside) if beside else rows
     at_once = min(rows, free) if matrix_free else _dense_rows_at_once(first, max(ks), memory, extras)
+    halves = HalfJacobians(jacobians) if "halves" in extras else None
     for group in _groups(selected, at_once):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
@@ -162,11 +164,13 @@ def depthwise_couplings(
         last = -1 if len(layers) > L else L - 1  # without the final norm
         chosen = [*range(L - 1), last]
         head = heads(group) if "directions" in extras else None
-        values |= measure_blocks([layers[l] for l in chosen], [blocks[l] for l in chosen], extras, head, memory // 2)
+        how = (extras, head, memory // 2, halves, min(ks))
+        values |= measure_blocks([layers[l] for l in chosen], [blocks[l] for l in chosen], *how)
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
         arrays |= kept_arrays(layers[:L], keep)
+        jacobians.without_halves |= halves.missing if halves else {}
         for r in range(len(layers[0].frobenius)):
             yield {name: value[r] for name, value in arrays.items()}
 

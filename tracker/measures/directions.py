@@ -127,9 +127,15 @@ def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) 
     """Return values in which the ids of words are texts; without a tokenizer, they are numbers: "#17, #4"."""
     import numpy as np
 
+    def word(token: int) -> str:
+        if decode is None:
+            return f"#{token}"
+        shown = decode([token]).strip() or repr(decode([token]))
+        # Files take no NUL, and a table no line breaks.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
     def text(ids: Any) -> str:
-        words = [decode([int(i)]).strip() or repr(decode([int(i)])) if decode else f"#{int(i)}" for i in ids]
-        return ", ".join(words)
+        return ", ".join(word(int(i)) for i in ids)
 
     def texts(ids: np.ndarray) -> np.ndarray:
         flat = [text(one) for one in ids.reshape(-1, ids.shape[-1])]

@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import Selection
 from tracker.linalg.svd import Triplets
 from tracker.measures.choices import OPTIONS
 from tracker.measures.directions import Head, measure_directions
+from tracker.measures.halves import half_values
 from tracker.measures.layers import Layer
 from tracker.measures.products import Products
 from tracker.measures.registry import OF_BLOCKS
@@ -73,6 +75,8 @@ def measure_blocks(
     choices: Sequence[str],
     head: Head | None = None,
     memory: int = 1 << 28,
+    halves: HalfJacobians | None = None,
+    K: int = 1,
 ) -> dict[str, Tensor]:
     """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
 
@@ -80,6 +84,7 @@ def measure_blocks(
         blocks: the recorded calls of each block, with the rows of each.
         head: the model's head, for the words of directions.
         memory: scalars that logits may take.
+        halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
     if not measured(choices):
         return {}
@@ -94,6 +99,9 @@ def measure_blocks(
         for measure in declared:
             assert measure.compute is not None
             by_name[measure.name].append(measure.compute(block))
+        if halves is not None and "halves" in choices:
+            for name, value in half_values(halves(selections, block.J), layer.triplets, K).items():
+                by_name.setdefault(name, []).append(value)
         if products is not None:
             products.add(l, block.J)
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}

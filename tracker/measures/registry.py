@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tracker.measures import trajectory
-from tracker.measures.block_parts_table import OF_DIRECTIONS
+from tracker.measures.block_parts_table import OF_DIRECTIONS, OF_HALVES
 from tracker.measures.block_table import OF_BLOCKS, OF_PRODUCTS, OF_STATES
 from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coordinates import OURS
@@ -251,6 +251,7 @@ MEASURES: tuple[Measure, ...] = (
     *OF_BLOCKS,
     *OF_PRODUCTS,
     *OF_DIRECTIONS,
+    *OF_HALVES,
     *TRAJECTORY,
     *OTHERS,
 )
