@@ -71,6 +71,7 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
             _scores(),
             _heatmaps(ks),
             _measures("Tokens, entropy, noise", ks, is_open=False),
+            _measures("Jacobians", ks, is_open=False),
             _grid(),
         ],
         settings=WorkspaceSettings(x_axis=AXIS),

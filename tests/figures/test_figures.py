@@ -24,7 +24,7 @@ from tracker.results import Store, open_results
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 
 
-def store(path, seed=0, size=None, measures="all,tokenwise", steps=STEPS, **options):
+def store(path, seed=0, size=None, measures="all,tokenwise,halves", steps=STEPS, **options):
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.check_settings({"model": path.name})
@@ -289,6 +289,35 @@ def test_33_and_34(one, tmp_path, few_points):
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
 
 
+def test_products(one, tmp_path):
+    table, ds = drawn("products", one, tmp_path), open_results(one)
+    s = ds.from_first_singular_value.isel(step=-1).median(("prompt", "token"))
+    last = table[(table.step == 2000) & table["rank"].notna()].set_index(["rank", "layer"]).value
+    assert last[2, 3] == pytest.approx(float(s.sel(rank=2, layer=3)))
+    exponents = table[(table.step == 0) & table["exponent"].notna()].value
+    np.testing.assert_allclose(exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5)
+
+
+def test_effective_rank_normality_and_depth_use(one, tmp_path):
+    ds = open_results(one)
+    for name, variable in (
+        ("effective_rank", "to_last_effective_rank"),
+        ("normality", "mean_alignment"),
+        ("depth_use", "linear_error"),
+        ("halves", "mlp_share"),
+    ):
+        table = drawn(name, one, tmp_path)
+        found = table[(table.step == 8) & (table.variable == variable)]["median"]
+        np.testing.assert_allclose(found, ds[variable].sel(step=8).median(("prompt", "token")), rtol=1e-5)
+
+
+def test_residual_alignment(one, tmp_path):
+    table, ds = drawn("residual_alignment", one, tmp_path), open_results(one)
+    A = abs(ds.mlp_matrix.isel(step=-1, prompt=0, token=0).sel(layer=2))
+    found = table[(table.half == "mlp") & (table.layer == 2)].value.values.reshape(K, K)
+    np.testing.assert_allclose(found, A, rtol=1e-5)
+
+
 def test_of_several_models(several, tmp_path):
     couplings, scores = [], []
     for path in several:
@@ -479,6 +508,12 @@ def test_every_figure_has_a_test_here_or_elsewhere():
         "33",
         "34",
         "table1",
+        "products",
+        "effective_rank",
+        "normality",
+        "depth_use",
+        "halves",
+        "residual_alignment",
     }
     assert set(FIGURES) == tested | set(SCORED)
 

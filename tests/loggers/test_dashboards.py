@@ -37,7 +37,7 @@ def store(tmp_path_factory) -> Store:
     units = {}
     for step in (0, 8):
         torch.manual_seed(step)
-        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise")
+        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues")
     units[2] = units[0]
     for step, unit in units.items():
         store.write(step, unit.assign_coords(step=step, suspect="repeats step 0" if step == 2 else ""))
@@ -182,7 +182,8 @@ class TestWorkspace:
         assert (view["entity"], view["project"], view["displayName"]) == ("e", "p", "Block coupling")
         sections = {s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]}
         assert list(sections) == [
-            "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise", "The ViT grid"
+            "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
+            "Jacobians", "The ViT grid"
         ]  # fmt: skip
         logged = {name for row in of("history", replayed) for name in row["item"]}
         media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}

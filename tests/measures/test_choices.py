@@ -12,14 +12,16 @@ from tracker.results import Store
 
 def test_all_leaves_out_what_is_expensive():
     alone, added = (settings_from({"measures": given}, "test") for given in ("all", ["all", "tokenwise"]))
-    assert [name for name in choices.choices() if not alone.includes(name)] == ["tokenwise"]
-    assert all(added.includes(name) for name in choices.choices())
+    assert [name for name in choices.choices() if not alone.includes(name)] == ["tokenwise", "halves", "eigenvalues"]
+    assert [name for name in choices.choices() if not added.includes(name)] == ["halves", "eigenvalues"]
     ds = tracker.measure(neox(), tokens(1), k=2, measures="all")
     assert "entropy" in ds and "miscoupling_vju" in ds and "self_miscoupling" not in ds
 
 
 def test_the_error_and_the_help_say_how_to_add_it():
-    with pytest.raises(UsageError, match=r"all leaves out tokenwise.*all,tokenwise adds it"):
+    with pytest.raises(
+        UsageError, match=r"all leaves out tokenwise, halves, eigenvalues.*all,tokenwise,halves,eigenvalues adds them"
+    ):
         settings_from({"measures": "every"}, "test")
 
 

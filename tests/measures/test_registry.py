@@ -12,7 +12,7 @@ import tracker
 from tests.models import neox, tokens
 from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
-from tracker.measures import registry
+from tracker.measures import choices, registry
 from tracker.measures.headline import UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES
 from tracker.report.contents import contents
@@ -29,7 +29,12 @@ WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace"
 def ds():
     torch.manual_seed(0)
     return tracker.measure(
-        neox(), tokens(3), k=[2, 4], measures="all,tokenwise", pair_tokens=3, keep=("jacobian", "singular_vectors")
+        neox(),
+        tokens(3),
+        k=[2, 4],
+        measures=choices.everything(),
+        pair_tokens=3,
+        keep=("jacobian", "singular_vectors"),
     )
 
 
@@ -84,7 +89,15 @@ def test_metric_names(ds):
     assert set(scalars(ds)) == names_before() | NEW_METRICS
 
 
-NEW_METRICS = {f"trajectory/update_ratio/{q}" for q in ("q25", "median", "q75")} | {"coupling/null_minus_miscoupling"}
+OF_BLOCKS = ("symmetric_share", "mean_alignment", "departure", "amplification", "effective_rank")
+OF_BLOCKS += ("jacobian_gain", "linear_error")
+OF_BLOCKS += tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
+OF_STATES = ("update_ratio", "block_influence", "update_cosine")
+NEW_METRICS = {
+    f"{name}/{q}"
+    for name in (*(f"trajectory/{name}" for name in OF_STATES), *(f"jacobian/{name}" for name in OF_BLOCKS))
+    for q in ("q25", "median", "q75")
+} | {"coupling/null_minus_miscoupling"}
 
 
 def test_the_headline_numbers_are_metrics(ds):

@@ -44,8 +44,8 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
     Returns:
         For each measure `m` of layer pairs: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`. For each `m` of token pairs the same
         over (k): means over layers and the token pairs of `compared_tokens`. For each other `m`: `m` (statistic: q25, median,
-        q75) over all prompts and positions; `entropy` only of the last state; `noise_similarity` (noise): the mean over the
-        positions and prompts of the last state. Scores are passed on.
+        q75) over all prompts and positions; `entropy` and products of blocks only of the last state or block;
+        `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
     """
     out: dict[str, xr.DataArray] = {}
     for name in measures:
@@ -78,7 +78,8 @@ def _over_positions(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataA
 
 
 def _of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    return {"": quartiles(_last_state(results, measure), ("prompt", "position"))}
+    last = _last_state(results, measure)
+    return {"": quartiles(last, tuple(str(dim) for dim in last.dims if dim != "step"))}
 
 
 def _mean_of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
@@ -95,7 +96,9 @@ REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Data
 
 
 def _last_state(results: xr.Dataset, measure: Measure) -> xr.DataArray:
-    return _in_float64(results[measure.name].isel(depth=-1, drop=True))
+    """Return the values of the last state, or of the last block."""
+    axis = "depth" if "depth" in measure.dims else "layer"
+    return _in_float64(results[measure.name].isel({axis: -1}, drop=True))
 
 
 def _band(values: xr.DataArray, over: tuple[str, ...]) -> dict[str, xr.DataArray]:

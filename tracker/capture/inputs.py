@@ -4,7 +4,7 @@ Prompts are never padded: each has its own forward pass.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -42,6 +42,7 @@ class Batch:
     token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
     ids: Tensor | None = None  # (B, n) token ids
     special: SpecialTokens = SpecialTokens()
+    decode: Callable[[list[int]], str] | None = None  # token ids -> text, of a prompt's tokenizer
 
 
 def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: int | None) -> list[Batch]:
@@ -131,7 +132,7 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: i
     decode = getattr(tokenizer, "decode", None)
     texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
     batch = _batch(model, arguments, keywords, ids, None, [prompt])
-    return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer))
+    return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer), decode=decode)
 
 
 def _batch(

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
+MEDIANS = "medians and quartiles over prompts and tokens"
+AT_STEPS = "at most four steps, evenly spaced"
+
 
 @dataclass(frozen=True)
 class Declaration:

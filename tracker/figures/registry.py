@@ -4,8 +4,9 @@ from functools import partial
 
 from tracker.analysis.conventions import CONVENTIONS
 from tracker.figures import coupling, jacobians, model_comparisons, model_table, overview, states
+from tracker.figures.beyond import BEYOND
 from tracker.figures.coupling import MEASURE
-from tracker.figures.declaration import Declaration
+from tracker.figures.declaration import AT_STEPS, MEDIANS, Declaration
 
 _against_score = partial(Declaration, needs=("miscoupling", "score"), results=4)
 
@@ -20,10 +21,8 @@ MATRICES = (
 LAYERS = (
     "l is the middle layer, l' = l + 1 unless others were measured (titles state l and l'; paper: two fixed layers)"
 )
-MEDIANS = "medians and quartiles over prompts and tokens"
 WITH_NORM = "with the final norm where the results include it"
 AT_LAYERS = "an early, a middle and a late layer"
-AT_STEPS = "at most four steps, evenly spaced"
 UNTRAINED = "untrained is step 0 (--untrained where no such checkpoint is published)"
 SPECTRA = (
     "medians over prompts and tokens; 1 / s₁ of each block with its straight line over depth, R² and n; the last block "
@@ -266,6 +265,7 @@ _DECLARATIONS = (
         model_comparisons.definitions,
         f"not in the paper; null level minus mis-coupling, all definitions, {HOLM}; {LAST}, means over prompts and tokens",
     ),
+    *BEYOND,
 )
 FIGURES = {figure.number: figure for figure in _DECLARATIONS}
 ALIASES = {other: figure.number for figure in _DECLARATIONS for other in figure.also}

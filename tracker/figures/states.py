@@ -88,7 +88,8 @@ def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables
         for i, colour in zip(steps, shades(len(steps)), strict=True):
             step = ds["step"].values[i]
             label = None if np.isnan(step) else f"step {int(step):,}"
-            columns = quartile_line(panel, ds[variable].isel(step=i), axis, colour, label)
+            values = ds[variable].isel(step=i).dropna(axis, how="all")
+            columns = quartile_line(panel, values, axis, colour, label)
             columns = {"depth": columns.pop(axis), **columns}
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         panel.set_yscale(axis_scale(variable))

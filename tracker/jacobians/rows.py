@@ -104,6 +104,7 @@ class Jacobians:
         self.memory = memory
         self.advance = advance
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
+        self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
 

@@ -10,6 +10,7 @@ from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures.calls import record_call
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
+from tracker.measures.directions import check_directions, in_words
 from tracker.measures.final_norm import warn_of_missing_norm
 from tracker.measures.kept import check_kept
 from tracker.measures.post_norm import warn_of_post_norm
@@ -36,6 +37,7 @@ def measure_batches(
         available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
+            check_directions(settings, jacobians.replica)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
             warn_of_missing_unembedding(jacobians.replica, recording, settings)
@@ -57,6 +59,8 @@ def measure_batches(
                 pending = []
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
+        sample.without_halves |= jacobians.without_halves
+        sample.decode = None  # samples are sent between processes
     return samples
 
 
@@ -90,7 +94,7 @@ def _measure_jacobians(jacobians: Jacobians, pending: Sequence[Recorded], settin
         of_rows = [some[b] for _, rows, some in pending for b in rows.sample.tolist()]
         couplings = depthwise_couplings(jacobians, rows, ks, settings.svd, memory, settings.extras(), settings.keep)
         for sample, values in zip(of_rows, couplings, strict=True):
-            sample.add_token(values)
+            sample.add_token(in_words(values, sample.decode))
 
 
 def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings, calls: int) -> int:

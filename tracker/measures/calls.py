@@ -78,6 +78,7 @@ def record_call(
     samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
     if len(batch.token_texts) == n:  # the blocks may take more positions than the prompt has tokens
         samples[0].token_texts = batch.token_texts
+    samples[0].decode = batch.decode
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):

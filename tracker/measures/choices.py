@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,9 @@ class Option:
     default: bool = False
     needs: str = ""  # the option that it extends
     expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
+    of_jacobians: Literal["", "products", "formed"] = (
+        ""  # measured of each block, from products with J or from J itself
+    )
 
 
 OPTIONS = (
@@ -25,6 +28,39 @@ OPTIONS = (
     Option("entropy", "entropy of the next token by depth"),
     Option("pca", "states on the principal plane of the last states"),
     Option("noise", "response of the states to noise on the embeddings"),
+    Option(
+        "products",
+        "what the blocks do together to a small change of the state: amplification, effective rank, Lyapunov exponents",
+        needs="coupling",
+        of_jacobians="formed",
+    ),
+    Option(
+        "depth_use",
+        "how much each block changes the state, and whether its Jacobian accounts for that",
+        needs="coupling",
+        of_jacobians="products",
+    ),
+    Option(
+        "directions",
+        "words that the singular directions of each block stand for, by the unembedding",
+        needs="coupling",
+        of_jacobians="products",
+    ),
+    Option(
+        "halves",
+        "attention and MLP of each block apart, where its modules show them",
+        needs="coupling",
+        expensive=True,
+        of_jacobians="formed",
+    ),
+    Option("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
+    Option(
+        "eigenvalues",
+        "departure of the Jacobians from normality",
+        needs="coupling",
+        expensive=True,
+        of_jacobians="formed",
+    ),
 )
 
 
@@ -51,16 +87,15 @@ def includes(measures: Collection[str], name: str) -> bool:
 def explain_all(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Explain, for stores whose settings differ, what "all" means in them; "" if that is not the difference.
 
-    In settings, ["all"] with `pair_layers` is everything, as "all" once was, and ["all"] without leaves out what is expensive.
+    In settings, ["all"] with `pair_layers` holds tokenwise, as "all" once did, and ["all"] without leaves it out.
     """
     if stored.get("measures") != ["all"] or given.get("measures") != ["all"]:
         return ""
-    what = ", ".join(expensive())
     match "pair_layers" in stored, "pair_layers" in given:
         case True, False:
-            return f"; it holds {what}, which 'all' leaves out: to continue it, measure {','.join(everything())}"
+            return "; it holds tokenwise, which 'all' leaves out: to continue it, measure all,tokenwise"
         case False, True:
-            return f"; it was measured without {what}: to continue it, measure 'all'"
+            return "; it was measured without tokenwise: to continue it, measure 'all'"
     return ""
 
 

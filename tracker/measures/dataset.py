@@ -1,7 +1,7 @@
 """The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
 
-FROM_ONE = ("layer", "layer_other", "rank", "row", "column", "component")
+FROM_ONE = ("layer", "layer_other", "rank", "exponent", "direction", "row", "column", "component")
 
 
 @dataclass
@@ -25,6 +25,8 @@ class Sample:
         token_texts: the text of each token of a prompt; empty if there is none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
+        without_halves: layer -> why its attention and MLP were not measured apart.
+        decode: token ids -> text, while the sample is measured.
         basis_layers: block l -> basis block l', across tokens.
     """
 
@@ -36,8 +38,10 @@ class Sample:
     attributes: dict[str, Any]
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)
+    without_halves: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
+    decode: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -75,6 +79,9 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset[UNDEFINED] = _count_undefined(dataset)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
+    if "attention_gain" in dataset:
+        reasons = {layer: reason for sample in samples for layer, reason in sample.without_halves.items()}
+        dataset.attrs["without_halves"] = json.dumps(reasons)
     formed = [values for name, values in dataset.data_vars.items() if str(name).startswith(f"{DIAGNOSTICS}formed")]
     if formed:  # the Cholesky test of completeness needs the formed Jacobian
         by_products = any(bool((values == 0).any()) for values in formed)
@@ -95,6 +102,8 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
     missing = [(0, sizes.get(dim, length) - length) for dim, length in zip(dims, value.shape, strict=True)]
     if not any(after for _, after in missing):
         return value
+    if value.dtype == object:
+        return np.pad(value, missing, constant_values="")
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)
 
 

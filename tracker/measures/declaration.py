@@ -8,7 +8,7 @@ from torch import Tensor
 
 Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
 Axis = Literal["linear", "logarithmic", "from zero"]
-Chart = Literal["training", "depth", "blocks"]
+Chart = Literal["training", "depth", "blocks", "table"]
 DIAGNOSTICS = "diagnostics_"  # begins the names of variables that say how far the results can be trusted
 
 
@@ -37,7 +37,8 @@ class Measure:
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
-            values at an early, a middle and a late block over training. Its variant "normed" shares the charts.
+            values at an early, a middle and a late block over training; "table", a column of the table of blocks. Its
+            variant "normed" shares the charts.
         axis: the scale of its axis in charts.
     """
 
@@ -65,5 +66,6 @@ class Measure:
 
     @property
     def by_depth(self) -> bool:
-        """Whether it has one value per position and block or state."""
-        return self.dims in (("layer", "position"), ("depth", "position"))
+        """Whether it has one value per position, or measured token, and block or state."""
+        by_position = self.dims in (("layer", "position"), ("depth", "position"))
+        return by_position or (self.dims == ("token", "layer") and bool(self.charts))

@@ -29,14 +29,17 @@ from torch import Tensor
 
 from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.spill import host_memory
+from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import PROBES, Jacobians, Rows
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
 from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.directions import heads
 from tracker.measures.kept import kept_arrays
 from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
+from tracker.measures.of_blocks import measure_blocks, scalars_of_row, steps
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.values import Method
 
@@ -100,12 +103,13 @@ def scalars_of_pairs(recording: Recording, K: int) -> int:
     return 2 * (len(measured_calls(recording)) * K) ** 2
 
 
-def _dense_rows_at_once(recording: Recording, K: int, memory: int) -> int:
+def _dense_rows_at_once(recording: Recording, K: int, memory: int, extras: Sequence[str] = ()) -> int:
     """Return how many rows' arrays fit: Jacobians of all blocks or, if only the host or no memory holds them, of one block."""
-    of_all = _scalars_of_row(recording)
+    of_all, d = _scalars_of_row(recording), recording.calls[0].x.shape[-1]
+    beside = scalars_of_row(extras, d)
     if of_all <= memory:
-        return max(1, memory // (of_all + scalars_of_pairs(recording, K)))
-    of_one = max(1, memory // recording.calls[0].x.shape[-1] ** 2)
+        return max(1, memory // (of_all + scalars_of_pairs(recording, K) + beside))
+    of_one = max(1, memory // (d**2 + beside))
     return min(of_one, _host_scalars(recording) // of_all) if fits(recording, memory) else of_one
 
 
@@ -117,7 +121,8 @@ def depthwise_steps(
     Per block: the Jacobian and its singular vectors, and in a second pass over the blocks the products.
     """
     kept = fits(recording, memory) and not is_matrix_free(recording, R, ks, method, memory)
-    return len(measured_calls(recording)) * (2 if kept else 3 + ("vju" in extras))
+    per_block = 2 if kept else 3 + ("vju" in extras)
+    return len(measured_calls(recording)) * per_block + (0 if kept else steps(extras, len(recording.calls)))
 
 
 def depthwise_couplings(
@@ -132,13 +137,17 @@ def depthwise_couplings(
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`.
 
     Args:
-        extras: as in `pairs`.
+        extras: as in `pairs`, and choices of measures of blocks.
         keep: as in `kept.kept_arrays`.
     """
     first = selected[0][0]
     rows = sum(len(rows) for _, rows in selected)
     matrix_free = is_matrix_free(first, rows, ks, method, memory)
-    for group in _groups(selected, rows if matrix_free else _dense_rows_at_once(first, max(ks), memory)):
+    beside = scalars_of_row(extras, first.calls[0].x.shape[-1])
+    free = max(1, memory // beside) if beside else rows
+    at_once = min(rows, free) if matrix_free else _dense_rows_at_once(first, max(ks), memory, extras)
+    halves = HalfJacobians(jacobians) if "halves" in extras else None
+    for group in _groups(selected, at_once):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
         if not matrix_free and _scalars_of_row(first) <= memory:
@@ -152,10 +161,16 @@ def depthwise_couplings(
         of_calls = {"": layers[:L]} | ({"_raw": [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
         for end, chosen in of_calls.items():
             values |= {f"{name}{end}": value for name, value in _spectra(chosen).items()}
+        last = -1 if len(layers) > L else L - 1  # without the final norm
+        chosen = [*range(L - 1), last]
+        head = heads(group) if "directions" in extras else None
+        how = (extras, head, memory // 2, halves, min(ks))
+        values |= measure_blocks([layers[l] for l in chosen], [blocks[l] for l in chosen], *how)
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
         arrays |= kept_arrays(layers[:L], keep)
+        jacobians.without_halves |= halves.missing if halves else {}
         for r in range(len(layers[0].frobenius)):
             yield {name: value[r] for name, value in arrays.items()}
 

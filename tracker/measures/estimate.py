@@ -32,6 +32,7 @@ from tracker.measures.dataset import Sample
 from tracker.measures.kept import check_kept, kept_bytes
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
+from tracker.measures.of_blocks_estimate import seconds_of_blocks
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
@@ -194,11 +195,12 @@ def _coupling(case: _Case) -> dict[str, float]:
                 return J @ V
             return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
 
-        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], True)
+        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], True, lambda: J)
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds
-    return stages
+    timed = seconds_of_blocks(layer, [(middle, row)] * R, len(recording.calls), settings.extras(), _timed_again)
+    return stages | {choice: factor * seconds for choice, seconds in timed.items()}
 
 
 def _tokenwise(case: _Case) -> dict[str, float]:

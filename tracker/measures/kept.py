@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from tracker.capture.recording import Recording
 from tracker.errors import UsageError
@@ -59,14 +58,8 @@ def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.nd
     """Return what is to be kept of every row and layer, in the host's memory: J over (row, layer, output, input), U and V."""
     arrays = {}
     if "jacobian" in keep:
-        arrays["jacobian"] = np.stack([_matrices(layer).cpu().numpy() for layer in layers], 1)
+        arrays["jacobian"] = np.stack([layer.jacobian().cpu().numpy() for layer in layers], 1)
     if "singular_vectors" in keep:
         for name, part in (("left_singular_vector", "U"), ("right_singular_vector", "V")):
             arrays[name] = np.stack([getattr(layer.triplets, part).cpu().numpy() for layer in layers], 1)
     return arrays
-
-
-def _matrices(layer: Layer) -> torch.Tensor:
-    """Return the Jacobians (R, d, d) of a layer, which may know them by their products alone."""
-    V = layer.triplets.V
-    return layer.product(torch.eye(V.shape[-2], dtype=V.dtype, device=V.device).expand(len(V), -1, -1))

@@ -5,6 +5,7 @@ The Jacobians are kept on the device or in the host's memory, formed and dropped
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import sqrt
 
 import torch
@@ -27,6 +28,7 @@ class Layer:
         frobenius: |J|_F.
         checks: the checks of the Jacobian at each row.
         formed: whether the Jacobian was formed entry by entry.
+        dense: the Jacobians (R, d, d), kept or formed again; None: from products.
     """
 
     triplets: Triplets
@@ -34,6 +36,14 @@ class Layer:
     frobenius: Float[Tensor, " R"]
     checks: list[CheckResults]
     formed: bool
+    dense: Callable[[], Tensor] | None = None
+
+    def jacobian(self) -> Float[Tensor, "R d d"]:
+        """Return the Jacobians, which the layer may not keep."""
+        if self.dense is not None:
+            return self.dense()
+        V = self.triplets.V
+        return self.product(torch.eye(V.shape[-2], dtype=V.dtype, device=V.device).expand(len(V), -1, -1))
 
 
 def dense_layers(
@@ -51,12 +61,17 @@ def dense_layers(
     """
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
     triplets = triplets_of_jacobians(Js, K, method, memory, jacobians.advance)
-    kept = map(to_host, Js) if on_host else Js
-    products = [lambda V, J=J: J.to(V.device, non_blocking=True) @ V for J in kept]
+    norms = [torch.linalg.matrix_norm(J) for J in Js]
+    device = Js[0].device
+    kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
     return [
-        Layer(of_block, product, torch.linalg.matrix_norm(J), checks_of_block, True)
-        for of_block, J, product, checks_of_block in zip(triplets, Js, products, checks, strict=True)
+        Layer(of_block, partial(_product, dense), norm, checks_of_block, True, dense)
+        for of_block, dense, norm, checks_of_block in zip(triplets, kept, norms, checks, strict=True)
     ]
+
+
+def _product(dense: Callable[[], Tensor], V: Tensor) -> Tensor:
+    return dense() @ V
 
 
 def triplets_of_jacobians(
@@ -94,7 +109,7 @@ def recomputed_layer(
         jacobians.advance(len(V))
         return JV
 
-    return replace(layer, product=product)
+    return replace(layer, product=product, dense=lambda: _form_jacobians(jacobians, selections)[0])
 
 
 def matrix_free_layer(
@@ -113,7 +128,8 @@ def matrix_free_layer(
         jacobians.advance(len(V))
         return JV
 
-    return Layer(triplets, product, _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections), False)
+    frobenius, checks = _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections)
+    return Layer(triplets, product, frobenius, checks, False, lambda: _form_jacobians(jacobians, selections)[0])
 
 
 def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:

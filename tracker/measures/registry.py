@@ -5,14 +5,16 @@ states (where it is computed from them alone), how it is reduced to the points o
 show it. What the rest of the package needs is derived from it: the dimensions and attributes of a Dataset, the counts of
 undefined values, the curves, the names of metrics, the dashboard, the charts of the page and the choices of `measures=`.
 
-To add a variable that is read off the states, write its formula in `trajectory` and an entry in `TRAJECTORY`. To add a
-definition of mis-coupling, add it to `coupling.DEFINITIONS`.
+To add a variable that is read off the states, write its formula in `trajectory` and an entry in `TRAJECTORY`; one of each
+block's Jacobian, an entry in `block_table`. To add a definition of mis-coupling, add it to `coupling.DEFINITIONS`.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from tracker.measures import trajectory
+from tracker.measures.block_parts_table import OF_DIRECTIONS, OF_HALVES
+from tracker.measures.block_table import OF_BLOCKS, OF_PRODUCTS, OF_STATES
 from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
@@ -20,8 +22,8 @@ from tracker.measures.declaration import DIAGNOSTICS, Measure
 from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians, kept
 
 __all__ = [
-    "BY_NAME", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "VARIANTS", "choices",
-    "defaults",
+    "BY_NAME", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OF_BLOCKS", "OPTIONS", "VARIANTS",
+    "choices", "defaults",
 ]  # fmt: skip
 
 POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
@@ -181,6 +183,7 @@ TRAJECTORY = (
         axis="logarithmic",
     ),
 )
+STATES = (*TRAJECTORY, *OF_STATES)  # the variables that are read off the states alone
 OTHERS = (
     Measure(
         "entropy",
@@ -244,6 +247,11 @@ MEASURES: tuple[Measure, ...] = (
     *across_tokens(),
     *jacobians(),
     *kept(),
+    *OF_STATES,
+    *OF_BLOCKS,
+    *OF_PRODUCTS,
+    *OF_DIRECTIONS,
+    *OF_HALVES,
     *TRAJECTORY,
     *OTHERS,
 )

@@ -89,7 +89,7 @@ class Settings:
         USUAL,
         values.NAMES,
         f"any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}; all means all of them but "
-        f"{', '.join(choices.expensive())}, which costs many times as much as the rest and is added by name "
+        f"{', '.join(choices.expensive())}, which cost many times as much as the rest and are added by name "
         f"({','.join(choices.everything())}). Default: {', '.join(USUAL)}.",
     )
     window: int | None = _option(
@@ -128,7 +128,7 @@ class Settings:
             given = repr(", ".join(map(str, self.measures))) if self.measures else "is empty"
             raise UsageError(
                 f"measures {given}; choose from all, {', '.join(MEASURES)} (all leaves out "
-                f"{', '.join(choices.expensive())}, which costs most: {','.join(choices.everything())} adds it)"
+                f"{', '.join(choices.expensive())}, which cost most: {','.join(choices.everything())} adds them)"
             )
         for needing in choices.OPTIONS:
             if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
@@ -163,7 +163,8 @@ class Settings:
             if name in named or value != option.default or (name == "pair_layers" and tokenwise):
                 identity[name] = _jsonable(value)
         identity.pop("memory_budget", None)
-        if "measures" in identity and set(choices.everything()) <= set(self.measures):
+        others = set(choices.expensive()) - {"tokenwise"}
+        if "measures" in identity and {"all", "tokenwise"} <= set(self.measures) and not others & set(self.measures):
             identity["measures"] = ["all"]
         if not tokenwise:
             identity.pop("pair_layers", None)
@@ -179,8 +180,9 @@ class Settings:
         return self.includes("coupling") or self.includes("tokenwise")
 
     def extras(self) -> tuple[str, ...]:
-        """The measures of each pair of Jacobians in addition to its mis-couplings."""
-        return tuple(measure for measure in ("vju", "matrices") if self.includes(measure))
+        """The measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
+        names = ("vju", "matrices", *(option.name for option in choices.OPTIONS if option.of_jacobians))
+        return tuple(measure for measure in names if self.includes(measure))
 
     def pair_positions(self, valid: Sequence[int]) -> list[int]:
         """Return the positions that tokenwise compares, among the valid ones of a sample."""

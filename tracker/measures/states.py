@@ -20,7 +20,7 @@ from tracker.errors import UsageError
 from tracker.linalg.transfer import to_arrays, to_device
 from tracker.measures import trajectory
 from tracker.measures.declaration import Measure
-from tracker.measures.registry import DIMS, TRAJECTORY
+from tracker.measures.registry import DIMS, STATES
 from tracker.measures.settings import Settings
 from tracker.notices import warn_caller
 
@@ -62,8 +62,8 @@ def measure_states(
     _, n, d = raw.calls[0].x.shape
     scalars = d
     requested: list[StateMeasure] = []
-    if settings.includes("trajectory"):
-        measures = [measure for measure in TRAJECTORY if measure.variant != "normed" or states is not raw]
+    asked = [measure for measure in STATES if settings.includes(measure.option)]
+    if measures := [measure for measure in asked if measure.variant != "normed" or states is not raw]:
         requested.append(
             lambda b, part: _trajectory(measures, states.states(b, part, device), raw.states(b, part, device), window)
         )

@@ -45,13 +45,18 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         for end, values in (("by_prompt", matrices), ("null_by_prompt", null_matrix(results, name))):
             found[f"{name}_{end}"] = over_pairs(values.astype(float)).sel(pairs="mean_offdiag", drop=True).mean("token")
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
-        by_depth = quartiles(results[measure.name].astype(float), ("prompt", "position"))
-        found[f"{measure.name}_by_depth"] = by_depth
+        samples = ("prompt", "token" if "token" in measure.dims else "position")
+        found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)
     if "singular_value" in results:
         ranks = [rank for rank in RANKS if rank <= results.sizes["rank"]]
         found["singular_value_median"] = results["singular_value"].sel(rank=ranks).astype(float).median(SAMPLES)
     if "matrix" in results:
         found["matrix_absolute"] = abs(results["matrix"]).mean(SAMPLES)
+    found |= {  # of the first prompt at its first measured token
+        measure.name: results[measure.name].isel(prompt=0, token=0, drop=True)
+        for measure in MEASURES
+        if measure.option == "directions" and measure.name in results
+    }
     found |= _tokenwise(results) | _states(results) | _certificates(results)
     found |= {name: results[name] for name in KEPT if name in results}
     kept = xr.Dataset(found).assign_coords(

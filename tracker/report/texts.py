@@ -17,7 +17,8 @@ def texts() -> dict[str, Any]:
     Returns:
         measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of, its
         variant before the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
-        kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; colours: of lines by theme,
+        kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; columns: the measures of the
+        table of blocks, which is in the order of the first, with their labels; colours: of lines by theme,
         and from -1 to 1.
     """
     return {
@@ -26,7 +27,8 @@ def texts() -> dict[str, Any]:
         "kinds": KINDS,
         "pairs": PAIRS,
         "last": LAST_BLOCK,
-        "charts": [_chart(measure, i) for measure in MEASURES for i in range(len(measure.charts))],
+        "charts": [_chart(measure, i) for measure in MEASURES for i, of in enumerate(measure.charts) if of != "table"],
+        "columns": [[measure.name, measure.label] for measure in MEASURES if "table" in measure.charts],
         "colours": {**SERIES, "diverging": DIVERGING},
     }
 

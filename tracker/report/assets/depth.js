@@ -30,8 +30,8 @@ function byDepth(chart) {
     draw() {
       const d = has(),
         count = d.median.shape[1],
-        x = range(count, d.first);
-      const of = (statistic) => (i) => Array.from(atStep(d[statistic], i).values, finite);
+        x = d.defined; // products of blocks are known at some depths, windows where they fit
+      const of = (statistic) => (i) => x.map((depth) => finite(atStep(d[statistic], i).values[depth - d.first]));
       return {
         traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
         layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
@@ -76,6 +76,56 @@ for (const chart of data.texts.charts) {
   $(`${following}-figure`).before(figure);
   figures[chart.id] = of(chart);
 }
+
+// One row for each block, in the order of the first column, its medians at the step.
+const COLUMNS = data.texts.columns;
+figures.used = {
+  has: () => COLUMNS.some(([name]) => model().depth[name]),
+  title: () => `${ofModel()}How much each block is used, step ${stepName(state.step)}`,
+  draw() {
+    const there = COLUMNS.filter(([name]) => model().depth[name]),
+      medians = there.map(([name]) => Array.from(atStep(model().depth[name].median, stepIndex()).values, finite)),
+      order = blocks().sort((a, b) => medians[0][a - 1] - medians[0][b - 1]),
+      columns = medians.map((values) => order.map((l) => values[l - 1])),
+      short = (value) => (value === null ? "" : Number(value.toPrecision(3)));
+    const cells = { align: "right", height: 26, line: { color: css("--line") }, fill: { color: css("--paper") },
+      font: { color: css("--ink"), size: 13 } };
+    return {
+      traces: [{ type: "table", name: "blocks", header: { ...cells, values: ["block", ...there.map(([, label]) => label)] },
+        cells: { ...cells, values: [order, ...columns.map((column) => column.map(short))] } }],
+      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
+      table: [["block", ...there.map(([name]) => name)], ...order.map((l, i) => [l, ...columns.map((column) => column[i])])],
+      says: `Blocks from the least used: ${order.join(", ")}`,
+    };
+  },
+};
+
+// Words that the singular directions of the chosen block stand for, beside those of a random direction.
+figures.words = {
+  has: () => Boolean(model().directions),
+  title: () => `${ofModel()}Words for the directions of block ${state.l}, step ${stepName(model().steps[model().directions
+    .steps[wordsAt()]])}`,
+  draw() {
+    const d = model().directions,
+      i = wordsAt(),
+      of = (name) => d[name][i][state.l - 1],
+      round = (value) => (value === null ? "" : value.toFixed(1)),
+      ks = range(of("out_words").length, 1);
+    const head = ["k", "output direction uₖ", "score", "input direction vₖ", "score"],
+      columns = [[...ks, "random"], [...of("out_words"), d.random[i]], [...of("out_score").map(round), `< ${round(d
+          .out_null[i])}`], [...of("in_words"), ""], [...of("in_score").map(round), `< ${round(d.in_null[i])}`]];
+    const cells = { align: ["right", "left", "right", "left", "right"], height: 26, line: { color: css("--line") },
+      fill: { color: css("--paper") }, font: { color: css("--ink"), size: 13 } };
+    return {
+      traces: [{ type: "table", name: "words", columnwidth: [1, 5, 1, 5, 1], header: { ...cells, values: head },
+        cells: { ...cells, values: columns } }],
+      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
+      table: [head, ...columns[0].map((_, row) => columns.map((column) => column[row]))],
+      says: `Strongest output direction: ${of("out_words")[0]}`,
+    };
+  },
+};
+const wordsAt = () => Math.max(0, model().directions.steps.findLastIndex((step) => step <= stepIndex()));
 
 figures.singular = {
   has: () => Boolean(model().singular),

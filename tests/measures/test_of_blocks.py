@@ -1,0 +1,259 @@
+"""Measures of blocks' Jacobians and of their products: against brute force, closed forms, invariances, small budgets."""
+
+import warnings
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tracker
+from tests import brute_force
+from tests.models import Size, build
+from tracker.blocks.find import find_blocks
+from tracker.linalg.svd import top_singular_triplets
+from tracker.measures import depth_use, normality, products
+
+MODELS = ["gpt_neox", "llama, grouped keys", "bert", "timm vit"]  # causal and bidirectional
+TOKENS = (1, -1)
+CHOICES = ("coupling", "products", "normality", "eigenvalues")
+
+
+def measured(name, choices=CHOICES, size=None, **options):
+    """Return a model in float64, its input, and what is measured of them."""
+    torch.manual_seed(0)
+    model, inputs = build(name, size) if size else build(name)
+    model = model.double().eval()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    options = {"k": 4, "tokens": TOKENS, "measures": choices, "dtype": "float64"} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, inputs, tracker.measure(model, inputs, **options)
+
+
+def oracle_of(model, inputs):
+    """Return brute force on the blocks without the final norm."""
+    found = find_blocks(model)
+    return brute_force.run(model, inputs, [model.get_submodule(n) for n in found.names], None, found.batch_first)
+
+
+def each_row(ds):
+    for b in range(ds.sizes["prompt"]):
+        for i, t in enumerate(ds.token_position.values[b].astype(int)):
+            yield b, i, int(t), ds.isel(prompt=b, token=i)
+
+
+def effective_rank(s):
+    p = s / s.sum()
+    return np.exp(-sum(x * np.log(x) for x in p if x > 0))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_against_brute_force(name):
+    model, inputs, ds = measured(name)
+    oracle, L = oracle_of(model, inputs), ds.sizes["layer"]
+    for b, _, t, row in each_row(ds):
+        Js = [oracle.jacobian(l, b, t, t).detach().numpy() for l in range(L)]
+        d = len(Js[0])
+        I = np.eye(d)
+        for l, J in enumerate(Js):
+            of_block = row.isel(layer=l)
+            symmetric = np.sum(((J + J.T) / 2) ** 2) / np.sum(J**2)
+            np.testing.assert_allclose(of_block.symmetric_share, symmetric, atol=1e-8)
+            U, s, Vh = np.linalg.svd(J)
+            cosines = np.array([U[:, k] @ Vh[k] for k in range(4)])
+            if min(-np.diff(s[:5])) / s[0] > 1e-6:  # vectors of equal singular values are arbitrary
+                np.testing.assert_allclose(of_block.alignment, cosines, atol=1e-8)
+                np.testing.assert_allclose(of_block.mean_alignment, cosines.mean(), atol=1e-8)
+            T, _ = scipy.linalg.schur(J, output="complex")
+            departure = np.linalg.norm(np.triu(T, 1)) / np.linalg.norm(J)
+            np.testing.assert_allclose(of_block.departure, departure, atol=1e-8)
+            P = Q = I
+            for M in Js[: l + 1]:
+                P = (I + M) @ P
+            for M in Js[l:]:
+                Q = (I + M) @ Q
+            for form, product in (("from_first", P), ("to_last", Q)):
+                s = np.linalg.svd(product)[1]
+                np.testing.assert_allclose(of_block[f"{form}_singular_value"], s[:4], atol=1e-8)
+                np.testing.assert_allclose(of_block[f"{form}_amplification"], s[0], atol=1e-8)
+                np.testing.assert_allclose(of_block[f"{form}_effective_rank"], effective_rank(s), atol=1e-8)
+        exponents, resolved = row.lyapunov_exponent.values, s > 1e-6 * s[0]  # Q is the product of the last block alone
+        s = np.linalg.svd(P)[1]
+        resolved = s > 1e-6 * s[0]
+        np.testing.assert_allclose(exponents[resolved], np.log(s[resolved]) / L, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("width", "options"),
+    [(32, {"memory_budget": 60_000}), (64, {"svd": "matrix-free", "measures": ("coupling", "products")})],
+)
+def test_without_memory_for_all_jacobians(width, options):
+    """With a budget of two blocks' Jacobians at one row, and where none is formed for the couplings."""
+    options = {"k": 2, "tokens": "last", "measures": ("coupling", "products", "normality"), **options}
+    _, _, expected = measured("gpt_neox", options["measures"], Size(width=width), k=2, tokens="last")
+    _, _, ds = measured("gpt_neox", size=Size(width=width), **options)
+    assert ds.attrs["completeness"] == ("probabilistic" if "svd" in options else "exact")
+    for variable in ("symmetric_share", "to_last_effective_rank", "from_first_singular_value", "lyapunov_exponent"):
+        if variable in expected:
+            np.testing.assert_allclose(ds[variable], expected[variable], atol=1e-8, err_msg=variable)
+
+
+def test_only_some_depths_of_many_blocks_are_decomposed():
+    _, _, ds = measured("gpt_neox", ("coupling", "products"), Size(depth=11), tokens="last")
+    there = ds.from_first_effective_rank.notnull().all(("prompt", "token")).values
+    assert list(np.flatnonzero(there) + 1) == products.depths(11, 32) == [1, 2, 4, 5, 7, 8, 10, 11]
+    np.testing.assert_array_equal(ds.to_last_amplification.notnull().all(("prompt", "token")).values, there)
+    np.testing.assert_allclose(
+        ds.from_first_amplification.sel(layer=11), ds.to_last_amplification.sel(layer=1), rtol=1e-10
+    )
+
+
+def test_they_are_of_the_blocks_without_the_final_norm():
+    _, _, included = measured("gpt_neox", final_norm="include")
+    _, _, excluded = measured("gpt_neox", final_norm="exclude")
+    for variable in ("symmetric_share", "alignment", "departure", "to_last_amplification", "lyapunov_exponent"):
+        np.testing.assert_allclose(included[variable], excluded[variable], atol=1e-10)
+
+
+def test_nothing_else_changes():
+    _, _, ds = measured("gpt_neox")
+    _, _, plain = measured("gpt_neox", ("coupling",))
+    for name in set(plain.data_vars) - {"diagnostics_undefined"}:
+        np.testing.assert_array_equal(ds[name], plain[name])
+
+
+def eye(d=6):
+    return torch.eye(d, dtype=torch.float64)[None]
+
+
+def orthogonal(seed, d=6):
+    generator = torch.Generator().manual_seed(seed)
+    Q, R = torch.linalg.qr(torch.randn(1, d, d, generator=generator, dtype=torch.float64))
+    return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # Haar-random
+
+
+def test_products_of_blocks_that_add_nothing_and_of_isometries():
+    for Js in ([0 * eye()] * 3, [orthogonal(seed) - eye() for seed in range(3)]):
+        found = products.of_matrices(Js, 2)
+        for name, expected in (("amplification", 1), ("effective_rank", 6)):
+            for form in ("from_first", "to_last"):
+                torch.testing.assert_close(found[f"{form}_{name}"], torch.full((1, 3), float(expected)).double())
+        torch.testing.assert_close(found["lyapunov_exponent"], torch.zeros(1, 6).double(), rtol=0, atol=1e-12)
+
+
+def test_products_of_rank_one_factors():
+    """I + J = 2 u v^T: all but one direction is lost in the first block, and its exponents are undefined."""
+    u, v = orthogonal(1)[..., :1], orthogonal(2)[..., :1]
+    found = products.of_matrices([2 * u @ v.mT - eye()] * 3, 2)
+    torch.testing.assert_close(found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0)
+    overlap = abs(float((u * v).sum()))
+    expected = torch.tensor([[2.0, 4 * overlap, 8 * overlap**2]]).double()
+    torch.testing.assert_close(found["from_first_amplification"], expected)
+    torch.testing.assert_close(found["to_last_amplification"], expected.flip(-1))
+    assert found["lyapunov_exponent"].isnan().sum() == 5
+
+
+def test_normality_of_known_matrices():
+    Q = orthogonal(1)
+    symmetric = Q @ torch.diag(torch.arange(1.0, 7).double()) @ Q.mT
+    nilpotent = torch.diag_embed(torch.ones(1, 5).double(), 1)
+    u, v = Q[..., :1], Q[..., 1:2]
+    cases = {
+        "symmetric": (symmetric, 1, 0),
+        "antisymmetric": (nilpotent - nilpotent.mT, 0, 0),
+        "orthogonal": (Q, None, 0),
+        "nilpotent": (nilpotent, 0.5, 1),
+        "u v^T with u and v orthogonal": (u @ v.mT, 0.5, 1),
+        "u u^T": (u @ u.mT, 1, 0),
+        "tiny": (1e-200 * symmetric, 1, 0),
+    }
+    for name, (J, share, departure) in cases.items():
+        if share is not None:
+            assert float(normality.symmetric_share(J)) == pytest.approx(share, abs=1e-12), name
+        # A defective matrix, such as the nilpotent one, has eigenvalues that rounding moves by eps^(1/d).
+        assert float(normality.departure(J)) == pytest.approx(departure, abs=1e-4 if departure else 1e-7), name
+    assert normality.symmetric_share(0 * Q).isnan().all()
+    alignment = normality.alignment(top_singular_triplets(torch.cat([symmetric, -symmetric]), 3))
+    torch.testing.assert_close(alignment, torch.tensor([[1.0] * 3, [-1.0] * 3]).double())
+
+
+def test_the_null_level_of_the_symmetric_share():
+    shares = []
+    for seed in range(400):
+        U, V = orthogonal(seed), orthogonal(1000 + seed)
+        shares.append(float(normality.symmetric_share(U @ torch.diag(torch.arange(1.0, 7).double()) @ V.mT)))
+    assert np.mean(shares) == pytest.approx(normality.symmetric_share_null(6), abs=3 * np.std(shares) / 20)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 10))
+def test_invariances(seed, scale):
+    """A rotation of the basis of all states changes no measure; the scale of one Jacobian none of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    Js = [0.4 * torch.randn(1, 6, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
+    Q = orthogonal(seed + 1)
+    turned = [Q @ J @ Q.mT for J in Js]
+    before, after = products.of_matrices(Js, 3), products.of_matrices(turned, 3)
+    for name in before:
+        torch.testing.assert_close(before[name], after[name], rtol=1e-6, atol=1e-8, msg=name)
+    for measure in (normality.symmetric_share, normality.departure):
+        torch.testing.assert_close(measure(scale * turned[0]), measure(Js[0]), rtol=1e-6, atol=1e-6)
+    alignments = [normality.alignment(top_singular_triplets(J, 2)) for J in (Js[0], scale * turned[0])]
+    torch.testing.assert_close(*alignments, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_depth_use_against_brute_force(name):
+    model, inputs, ds = measured(name, ("coupling", "depth_use"))
+    oracle = oracle_of(model, inputs)
+    states = oracle.states().numpy()
+    for b, _, t, row in each_row(ds):
+        for l in range(ds.sizes["layer"]):
+            J = oracle.jacobian(l, b, t, t).detach().numpy()
+            x, f = states[l, b, t], states[l + 1, b, t] - states[l, b, t]
+            of_block = row.isel(layer=l)
+            gain = np.sqrt(np.mean(np.linalg.svd(J)[1] ** 2))
+            np.testing.assert_allclose(of_block.jacobian_gain, gain, atol=1e-8)
+            np.testing.assert_allclose(of_block.linear_error, np.linalg.norm(J @ x - f) / np.linalg.norm(f), atol=1e-8)
+    for l in range(ds.sizes["layer"]):
+        for b in range(ds.sizes["prompt"]):
+            for t in range(ds.sizes["position"]):
+                x, y = states[l, b, t], states[l + 1, b, t]
+                cosines = [u @ v / np.linalg.norm(u) / np.linalg.norm(v) for u, v in ((x, y), (y - x, x))]
+                found = ds.isel(prompt=b, position=t, layer=l)
+                np.testing.assert_allclose([1 - found.block_influence, found.update_cosine], cosines, atol=1e-8)
+
+
+def test_depth_use_of_known_blocks():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    turned = x.flip(-1) * torch.tensor([1.0, -1, 1, -1])  # at a right angle to x
+    X = torch.stack([x, 2 * x, 2 * x, 2 * x + 2 * turned, 0 * x, x])
+    expected = torch.tensor([0, 0, 1 - 2**-0.5, torch.nan, torch.nan]).double()
+    torch.testing.assert_close(depth_use.block_influence(X), expected[:, None].expand(-1, 3), equal_nan=True)
+    expected = torch.tensor([1, torch.nan, 0, -1, torch.nan]).double()
+    torch.testing.assert_close(
+        depth_use.update_cosine(X), expected[:, None].expand(-1, 3), equal_nan=True, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(depth_use.linear_error(x, x), torch.zeros(3).double())
+    torch.testing.assert_close(depth_use.linear_error(0 * x, x), torch.ones(3).double())
+    assert depth_use.linear_error(x, 0 * x).isnan().all()
+    assert float(depth_use.jacobian_gain(torch.linalg.matrix_norm(3 * eye()), 6)) == pytest.approx(3)
+
+
+def test_the_influence_of_a_block_that_hardly_turns_its_state():
+    x = torch.tensor([[1.0, 0]])
+    X = torch.stack([x, x + torch.tensor([[0, 1e-5]])])  # the cosine rounds to 1 in float32
+    assert float(depth_use.block_influence(X)) == pytest.approx(5e-11, rel=1e-3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), scale=st.floats(0.1, 10))
+def test_invariances_of_depth_use(seed, scale):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)
+    for measure in (depth_use.block_influence, depth_use.update_cosine):
+        torch.testing.assert_close(measure(scale * X @ orthogonal(seed)), measure(X), rtol=1e-6, atol=1e-9)

@@ -1,0 +1,112 @@
+"""The Jacobians of the two halves of a block, attention and MLP, where its modules show them.
+
+    attention   J_A, the Jacobian of the block with the MLP's output held at its value
+    MLP         J_M, the Jacobian of the block with the attention's output held at its value
+
+A module's output is held by detaching it: the values stay those of the recorded pass, so that all checks of `rows` apply to a
+half as to the block. What the names of modules suggest is accepted only if one of two identities holds,
+
+    parallel (GPT-NeoX)     J = J_A + J_M
+    sequential (pre-norm)   I + J = (I + J_M) (I + J_A)         J_M at the state after the attention
+
+to the tolerance of the checks. Otherwise there are no halves, and the reason is kept. Cost: the two halves together take as many
+products as the block.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tracker.capture.spans.calls import SpanCall
+from tracker.errors import UsageError
+from tracker.jacobians.checks import tolerance
+from tracker.jacobians.restriction import Selection
+from tracker.jacobians.rows import Jacobians
+
+ATTENTION = ("attn", "attention", "self_attn", "self_attention", "attention_layer")
+MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe")
+
+Matrices = Float[Tensor, "R d d"]
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The Jacobians of attention and MLP, and how the block adds them."""
+
+    attention: Matrices
+    mlp: Matrices
+    form: Literal["parallel", "sequential"]
+
+
+class HalfJacobians:
+    """Jacobians of blocks' halves. `missing` keeps, by layer, why a block has none."""
+
+    def __init__(self, jacobians: Jacobians) -> None:
+        # A half is another function than its block: checks are made and kept for each.
+        self._of = {
+            name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory) for name in ("attention", "mlp")
+        }
+        self.missing: dict[int, str] = {}
+
+    def __call__(self, selections: Sequence[Selection], J: Matrices) -> Halves | None:
+        """Return the halves of a block whose Jacobians at the same rows are J; None if it does not show them."""
+        call = selections[0][0]
+        if isinstance(call, SpanCall):
+            return self._none(call.layer, "it is no module")
+        found = {"attention": _child(call.block, ATTENTION), "mlp": _child(call.block, MLP)}
+        if absent := [name for name, child in found.items() if child is None]:
+            names = {"attention": ATTENTION, "mlp": MLP}
+            return self._none(call.layer, f"no module of it is named {' or '.join(names[absent[0]])}")
+        held = {"attention": found["mlp"], "mlp": found["attention"]}
+        parts = {}
+        for name, jacobians in self._of.items():
+            try:
+                with _detached(held[name]):
+                    parts[name] = torch.cat([part for part, _ in jacobians(selections)])
+            except UsageError as error:  # a block that does not depend on its state once one output is held
+                return self._none(
+                    call.layer, f"it can't be differentiated by {name} alone ({error.__cause__ or error})"
+                )
+        form = _form(J, parts["attention"], parts["mlp"])
+        if form is None:
+            return self._none(call.layer, "its Jacobian is neither the sum nor the product of those of the two modules")
+        return Halves(parts["attention"], parts["mlp"], form)
+
+    def _none(self, layer: int, reason: str) -> None:
+        self.missing[layer] = reason
+
+
+def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    return next((child for name, child in block.named_children() if name in names), None)
+
+
+@contextmanager
+def _detached(module: nn.Module | None) -> Iterator[None]:
+    """Detach a module's output."""
+    assert module is not None
+
+    def detach(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach()
+        return type(value)(map(detach, value)) if type(value) in (tuple, list) else value
+
+    handle = module.register_forward_hook(lambda module, arguments, output: detach(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _form(J: Matrices, attention: Matrices, mlp: Matrices) -> Literal["parallel", "sequential"] | None:
+    """Return how the block adds its halves, or None if it does neither at some row."""
+    allowed = tolerance(J.dtype, rounded=True) * torch.linalg.matrix_norm(J)
+    rest = J - attention - mlp
+    if (torch.linalg.matrix_norm(rest) <= allowed).all():
+        return "parallel"
+    # I + J = (I + J_M) (I + J_A), without the identity, beside which J may be small
+    return "sequential" if (torch.linalg.matrix_norm(rest - mlp @ attention) <= allowed).all() else None

@@ -1,0 +1,46 @@
+"""How much a block is used: what it changes of the state that passes it, and whether its Jacobian accounts for that.
+
+With f = x^l - x^{l-1} and J the block's Jacobian at a token:
+
+    block influence     1 - cos(x^{l-1}, x^l)                   of each position (ShortGPT, Men et al. 2024)
+    update cosine       cos(f, x^{l-1})                         of each position: 1, the state grows; 0, it turns; -1, it shrinks
+    Jacobian gain       |J|_F / sqrt(d)                         root mean square singular value: growth of a random small change
+    linear error        |J x^{l-1} - f| / |f|                   0: f is linear in the token's own state;
+                        1: J x = 0, as in a pre-norm block whose output the length of the state does not change
+
+Undefined values (zero states, zero updates) are NaN. Cost: passes over the states, and a product with J for each block.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.measures.trajectory import States, norms, steps
+
+Vectors = Float[Tensor, "R d"]
+Values = Float[Tensor, " R"]
+
+
+def block_influence(X: States) -> Float[Tensor, "L n"]:
+    """Return 1 - cos(x^{l-1}, x^l), as |u - v|^2 / 2 of the unit vectors u and v: near 0 the cosine rounds."""
+    norm = norms(X)[..., None]
+    units = X / torch.where(norm > 0, norm, torch.nan)
+    return (steps(units) ** 2).sum(-1) / 2
+
+
+def update_cosine(X: States) -> Float[Tensor, "L n"]:
+    """Return cos(x^l - x^{l-1}, x^{l-1})."""
+    f, x = steps(X), X[:-1]
+    product = norms(f) * norms(x)
+    return (f * x).sum(-1) / torch.where(product > 0, product, torch.nan)
+
+
+def jacobian_gain(frobenius: Values, d: int) -> Values:
+    """Return |J|_F / sqrt(d)."""
+    return frobenius / d**0.5
+
+
+def linear_error(Jx: Vectors, f: Vectors) -> Values:
+    """Return |J x - f| / |f|."""
+    length = torch.linalg.vector_norm(f, dim=-1)
+    return torch.linalg.vector_norm(Jx - f, dim=-1) / torch.where(length > 0, length, torch.nan)

@@ -1,0 +1,144 @@
+"""Words for the singular directions of blocks' Jacobians: which next tokens a step of the last state along them favours.
+
+    logits(u) = M D u        M the unembedding, D the derivative of the final norm at the token's last state x^L
+
+is the change, to first order, of the next token's logits if x^L moves along u. The words of u are the tokens v with the largest
+logits. A pair (u_k, v_k) has a sign in common only: it is the one with the larger score of u_k,
+
+    score(u) = max_v (logit_v - mean) / std              over the vocabulary
+
+Its reference is the score of random directions: the 0.95 quantile over `RANDOM` of them, of the better of two signs for u, and
+of one sign for v. A direction at the residual stream of an early block need not mean what it means at the last: blocks after it
+may turn it.
+
+Cost for each token: (2 L N + RANDOM) d times the vocabulary, N directions of each block.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tracker.capture.recording import Recording
+from tracker.capture.replicas.replica import Replica
+from tracker.errors import UsageError
+from tracker.jacobians.rows import Rows
+from tracker.linalg.svd import Triplets
+from tracker.linalg.transfer import standard_normal
+from tracker.measures.settings import Settings
+
+DIRECTIONS, WORDS, RANDOM = 5, 5, 256
+PARTS = ("out", "in")  # u_k, v_k
+QUANTILE = 0.95
+
+Logits = Callable[[Float[Tensor, "R m d"]], Float[Tensor, "R m vocabulary"]]
+
+
+def check_directions(settings: Settings, replica: Replica) -> None:
+    """Check that the model has an unembedding, if words for directions are requested by name.
+
+    Raises:
+        UsageError: if it does not.
+    """
+    if "directions" in settings.measures and replica.description.unembedding is None:
+        raise UsageError(
+            "measures='directions', but no unembedding was found in this model: name the module that maps a hidden state to "
+            "logits, blocks=find_blocks(model, unembedding=...)"
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """The final norm and the unembedding of a model, at the last states x (R, d) of some rows."""
+
+    replica: Replica
+    norm: nn.Module | None
+    x: Float[Tensor, "R d"]
+
+    def logits(self, directions: Float[Tensor, "R m d"]) -> Float[Tensor, "R m vocabulary"]:
+        """Return the change of the logits, to first order, along directions; the weights are there."""
+        if self.norm is not None:
+            x = self.x[:, None].expand_as(directions).contiguous()
+            _, directions = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())
+        name = self.replica.description.unembedding
+        assert name is not None
+        unembedding = self.replica.module.get_submodule(name)
+        return unembedding(directions) - unembedding(torch.zeros_like(directions[:1, :1]))  # without a bias
+
+
+def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
+    """Return the head of the model that was recorded, at its last states; None if it has no unembedding."""
+    first = recordings[0][0]
+    replica = first.calls[0].replica
+    if replica.description.unembedding is None:
+        return None
+    last = [((recording.raw_last or recording.calls[-1]).y, rows) for recording, rows in recordings]
+    x = torch.cat([rows.select(y) for y, rows in last]).to(replica.device)
+    return Head(replica, first.final_norm[1] if first.final_norm else None, x)
+
+
+def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
+    """Return the ids of words and the scores of the first directions of each block, over (row, layer, direction, ...).
+
+    Args:
+        memory: scalars that logits may take.
+    """
+    replica = head.replica
+    unembedding = replica.module.get_submodule(str(replica.description.unembedding))
+    with torch.no_grad(), replica.guard(), replica.materialize(unembedding), replica.materialize(head.norm):
+        of_random = _scores(head.logits, standard_normal((len(head.x), RANDOM, head.x.shape[-1]), head.x), memory)
+        both, one = torch.maximum(*of_random["score"].unbind(-1)), of_random["score"][..., 0]
+        values: dict[str, Tensor] = {
+            f"direction_{part}_score_null": torch.quantile(scores, QUANTILE, dim=1)
+            for part, scores in zip(PARTS, (both, one), strict=True)
+        }
+        values["direction_random_words"] = of_random["ids"][:, :1, 0]
+        by_part: dict[str, list[Tensor]] = {}
+        for of_block in triplets:
+            pairs = [getattr(of_block, part).mT[:, :DIRECTIONS] for part in "UV"]
+            out, into = (_scores(head.logits, directions, memory) for directions in pairs)
+            sign = out["score"].argmax(-1, keepdim=True)  # 0: as decomposed, 1: both reversed
+            for part, found in zip(PARTS, (out, into), strict=True):
+                by_part.setdefault(f"direction_{part}_score", []).append(found["score"].gather(-1, sign)[..., 0])
+                at = sign[..., None].expand(*sign.shape, found["ids"].shape[-1])
+                by_part.setdefault(f"direction_{part}_words", []).append(found["ids"].gather(-2, at)[..., 0, :])
+    return values | {name: torch.stack(blocks, 1) for name, blocks in by_part.items()}
+
+
+def _scores(logits: Logits, directions: Float[Tensor, "R m d"], memory: int) -> dict[str, Tensor]:
+    """Return score (R, m, sign) and ids of words (R, m, sign, word) of each direction and of its negative."""
+    parts, at_once = [], 1
+    start = 0
+    while start < directions.shape[1]:
+        z = logits(directions[:, start : start + at_once])
+        z = (z - z.mean(-1, keepdim=True)) / z.std(-1, correction=0, keepdim=True)
+        top = [torch.topk(sign * z, min(WORDS, z.shape[-1])) for sign in (1, -1)]
+        parts.append((torch.stack([t.values[..., 0] for t in top], -1), torch.stack([t.indices for t in top], -2)))
+        start += at_once
+        at_once = max(1, memory // (4 * len(z) * z.shape[-1]))
+    score, ids = (torch.cat(of_each, 1) for of_each in zip(*parts, strict=True))
+    return {"score": score, "ids": ids}
+
+
+def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    """Return values in which the ids of words are texts; without a tokenizer, they are numbers: "#17, #4"."""
+    import numpy as np
+
+    def word(token: int) -> str:
+        if decode is None:
+            return f"#{token}"
+        shown = decode([token]).strip() or repr(decode([token]))
+        # Files take no NUL, and a table no line breaks.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+    def text(ids: Any) -> str:
+        return ", ".join(word(int(i)) for i in ids)
+
+    def texts(ids: np.ndarray) -> np.ndarray:
+        flat = [text(one) for one in ids.reshape(-1, ids.shape[-1])]
+        return np.asarray(flat, dtype=object).reshape(ids.shape[:-1])
+
+    return {name: texts(value) if name.endswith("_words") else value for name, value in values.items()}

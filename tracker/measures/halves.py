@@ -1,0 +1,50 @@
+"""The halves of a block, attention and MLP, by their Jacobians (`jacobians.halves`).
+
+With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K the smallest measured:
+
+    gains               |J_A|_F / sqrt(d), |J_M|_F / sqrt(d)
+    shares              sum_k u_k . J_A v_k / sum_k s_k, and of J_M         of what the block does along its top K directions;
+                        they add up to 1 where the halves are parallel
+    coupling            mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null levels as of blocks
+    alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
+                        diagonal where a half acts along the block's own directions
+
+NaN for blocks that do not show their halves. Cost: as much as the Jacobians of the blocks, and two sets of singular triplets.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tracker.jacobians.halves import Halves
+from tracker.linalg.svd import Triplets, top_singular_triplets
+from tracker.measures import coupling
+from tracker.measures.depth_use import jacobian_gain
+
+Values = Float[Tensor, " R"]
+
+
+def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Tensor]:
+    """Return the measures of the halves of a block, over (row, ...)."""
+    R, d, _ = block.U.shape
+    U, S, V = block.U[..., :K], block.S[..., :K], block.V[..., :K]
+    if halves is None:
+        missing = torch.full((R,), torch.nan, dtype=S.dtype, device=S.device)
+        names = ("gain", "share", "coupling", "coupling_null")
+        found = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
+        matrix = missing[:, None, None].expand(R, K, K)
+        return found | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
+    triplets = {half: top_singular_triplets(getattr(halves, half), K) for half in ("attention", "mlp")}
+    found = {}
+    for half, other in (("attention", "mlp"), ("mlp", "attention")):
+        J, basis, s = getattr(halves, half), triplets[other], triplets[half].S
+        norm = torch.linalg.matrix_norm(J)
+        A = U.mT @ (J @ V)
+        found |= {
+            f"{half}_gain": jacobian_gain(norm, d),
+            f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
+            f"{half}_coupling": coupling.page(basis.U.mT @ J @ basis.V, s),
+            f"{half}_coupling_null": coupling.page_null(s, norm, d),
+            f"{half}_matrix": A,
+        }
+    return found
