@@ -166,10 +166,11 @@ def measured(tmp_path_factory):
     return directory
 
 
-def test_64_cells_of_17_units_are_analysed_in_seconds(measured):
-    started = time.perf_counter()
+def test_64_cells_of_17_units_are_analysed_in_20_seconds(measured):
+    """Of CPU time, which other processes on the machine change less."""
+    started = time.process_time()
     assert main([str(measured), "--out", str(measured / "analysis")]) == 0
-    assert time.perf_counter() - started < 60  # a third of that on an idle machine
+    assert time.process_time() - started < 20
     grid = read_grid(measured)
     assert grid.sizes["cell"] == 64 and grid.sizes["step"] == 17 and grid["token"].values.tolist() == ["last patch"]
 

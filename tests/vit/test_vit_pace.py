@@ -138,14 +138,14 @@ def test_the_time_left_is_that_of_running_and_waiting_cells(grid):
     pace(grid[0], 1000.0, 400.0), pace(grid[1], 2000.0, 600.0)
     pace(grid[5], 9.0, 9.0, written=forecast.started - 10)  # of an earlier process
     cells.write(grid[4].directory, "history", [{}] * 5)
-    assert forecast.left() == pytest.approx((400 + 600 + 3 * 1500 + 1500 / 2) / 2, abs=1)
+    assert forecast.left() == pytest.approx((400 + 600 + 3 * 1500 + 1500 / 2) / 2, abs=60)
     assert forecast.cost(1).startswith(
         "about 25 min per cell and 52 min in all, 2 at a time, from the first steps; Ctrl-C"
     )
     for cell in grid[1:5]:
         cells.write(cell.directory, "result", {})
     cells.write(grid[5].directory, "failed", {})
-    assert forecast.left() == pytest.approx(400, abs=1)  # one cell alone
+    assert forecast.left() == pytest.approx(400, abs=60)  # one cell alone
     cells.write(grid[0].directory, "result", {})
     assert forecast.left() == 0
 
@@ -155,7 +155,7 @@ def test_cells_on_ray_are_counted_and_a_share_of_a_gpu_is_recommended(grid):
     for cell in grid[:3]:
         cell.directory.mkdir()
         pace(cell, 100.0, 50.0, memory=10**9, of_memory=80 * 10**9)
-    assert forecast.left() == pytest.approx((150 + 300) / 3, abs=1)
+    assert forecast.left() == pytest.approx((150 + 300) / 3, abs=30)
     assert "8 fit beside each other" in forecast.cost(1) and "--gpus_per_cell 0.125" in forecast.cost(1)
     assert "gpus_per_cell" not in forecast.cost(8)
 

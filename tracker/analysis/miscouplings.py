@@ -51,13 +51,39 @@ def _read_unit(file: Path, measures: Sequence[str]) -> tuple[np.ndarray, tuple[s
     try:
         with h5py.File(file) as opened:
             names = tuple(name for name in measures if name in opened)
-            values = np.stack([opened[name][()] for name in names], 2).astype(np.float64)  # type: ignore[index]
-            null = np.stack([opened[f"{name}_null"][()] for name in names], 2).astype(np.float64)  # type: ignore[index]
-            ks = [int(k) for k in opened["k"][()]]  # type: ignore[index]
+            values = np.stack([_array(opened, name) for name in names], 2).astype(np.float64)
+            null = np.stack([_array(opened, f"{name}_null") for name in names], 2).astype(np.float64)
+            ks = [int(k) for k in _array(opened, "k")]
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
-    # Prompt, token, measure, k, layer, layer_other. The null level of a pair is that of its block, on the diagonal 0.
-    off_diagonal = ~np.eye(values.shape[-1], dtype=bool)
-    null = np.where(np.isfinite(values), null[..., None] * off_diagonal, np.nan)
-    both = depth_means(torch.from_numpy(np.stack([values, null])))
-    return torch.stack([both[name] for name in PAIRS], -1).nanmean(1).numpy(), names, ks
+    # Prompt, token, measure, k, layer, layer_other.
+    return np.nanmean(_means_over_pairs(values, null), 1), names, ks
+
+
+def _array(opened: h5py.File, name: str) -> np.ndarray:
+    """Read a variable by HDF5's own functions, in half of the time of `opened[name][()]`."""
+    stored = h5py.h5d.open(opened.id, name.encode())
+    out = np.empty(stored.shape, stored.dtype)
+    stored.read(h5py.h5s.ALL, h5py.h5s.ALL, out)
+    return out
+
+
+def _means_over_pairs(values: np.ndarray, null: np.ndarray) -> np.ndarray:
+    """Return the means over the layer pairs of `PAIRS` (2, ..., pairs) of values (..., L, L) and of the null level of each.
+
+    The null level (..., L) of a pair is that of its block l, 0 on the diagonal. Where all pairs are defined, the means are
+    products with the weights of the pairs.
+    """
+    L = values.shape[-1]
+    off_diagonal = ~np.eye(L, dtype=bool)
+    if np.isfinite(values).all() and np.isfinite(null).all():
+        weights = _stacked(torch.eye(L * L, dtype=torch.float64).unflatten(1, (L, L))).reshape(L, L, len(PAIRS))
+        of_block = (weights * off_diagonal[..., None]).sum(1)
+        return np.stack([values.reshape(*values.shape[:-2], -1) @ weights.reshape(L * L, -1), null @ of_block])
+    of_pairs = np.where(np.isfinite(values), null[..., None] * off_diagonal, np.nan)
+    return _stacked(torch.from_numpy(np.stack([values, of_pairs])))
+
+
+def _stacked(matrices: torch.Tensor) -> np.ndarray:
+    means = depth_means(matrices)
+    return torch.stack([means[name] for name in PAIRS], -1).numpy()
