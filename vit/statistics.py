@@ -55,7 +55,7 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
         )
     (first, part), *others = parts
     for source, other in others:
-        _require_same(*(json.loads(one.attrs["recipe"]) for one in (other, part)), source, first)
+        _require_same(json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first)
     grid = _concatenate([one for _, one in parts])
     names = list(zip(*(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")), strict=True))
     for decay, rate, seed in {name for name in names if names.count(name) > 1}:

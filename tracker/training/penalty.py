@@ -216,7 +216,7 @@ def _record(model: nn.Module, found: Blocks, layers: Sequence[int], arguments: A
 
     def enter(layer: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
         bound = bind_arguments(block, args, kwargs)
-        state = next(iter(bound.arguments), None)
+        state = next(iter(bound.arguments), "")
         given = bound.arguments.get(state)
         if not isinstance(given, Tensor) or given.dim() != 3:
             raise UsageError(
