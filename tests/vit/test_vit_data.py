@@ -2,6 +2,8 @@
 
 import hashlib
 import pickle
+import subprocess
+import sys
 import tarfile
 import threading
 from dataclasses import replace
@@ -15,6 +17,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
+from tests.conftest import ROOT
 from vit import data as data_module
 from vit import sources
 from vit.data import load
@@ -184,6 +187,25 @@ def test_statistics_are_those_of_float64():
     pixels = images.transpose(0, 1).reshape(3, -1).double() / 255
     torch.testing.assert_close(mean, pixels.mean(1), rtol=1e-13, atol=0)
     torch.testing.assert_close(std, pixels.std(1), rtol=1e-12, atol=0)
+
+
+def test_preparing_cifar10_takes_little_more_memory_than_its_images():
+    """60,000 images of 32 pixels are 184 MB; a float32 copy would take 740 MB."""
+    code = (
+        "import resource, torch\n"
+        "from vit.data import prepared\n"
+        "from vit.images import Source\n"
+        "from vit.recipe import Recipe\n"
+        "def source(n):\n"
+        "    read = lambda i, side: (i[:, None] % 251).byte().expand(-1, 3 * side * side).reshape(-1, 3, side, side)\n"
+        "    return Source(torch.arange(n) % 10, read)\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "data = prepared((source(50_000), source(10_000), list('0123456789')), Recipe())\n"
+        "print(peak() - before)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert int(process.stdout) < 600_000, process.stderr  # kilobytes
 
 
 def _index(folder, file) -> int:
