@@ -8,6 +8,7 @@ from torch import nn
 import tracker
 from tests.lightning_runs import Classifier
 from tracker.errors import UsageError
+from tracker.provenance import usable_device
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -38,6 +39,12 @@ def test_the_random_state_of_an_accelerator_is_unchanged(pretend, where):
     after = [torch.get_rng_state(), torch.get_device_module(pretend.device).get_rng_state()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert found.sizes["prompt"] == 3
+
+
+def test_a_device_without_an_index_gets_the_one_of_its_tensors(pretend):
+    """Threads have current devices of their own: in another one, the name alone could be another device."""
+    assert usable_device("pretend", "") == torch.device("pretend", 0) == torch.ones(1, device="pretend").device
+    assert usable_device("cpu", "") == torch.ones(1).device
 
 
 def test_a_device_without_float64_is_refused(pretend):

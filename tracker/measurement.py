@@ -7,7 +7,8 @@ half of it for their couplings.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
@@ -21,7 +22,8 @@ from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
 from tracker.capture.mixing import choose_blocks, confirm_blocks
 from tracker.capture.replicas.replica import Replica
-from tracker.capture.replicas.sharded import gathering_together
+from tracker.capture.replicas.sharded import Gather, gathering_together
+from tracker.capture.replicas.streaming import copies_finished
 from tracker.capture.special_tokens import LAST_WORD, with_class_token
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.batches import measure_batches
@@ -141,7 +143,7 @@ def measure_samples(
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
-    with preserve_global_state(device), gathering_together(model) as gather:
+    with _measuring(model, device) as gather:
         new_replica = _new_replica(model, blocks, calls, settings, device, gather)
         replica = new_replica()
         progress = progress or Progress()
@@ -158,14 +160,21 @@ def estimate_cost(
     depth: int | None = None,
 ) -> Cost:
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
-    with preserve_global_state(device), gathering_together(model) as gather:
+    with _measuring(model, device) as gather:
         replica = _new_replica(model, blocks, calls, settings, device, gather)()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4))
         return estimate(jacobians, calls, settings, model, blocks, depth)
 
 
+@contextmanager
+def _measuring(model: nn.Module, device: torch.device) -> Iterator[Gather]:
+    """Return the context of all forward passes of a model's replicas, and what reads its sharded weights."""
+    with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
+        yield gather
+
+
 def _new_replica(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device, gather: Any
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device, gather: Gather
 ) -> Callable[[], Replica]:
     """Return what makes replicas of the model, whose blocks are confirmed, and have a class token if it is to be measured."""
     new_replica = partial(Replica, model, dtype=settings.torch_dtype, device=device, gather=gather)
@@ -202,7 +211,7 @@ def to_dataset(
 
 
 def _blocks_by_forward_pass(model: nn.Module, batch: Batch, dtype: torch.dtype, device: torch.device) -> Blocks:
-    with preserve_global_state(device), gathering_together(model) as gather:
+    with _measuring(model, device) as gather:
         return choose_blocks(model, partial(Replica, model, dtype=dtype, device=device, gather=gather), batch)
 
 

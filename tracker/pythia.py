@@ -173,7 +173,7 @@ def _measure_missing(
         for prefetched in coming:
             if interrupts:
                 raise KeyboardInterrupt
-            checkpoint, started = prefetched.checkpoint, time.perf_counter()
+            checkpoint, started, unit = prefetched.checkpoint, time.perf_counter(), None
             try:
                 unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
             except Exception as error:  # whatever is wrong with this revision, the others are measured
@@ -184,6 +184,8 @@ def _measure_missing(
                 # An option that no revision can be measured with.
                 if isinstance(error, UsageError) and not summaries.by_step and failures.alike(min(ALIKE, len(missing))):
                     raise
+            if unit is None:
+                _release_memory(plan)
                 continue
             summary = summaries.write(checkpoint.step, unit)
             del unit  # frees memory before the next is measured
@@ -213,6 +215,13 @@ def _stop_without_device(step: int, error: Exception) -> None:
         raise CommandFailure(
             f"step {step}: the device failed ({first_line(error)}), and this process can't use it any more; {KEPT}"
         ) from error
+
+
+def _release_memory(plan: Plan) -> None:
+    """Free what a revision that failed has left: its weights would leave too little for the next one's."""
+    from tracker.measures.memory import release_memory
+
+    release_memory(plan.measurement.device)
 
 
 def _write_page(summaries: "Summaries") -> None:

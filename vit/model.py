@@ -9,6 +9,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import VisionTransformer, create_model, is_model, list_models
 from torch import nn
 
+from tracker.device_errors import raise_device_errors
 from vit.recipe import Recipe
 
 
@@ -81,6 +82,7 @@ def check_output(model: nn.Module, classes: int, side: int) -> None:
     try:
         logits = model.eval()(torch.zeros(2, 3, side, side, dtype=parameter.dtype, device=parameter.device))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise_device_errors(error)
         raise ModelError(f"{name} does not take images of the shape (2, 3, {side}, {side}): {error}") from error
     finally:
         for part, mode in training.items():

@@ -25,6 +25,7 @@ from tracker.analysis.miscouplings import read_miscouplings
 from tracker.analysis.regression import detectable_correlation, holm, linear_fit
 from tracker.errors import UsageError
 from tracker.measures.registry import MISCOUPLINGS
+from tracker.results import Store
 from vit.cells import read
 
 POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}
@@ -93,6 +94,11 @@ def _read_directory(directory: Path) -> xr.Dataset:
             why = "no result yet" if result is None else result["reason"] or "coupling was not measured"
             unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
             continue
+        if skipped := Store(cell / "coupling").skipped():
+            unfinished.append(
+                f"{cell.name}: not measured at " + "; ".join(f"step {s}: {why}" for s, why in skipped.items())
+            )
+            continue
         recipe, images = result["recipe"], result["images"]["test"]
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
         for name, other in list(recipes.items())[:1]:
@@ -141,13 +147,17 @@ def final_coupling(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
 
 
 def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
-    """Return the coupling of each cell at the training loss that all cells of its weight decay and seed reach."""
+    """Return the coupling of each cell at the training loss that all cells of its weight decay and seed reach.
+
+    NaN for a cell that lacks the loss of a step; the others are compared without it.
+    """
     coupling, loss = -grid["miscoupling"].sel(at).values, grid["training_loss"].values
     blocks = np.stack([grid["weight_decay"].values, grid["seed"].values])
     block = np.unique(blocks, axis=1, return_inverse=True)[1].ravel()
-    level = np.array([loss[block == own, -1].max() for own in block])
+    complete = np.isfinite(loss).all(1)
+    level = np.array([loss[complete & (block == own), -1].max(initial=-np.inf) for own in block])
     out = np.full(len(level), np.nan)
-    for i in np.flatnonzero(np.isfinite(loss).all(1)):
+    for i in np.flatnonzero(complete):
         reached = int(np.argmax(loss[i] <= level[i]))
         if reached == 0:
             out[i] = coupling[i, 0]

@@ -93,7 +93,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
 
     from checkpoints.nano import quiet_lightning
     from vit.loaders import Batches
-    from vit.module import Classifier
+    from vit.module import Classifier, DivergedError
 
     started = time.perf_counter()
     if recipe.threads:
@@ -117,7 +117,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
             )
         except SystemExit as stopped:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from stopped
-        except FloatingPointError as error:
+        except DivergedError as error:
             reason = str(error)
     device = trainer.strategy.root_device
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}

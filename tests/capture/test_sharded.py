@@ -10,6 +10,7 @@ import pytest
 from tests.capture.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget
 SECONDS = 120  # some fifteen are used; a rank that waits for another one would wait until then
 

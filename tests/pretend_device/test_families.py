@@ -1,5 +1,6 @@
 """`tracker.measure` on the pretend device: every architecture, method and small budget gives the CPU's values."""
 
+import gc
 import warnings
 
 import numpy as np
@@ -13,12 +14,18 @@ EXACT = ("miscoupling", "lss", "expodistance")
 CHECKED = ("diagnostics_sliced", "diagnostics_formed", "diagnostics_full_svd", "diagnostics_complete")
 
 
-def compare(model, inputs, device, tolerance, **options):
-    """Measure on the CPU and on the device; compare values and the decisions of all checks."""
+def compare(model, inputs, pretend, tolerance, **options):
+    """Measure on the CPU and on the device; compare values and the decisions of all checks, and the memory in use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = tracker.measure(model, inputs, **options)
-        found = tracker.measure(model, inputs, device=device, **options)
+        gc.disable()
+        try:
+            before = pretend.live_bytes()
+            found = tracker.measure(model, inputs, device=pretend.device, **options)
+            assert pretend.live_bytes() == before, "a reference cycle keeps weights until it is collected"
+        finally:
+            gc.enable()
     assert set(found) == set(expected)
     for name in EXACT:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
@@ -31,13 +38,13 @@ def compare(model, inputs, device, tolerance, **options):
 def test_every_architecture(pretend, name):
     model, inputs = build(name)
     # Some norms compute in float32 whatever the dtype, and expodistance divides by a mean near zero.
-    compare(model, inputs, pretend.device, 1e-6, k=3, tokens=[1, -1], dtype=torch.float64)
+    compare(model, inputs, pretend, 1e-6, k=3, tokens=[1, -1], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
 def test_every_measure(pretend, name):
     model, inputs = build(name, Size(depth=2, tokens=5))
-    compare(model, inputs, pretend.device, 1e-7, k=3, tokens=[1, -1], measures="all,tokenwise", dtype=torch.float64)
+    compare(model, inputs, pretend, 1e-7, k=3, tokens=[1, -1], measures="all,tokenwise", dtype=torch.float64)
 
 
 @pytest.mark.parametrize("svd", ["auto", "full", "krylov", "matrix-free"])
@@ -59,7 +66,7 @@ def test_methods_and_budgets(pretend, svd, memory_budget):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_half_precision(pretend, dtype):
     model = language("LlamaForCausalLM", num_key_value_heads=2)(Size(width=32, depth=3, tokens=9)).to(dtype)
-    compare(model, tokens(1, 9), pretend.device, 1e-4, k=3, tokens=[1, -1], measures=("coupling", "trajectory"))
+    compare(model, tokens(1, 9), pretend, 1e-4, k=3, tokens=[1, -1], measures=("coupling", "trajectory"))
 
 
 def test_a_model_on_the_device_stays_there_unchanged(pretend):

@@ -36,6 +36,7 @@ CONTINUED: dict[int, tuple[str, Fault]] = {
     6: ("write", (0, RuntimeError("planted"))),
     7: ("log", (0, ConnectionError("planted"))),
     8: ("dataset", (1, MemoryError("planted"))),
+    9: ("float64", (1, torch.OutOfMemoryError("planted"))),
 }
 # The training ends, on both ranks, after each of these.
 ENDED: dict[str, tuple[int, str, Fault]] = {
@@ -68,6 +69,7 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     places = {
         "samples": (measurement, "measure_samples"),
         "dataset": (run, "to_dataset"),
+        "float64": (run, "has_float64"),
         "write": (Store, "write"),
         "claim": (Store, "check_settings"),
     }

@@ -12,7 +12,7 @@ from tests.training.test_callback import Watch, run_process
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
 from tracker.results import Store
-from tracker.training import measurement
+from tracker.training import measurement, run
 from tracker.training.ranks import Failure
 from tracker.training.run_store import claim
 from tracker.training.skipped import Skipped
@@ -42,7 +42,7 @@ def failing_at(monkeypatch, step, error, watch):
     def planted(*arguments):
         if watch.run.last_checked == step:
             torch.rand(3, device=arguments[0].replica.device)
-            raise error
+            raise type(error)(*error.args)  # `error` itself lives on, and would keep its frames
         return real(*arguments)
 
     monkeypatch.setattr(Jacobians, "__call__", planted)
@@ -106,6 +106,45 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     assert list(watch.units) == [0]
     assert len(starts) == 4 and len(set(starts[1:])) == 1
     assert min(peaks[1:]) > 20_000  # each attempt has allocated more than what its error holds
+
+
+def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
+    """Its error's frames hold the tensors, and are part of a cycle; the training may need the memory."""
+    real, watch, starts = measurement.measure_samples, Watch(2), []
+
+    def recording(*arguments):
+        if not starts:
+            gc.collect()  # what other tests left
+        starts.append(pretend.live_bytes())
+        return real(*arguments)
+
+    monkeypatch.setattr(measurement, "measure_samples", recording)
+    failing_at(monkeypatch, 4, RuntimeError("no kernel for this shape"), watch)
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="step 4 is not measured"):
+            trained(callbacks=[watch])
+    finally:
+        gc.enable()
+    assert list(watch.units) == [0, 2, 6, 8] and len(starts) == 5
+    assert len(set(starts[1:])) == 1  # from the second step on, the optimizer has its state
+
+
+def test_memory_that_runs_out_before_the_measurement_skips_the_step(pretend, monkeypatch):
+    """Whether the device has float64 is asked on the device."""
+    real, watch = run.has_float64, Watch(2)
+
+    def scarce(device):
+        if watch.run.last_checked == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+        return real(device)
+
+    losses, states = trained()
+    monkeypatch.setattr(run, "has_float64", scarce)
+    with pytest.warns(UserWarning, match="step 4 is not measured .OutOfMemoryError"):
+        watched_losses, watched_states = trained(callbacks=[watch])
+    assert losses == watched_losses and all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+    assert list(watch.units) == [0, 2, 6, 8] and list(watch.skipped.reasons) == [4]
 
 
 def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import time
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.stores import generated
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import PAIRS
 from tracker.measures.registry import MISCOUPLINGS
+from tracker.results import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
@@ -117,6 +119,11 @@ def test_coupling_at_equal_loss_is_read_off_the_curve():
     slowest = grid.training_loss.isel(step=-1).max()
     np.testing.assert_allclose(at_equal_loss, slowest - 2.3)
     assert np.ptp(final_coupling(grid, AT)) > 0.3
+    partly = grid.copy(deep=True)
+    partly.training_loss[0, -1] = np.nan  # as where it could not be evaluated
+    found = coupling_at_equal_loss(partly, AT)
+    assert np.isnan(found[0])
+    np.testing.assert_allclose(found[1:], at_equal_loss[1:])
     missing = grid.assign(training_loss=grid.training_loss * np.nan)
     assert np.isnan(coupling_at_equal_loss(missing, AT)).all()
     tests = named_tests(missing)
@@ -164,6 +171,18 @@ def measured(tmp_path_factory):
         (name / "recipe.json").write_text("{}")
         (name / "result.json").write_text(json.dumps({**result, "recipe": recipe}))
     return directory
+
+
+def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
+    for cell in ("cell0", "cell1"):
+        shutil.copytree(measured / cell, tmp_path / cell)
+    store = Store(tmp_path / "cell1" / "coupling")
+    store.write_skipped({4: "OutOfMemoryError: CUDA out of memory"})
+    assert read_grid(tmp_path).sizes["cell"] == 2  # measured after all
+    store.file(4).unlink()
+    grid = read_grid(tmp_path)
+    assert grid.sizes["cell"] == 1 and grid.sizes["step"] == 17
+    assert grid.attrs["unfinished"] == ["cell1: not measured at step 4: OutOfMemoryError: CUDA out of memory"]
 
 
 def test_64_cells_of_17_units_are_analysed_in_20_seconds(measured):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import tracker
 from tests.lightning_runs import ON_PRETEND_DEVICE
 from tests.vit.test_vit_augment import MEAN, POLICY, photographs
 from tests.vit.test_vit_train import HARD, TINY, assert_same_training
@@ -187,6 +188,16 @@ def test_training_on_a_device_equals_training_on_the_cpu(pretend, tmp_path):
     for one, other in zip(here["history"], there["history"], strict=True):
         for name in ("train/loss", "test/loss", "test/accuracy"):
             assert one[name] == pytest.approx(other[name], rel=1e-4)
+
+
+def test_a_device_without_float64_trains_and_the_cpu_measures(pretend, tmp_path):
+    """Augmentation, metrics and the loss at the measured steps are in float32, as MPS needs."""
+    with pretend.without_float64():
+        result = train(replace(HARD, **DEVICE, out=tmp_path, epochs=2))
+    assert (result["status"], result["environment"]["device"]) == ("finished", "pretend")
+    units = tracker.open_results(tmp_path / "coupling")
+    assert units.attrs["device"] == "cpu"
+    assert [row["step"] for row in cells.read(tmp_path, "progress")] == units.step.values.tolist()
 
 
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_recorded_as_such(tmp_path: Path, monkeypatch):

@@ -209,13 +209,26 @@ def transformer(classes: int = 4, width: int = 16) -> nn.Module:
             self.patches = nn.Conv2d(3, width, 8, 8)
             layer = nn.TransformerEncoderLayer(width, 2, 32, 0.0, batch_first=True, norm_first=True)
             self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-            self.head = nn.Linear(width, classes)
+            self.head = nn.Sequential(nn.Linear(width, classes))
 
         def forward(self, images):
             return self.head(self.encoder(self.patches(images).flatten(2).mT)[:, -1])
 
     torch.manual_seed(0)
     return Plain()
+
+
+class Raising(nn.Module):
+    """A layer that raises in one of both modes."""
+
+    def __init__(self, error: Exception, in_training: bool):
+        super().__init__()
+        self.error, self.in_training = error, in_training
+
+    def forward(self, x):
+        if self.training == self.in_training:
+            raise self.error
+        return x
 
 
 class TestModels:
@@ -256,6 +269,19 @@ class TestModels:
         with pytest.raises(ModelError, match="Linear does not take images"):
             vit.train(recipe, data=self.data, model=nn.Linear(3, 4))
         assert vit.train(replace(recipe, measure_at="off"), data=self.data, model=transformer())["status"] == "finished"
+
+    def test_errors_of_a_device_are_not_taken_for_a_model_that_does_not_fit(self, tmp_path):
+        model, error = transformer(), RuntimeError("CUDA error: an illegal memory access was encountered")
+        model.head.append(Raising(error, in_training=False))
+        with pytest.raises(RuntimeError, match="^CUDA error: an illegal memory access"):
+            vit.train(replace(SMALL, out=tmp_path / "own"), data=self.data, model=model)
+
+    def test_a_models_own_arithmetic_error_is_not_a_diverged_training(self, tmp_path):
+        recipe, model = replace(SMALL, out=tmp_path / "own", measure_at="off"), transformer()
+        model.head.append(Raising(FloatingPointError("overflow encountered in multiply"), in_training=True))
+        with pytest.raises(FloatingPointError, match="overflow"):
+            vit.train(recipe, data=self.data, model=model)
+        assert not cells.is_done(recipe.directory)
 
     def test_timm_model_takes_the_recipes_image_and_patch_size(self, tmp_path, capsys):
         arguments = (

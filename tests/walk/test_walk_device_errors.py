@@ -1,9 +1,12 @@
 """A walk stops at an error of the device: the process could not measure another revision on it."""
 
+import gc
+
 import pytest
 import torch
 
 from tracker import pythia
+from tracker.jacobians.rows import Jacobians
 from tracker.results import Store
 
 ERRORS = {
@@ -39,3 +42,44 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
         assert "failed: step 2: RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED" in said
     assert store.steps() == measured
     assert pythia.main(command) == 0 and store.steps() == [0, 1, 2, 4]
+
+
+def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    measure, form, starts = pythia.measure_checkpoint, Jacobians.__call__, {}
+
+    def recording(plan, checkpoint, directory):
+        starts[checkpoint.step] = pretend.live_bytes()
+        return measure(plan, checkpoint, directory)
+
+    def failing(*arguments):
+        Js = form(*arguments)
+        if list(starts)[-1] == 2:
+            error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            error.held = Js
+            raise error
+        return Js
+
+    def failing_in_a_cycle(*arguments):
+        try:
+            return failing(*arguments)
+        except torch.OutOfMemoryError as error:
+            kept = error
+        raise kept  # whose frames include this one, which holds it
+
+    monkeypatch.setattr(pythia, "measure_checkpoint", recording)
+    monkeypatch.setattr(Jacobians, "__call__", failing_in_a_cycle)
+    command = walker.arguments("--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB")
+    gc.collect()  # what other tests left
+    gc.disable()
+    try:
+        assert pythia.main(command) == 1
+    finally:
+        gc.enable()
+    assert capsys.readouterr().err == (
+        "failed: step 2: memory runs out with a budget of 0.05 GB beside the weights (CUDA out of memory. Tried to allocate "
+        "2.00 GiB); give a smaller --memory_budget\n"
+    )
+    assert Store(walker.directory / "out").steps() == [0, 1, 4]
+    assert list(starts) == [0, 1, 2, 4] and len(set(starts.values())) == 1

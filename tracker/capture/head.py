@@ -24,6 +24,7 @@ from tracker.capture.replicas.replica import Replica
 PADDING = 16  # vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry
+IsLastState = Callable[[Tensor], bool]
 
 
 class Head:
@@ -33,10 +34,8 @@ class Head:
         norm: the first norm that took the last block's output: its name, the module and its output (B, n, d).
     """
 
-    def __init__(self, replica: Replica, is_last_state: Callable[[Tensor], bool]):
-        """Prepare for one pass; `is_last_state` tells whether a tensor (B, n, d) is the output of the last block so far."""
+    def __init__(self, replica: Replica):
         self.replica = replica
-        self.is_last_state = is_last_state
         self.norm: tuple[str, nn.Module, Tensor] | None = None
         self._unnamed: tuple[str, nn.Module, Tensor] | None = None
         self._heads: list[tuple[str, int, Tensor]] = []  # after the last block: name, width of the output, and input
@@ -44,16 +43,21 @@ class Head:
         self._operations = _Operations()
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watch the forward pass that runs in this context."""
+    def watch(self, is_last_state: IsLastState) -> Iterator[None]:
+        """Watch the forward pass that runs in this context.
+
+        Args:
+            is_last_state: whether a tensor (B, n, d) is the output of the last block so far. Not an attribute: as a method of
+                the object that holds this one, it would make a cycle, which keeps the model's weights until it is collected.
+        """
         description = self.replica.description
         with ExitStack() as stack:
             for name in description.final_norms:
-                self._hook(stack, name, self._leave_norm)
+                self._hook(stack, name, partial(self._leave_norm, is_last_state))
             if description.include_final_norm is None:
                 for name in _matrix_free_modules(self.replica):
                     if name not in description.final_norms:
-                        self._hook(stack, name, self._leave_module)
+                        self._hook(stack, name, partial(self._leave_module, is_last_state))
                 for name in _modules_with_matrices(self.replica):
                     self._hook(stack, name, self._leave_head)
                 stack.enter_context(self._operations)
@@ -101,14 +105,18 @@ class Head:
         module = self.replica.module.get_submodule(name)
         stack.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
 
-    def _leave_norm(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
-        if self.norm is None and self._takes_last_state(args, keywords, output):
+    def _leave_norm(
+        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+    ) -> None:
+        if self.norm is None and self._takes(is_last_state, args, keywords, output):
             self.norm = name, module, self._batch_first(output)
 
-    def _leave_module(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
+    def _leave_module(
+        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+    ) -> None:
         if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
             return
-        if self._takes_last_state(args, keywords, output) and self._normalizes(module, args, keywords, output):
+        if self._takes(is_last_state, args, keywords, output) and self._normalizes(module, args, keywords, output):
             self._unnamed = name, module, self._batch_first(output)
 
     def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
@@ -123,11 +131,11 @@ class Head:
         ):
             self._heads.append((name, output.shape[-1], self._batch_first(x) if x.dim() == 3 else x))
 
-    def _takes_last_state(self, args: tuple, keywords: dict, output: Any) -> bool:
+    def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
         given = next(iter((*args, *keywords.values())), None)
         if not isinstance(given, Tensor) or not isinstance(output, Tensor) or given.shape != output.shape:
             return False
-        return given.dim() == 3 and self.is_last_state(self._batch_first(given))
+        return given.dim() == 3 and is_last_state(self._batch_first(given))
 
     def _normalizes(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
         """Whether a module changes its input, and equally at every scale."""

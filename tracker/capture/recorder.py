@@ -44,7 +44,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
     recorder = _Recorder(replica, Spill(memory))
     with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
-        stack.enter_context(recorder.head.watch())
+        stack.enter_context(recorder.head.watch(recorder.is_last_state))
         for norm in _norms_inside(replica.blocks):
             stack.callback(norm.register_forward_hook(recorder.leave_inner_norm).remove)
         stack.enter_context(intercept_attention(recorder.record_attention))
@@ -63,7 +63,7 @@ class _Recorder:
         self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
-        self.head = Head(replica, lambda x: bool(self.calls) and self.is_last_output(x))
+        self.head = Head(replica)
         self.inner_normed: Any = None  # the output of the last norm inside the running block
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.state_before: ModuleState | None = None
@@ -206,6 +206,10 @@ class _Recorder:
         """Whether x (B, n, d) equals the output recorded last."""
         last = self.calls[-1].y
         return x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
+
+    def is_last_state(self, x: Tensor) -> bool:
+        """Whether x (B, n, d) equals the output recorded last, if there is one."""
+        return bool(self.calls) and self.is_last_output(x)
 
     def recording(self) -> Recording:
         """Check the recorded calls and return them.

@@ -1,5 +1,6 @@
-"""The bytes of a model's weights, and the most that a measurement takes above them."""
+"""The bytes that a model's weights take, and the release of what a failed measurement has held."""
 
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tracker.blocks.find import Blocks
+
+
+def release_memory(device: "torch.device") -> None:
+    """Free what a measurement that failed has left on a device. Its error must be gone, or have no traceback.
+
+    The frames of the error may be part of reference cycles, and what they held is in the allocator's cache, in pieces.
+    """
+    gc.collect()
+    if device.type != "cpu":
+        import torch
+
+        torch.get_device_module(device).empty_cache()
 
 
 def weights_memory(model: "nn.Module", blocks: "Blocks", dtype: "torch.dtype") -> int:

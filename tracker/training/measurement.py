@@ -1,6 +1,5 @@
 """Measure the probe on the ranks of a training run."""
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from tracker.capture.inputs import Batch
 from tracker.device_errors import is_allocation_failure
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
+from tracker.measures.memory import release_memory
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
 from tracker.training import probe as probes
 from tracker.training.ranks import Ranks
@@ -67,9 +67,5 @@ def _measure_with_less_memory(
             if not is_allocation_failure(error):
                 raise
             message = str(error)
-        # The error is gone, and with it the frames that held the tensors of the failed attempt, except frames in reference
-        # cycles; what they held is in the allocator's cache, in pieces.
-        gc.collect()
-        if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
+        release_memory(device)
     raise torch.OutOfMemoryError(message)

@@ -87,11 +87,13 @@ class Ranks:
             return result  # type: ignore[reportPossiblyUnbound]
         own = None if error is None else _report(error, self.rank)
         reports = [own] if gathers and outcome == LOST else self.gather(own)
-        failure, where = self._failure([report for report in reports if report and report.outcome == worst])
+        kind, reason, where = self._reason([report for report in reports if report and report.outcome == worst])
         if worst < fatal:
-            raise failure
+            # An error in a variable of a frame that it was raised through is a reference cycle, which keeps all these frames.
+            error = None
+            raise Failure(kind, reason)
         if error is None or outcome < worst:
-            error = (UsageError if failure.kind == UsageError.__name__ else RuntimeError)(str(failure))
+            error = (UsageError if kind == UsageError.__name__ else RuntimeError)(reason)
         error.add_note(f"while {self.caller} {during}{where}; the training can't continue")
         raise error
 
@@ -115,11 +117,11 @@ class Ranks:
         torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, self.group)
         return int(given)
 
-    def _failure(self, reports: list[Report]) -> tuple[Failure, str]:
-        """Return the failure of some ranks, for the first one's reason, and which ranks they are, if there are several."""
+    def _reason(self, reports: list[Report]) -> tuple[str, str, str]:
+        """Return why some ranks failed, for the first one's reason: its type and text, and the ranks, if there are several."""
         first, ranks = reports[0], list(dict.fromkeys(report.rank for report in reports))
         where = "" if self.count == 1 else " on all ranks" if len(ranks) == self.count else f" {', '.join(ranks)}"
-        return Failure(first.kind, f"{first.kind}{where}: {first.message}"), where
+        return first.kind, f"{first.kind}{where}: {first.message}", where
 
 
 def _outcome(error: Exception) -> int:

@@ -19,6 +19,7 @@ from tracker.blocks.find import Named
 from tracker.errors import UsageError
 from tracker.loggers.protocol import Logger
 from tracker.measurement import to_dataset
+from tracker.measures.memory import release_memory
 from tracker.measures.options import settings_from
 from tracker.provenance import has_float64, settings_digest
 from tracker.results import Store
@@ -243,6 +244,7 @@ class Run:
         except Failure as failure:
             self.last_measured = step
             self.skipped.add(step, failure)
+            release_memory(device)
             return None
         self.last_measured = step
         self.publisher.update_metrics(row)
@@ -265,7 +267,7 @@ class Run:
         assert self.target is not None
         started = time.perf_counter()
         model, blocks = self.target.model(module), self.target.blocks
-        device = device if has_float64(device) else torch.device("cpu")
+        device = together(_measuring_device, device)
         probe, settings = self.probe, self.measured
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
         unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
@@ -283,3 +285,8 @@ class Run:
     def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
         store, on_measure = (self.store, self.on_measure) if first else (None, None)
         return Publisher(loggers, metrics, self.log, self.prefix, self.heatmaps and first, store, on_measure)
+
+
+def _measuring_device(device: torch.device) -> torch.device:
+    """Return the device that measures: this one, or the CPU if it has no float64."""
+    return device if has_float64(device) else torch.device("cpu")

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.configuration import OWN_CODE, code_digest
+from checkpoints.errors import first_line
 from checkpoints.suites import UNTRAINED, Checkpoint
+from tracker.errors import UsageError
 from tracker.measures.settings import Settings
 from tracker.walk.plan import Measurement, Plan, Selection, untrained
 
@@ -75,8 +77,13 @@ def _fingerprint(weights: "Iterable[tuple[str, torch.Tensor]]", device: "torch.d
 def _measure(
     measurement: Measurement, settings: Settings, model: "torch.nn.Module", tokenizer: Any
 ) -> "tuple[xr.Dataset, bool]":
-    """Measure a loaded model; return its Dataset, and whether all weights were on the device."""
+    """Measure a loaded model; return its Dataset, and whether all weights were on the device.
+
+    Raises:
+        UsageError: if memory runs out.
+    """
     from tracker.blocks.find import find_blocks
+    from tracker.device_errors import is_allocation_failure
     from tracker.measurement import measure
     from tracker.measures.memory import weights_memory
     from tracker.walk.memory import default_budget, stays_on_device
@@ -86,18 +93,26 @@ def _measure(
     weights = weights_memory(model, blocks, settings.torch_dtype)
     budget = measurement.memory_budget or default_budget(device, weights)
     resident = stays_on_device(device, weights, budget)
-    if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
-        model.to(device)
-    unit = measure(
-        model,
-        measurement.inputs,
-        tokenizer=tokenizer,
-        device=device,
-        blocks=blocks,
-        max_tokens=measurement.max_tokens,
-        progress=False,  # the walk shows its own
-        **replace(settings, memory_budget=budget).as_options(),
-    )
+    try:
+        if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
+            model.to(device)
+        unit = measure(
+            model,
+            measurement.inputs,
+            tokenizer=tokenizer,
+            device=device,
+            blocks=blocks,
+            max_tokens=measurement.max_tokens,
+            progress=False,  # the walk shows its own
+            **replace(settings, memory_budget=budget).as_options(),
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_allocation_failure(error):
+            raise
+        raise UsageError(
+            f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
+            "smaller --memory_budget"
+        ) from error
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 

@@ -5,8 +5,10 @@ that dtype.
 
 - `replica`: the copied module tree, and when its parts hold weights.
 - `weights`: parameters as plain tensors: dequantized, gathered from shards, loaded from offloading.
-- `transfer`: copies of blocks' weights on an accelerator, made ahead of their use.
+- `sharded`: the agreement of ranks before each weight that is sharded over them is read.
+- `streaming`: copies of blocks' weights on an accelerator, made ahead of their use.
 - `guard`: copy-on-write for tensors that share the caller's memory.
 - `copies`: copies of nested containers and plain data objects.
+- `configs`: settings of a model's configuration that the copy needs otherwise.
 - `module_state`: attributes of modules besides weights, to detect and restore changes.
 """

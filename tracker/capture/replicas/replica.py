@@ -6,7 +6,7 @@ objects that the modules hold are copied (`copies`); tensors share the caller's 
 (`guard`).
 
 Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an accelerator, the next
-block's in the dtype they are stored in (`transfer`). Weights that have the measuring dtype and device already are shared, not
+block's in the dtype they are stored in (`streaming`). Weights that have the measuring dtype and device already are shared, not
 copied.
 """
 
@@ -27,7 +27,7 @@ from tracker.capture.replicas.configs import adjust_configs
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
 from tracker.capture.replicas.sharded import Gather, gather_alone
-from tracker.capture.replicas.transfer import Tensors, Transfer
+from tracker.capture.replicas.streaming import Streaming, Tensors
 from tracker.capture.replicas.weights import is_plain, plain_class, plain_tensor
 from tracker.errors import UsageError
 
@@ -64,7 +64,7 @@ class Replica:
         self.dtype = dtype
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
-        self._transfer = Transfer(device, dtype.itemsize)
+        self._streaming = Streaming(device, dtype.itemsize)
         self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
@@ -146,7 +146,7 @@ class Replica:
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
-        moved = self._transfer.take(module) if module is not None and id(module) in self._next else {}
+        moved = self._streaming.take(module) if module is not None and id(module) in self._next else {}
         converted: Tensors = {}  # tied weights stay tied
         replaced = []
         try:
@@ -163,7 +163,7 @@ class Replica:
                 for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
                     hook(part, ())
             if following := self._next.get(id(module)):
-                self._transfer.start(following)
+                self._streaming.start(following)
             with self._shared.watch(converted.values()):
                 yield
         finally:

@@ -66,13 +66,13 @@ class _Recorder:
         self.spill = spill
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
-        self.head = Head(replica, self.is_last_state)
+        self.head = Head(replica)
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
         """Run the model once, with hooks at all boundaries and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
         with ExitStack() as stack:
-            stack.enter_context(self.head.watch())
+            stack.enter_context(self.head.watch(self.is_last_state))
             return run(self.replica, arguments, {b: partial(self.record_state, b) for b in boundaries})
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:

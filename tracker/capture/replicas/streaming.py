@@ -1,11 +1,13 @@
-"""Copy blocks' weights from the host to an accelerator, those of the next block while one is measured.
+"""Stream blocks' weights from the host to an accelerator, those of the next block while one is measured.
 
 Weights travel in the dtype they are stored in, and the device casts them: `tensor.to(device, dtype)` casts on the host, and
 sends 16-bit weights as float32, in twice the bytes. Where the device has streams, they pass through pinned memory and a stream
 of their own, so that the copies run beside the device's other work.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -17,7 +19,7 @@ from tracker.linalg.transfer import copies_beside_work
 Tensors = dict[int, Tensor]  # by id of the module's own tensor
 
 
-class Transfer:
+class Streaming:
     """Copies of modules' weights on a device, made by a thread, when they are needed or before.
 
     Args:
@@ -62,6 +64,16 @@ class Transfer:
             if tensor is not None and is_plain(tensor)
         ]
         return {id(t): t for t in tensors if t.device.type == "cpu" and t.itemsize <= self.itemsize}
+
+
+@contextmanager
+def copies_finished(device: torch.device) -> Iterator[None]:
+    """Wait on exit for copies that were started and never taken: after an error, their memory is free for another attempt."""
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            _worker(device).submit(int).result()  # one thread makes all copies, in order
 
 
 def _copy(weights: Tensors, device: torch.device) -> tuple[Tensors, torch.Event | None]:

@@ -1,6 +1,7 @@
 """Weights on their way from the host to an accelerator: how many bytes, when, and that the results are the same."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import tracker
 from tests.models import Size, language, tokens
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.replicas import transfer
+from tracker.capture.replicas import streaming
 from tracker.capture.replicas.replica import Replica
 
 WIDTH, DEPTH = 64, 4
@@ -75,7 +76,7 @@ def test_weights_travel_once_for_the_forward_pass_and_once_for_the_jacobians(pre
 
 def test_next_block_is_copied_while_one_is_in_use(pretend, monkeypatch):
     threads, copied = [], [threading.Event() for _ in range(DEPTH)]
-    copy = transfer._copy
+    copy = streaming._copy
 
     def record(weights, device):
         found = copy(weights, device)
@@ -83,7 +84,7 @@ def test_next_block_is_copied_while_one_is_in_use(pretend, monkeypatch):
         copied[len(threads) - 1].set()
         return found
 
-    monkeypatch.setattr(transfer, "_copy", record)
+    monkeypatch.setattr(streaming, "_copy", record)
     replica = replica_of(model(), pretend.device)
     for l, block in enumerate(replica.blocks):
         with replica.materialize(block):
@@ -122,7 +123,7 @@ def test_a_weight_is_read_after_its_copy_is_finished(pretend, monkeypatch):
             log.append("wait")
             return super().wait_event(event)
 
-    monkeypatch.setattr(transfer, "_stream", Stream)
+    monkeypatch.setattr(streaming, "_stream", Stream)
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
     record_stream = torch.Tensor.record_stream
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *given: log.append("kept") or record_stream(*given))
@@ -138,6 +139,22 @@ def test_a_copy_that_fails_ends_the_measurement(pretend):
     with pretend.memory_limit(pretend.live_bytes() + 3 * sizes), pytest.raises(torch.OutOfMemoryError):
         tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
     tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
+
+
+def test_a_measurement_that_fails_waits_for_the_copy_of_the_next_block(pretend, monkeypatch):
+    """Its memory would be taken from another attempt."""
+    given, copy, copies = model(), streaming._copy, []
+
+    def slow(weights, device):
+        if copies:
+            time.sleep(0.2)
+        copies.append(copy(weights, device))
+        return copies[-1]
+
+    monkeypatch.setattr(streaming, "_copy", slow)
+    with pretend.failing("aten::_softmax"), pytest.raises(torch.AcceleratorError):  # in the first block
+        tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
+    assert len(copies) == 2
 
 
 def test_device_memory_is_that_of_two_blocks(pretend):
@@ -168,7 +185,7 @@ def test_what_a_block_writes_into_its_weights_is_not_in_the_next_copy(pretend):
 
 
 def test_a_measurement_on_the_cpu_starts_no_thread(monkeypatch):
-    monkeypatch.setattr(transfer, "_worker", lambda device: pytest.fail("a thread"))
+    monkeypatch.setattr(streaming, "_worker", lambda device: pytest.fail("a thread"))
     tracker.measure(model(), tokens(1), **OPTIONS)
 
 
