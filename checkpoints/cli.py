@@ -1,5 +1,6 @@
 """Exit statuses and error handling of all command lines, also those of `tracker` and `vit`."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -32,6 +33,8 @@ def reports_errors(
     def decorate(command: Callable[P, int]) -> Callable[P, int]:
         @wraps(command)
         def guarded(*arguments: P.args, **keywords: P.kwargs) -> int:
+            if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: names of files may hold anything
+                sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 return command(*arguments, **keywords)
             except BrokenPipeError:  # the reader of the output has closed it

@@ -17,13 +17,19 @@ from checkpoints.hub import CODE, INDEX, Listing, list_files
 from checkpoints.retries import Notify
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedConfig
 
 CONFIGURATION, TOKENIZER = "config.json", "tokenizer_config.json"
-MOST_MODULES = 1000  # the deepest published language models have about 130 blocks
-COUNTS = r"layers?$|depths?$|blocks$|experts$"  # entries that make transformers build as many modules
+# Entries that make transformers build as many modules, or entries of a dictionary, and how many there may be: the deepest
+# published language models have about 130 blocks, the largest classifiers 22,000 labels.
+COUNTS = {r"layers?$|depths?$|blocks$|experts$|groups?$|group_num$|stages$|codebooks$": 1000, r"labels$": 100_000}
 VALUES_PER_BYTE = 8  # weights quantized to one bit
+MOST_BUFFERED = 10**9  # values, beyond those that the files can hold, in masks and tables that a model computes itself
+# Any other implementation is code of a package that may not be there, or that transformers fetches from the hub.
+IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 OWN_CODE = "transformers_modules"  # the package of modules that transformers makes of checkpoints' code
+MODULE = r"[A-Za-z_]\w*\.[A-Za-z_]\w*"  # a class in a file of the checkpoint's directory
 
 
 def read_config(directory: Path, own_code: bool = False) -> "PreTrainedConfig":
@@ -33,20 +39,39 @@ def read_config(directory: Path, own_code: bool = False) -> "PreTrainedConfig":
         own_code: whether the checkpoint's code may run (`runs_own_code`).
 
     Raises:
-        CheckpointError: if it is no mapping, or would make transformers build more modules than any model has.
+        CheckpointError: if it is no mapping, would make transformers build more modules than any model has, or asks for
+            code of the hub.
         Exception: whatever transformers raises for entries that it can't use.
     """
     from transformers import AutoConfig
 
-    entries = _entries(directory / CONFIGURATION)
-    for name, value in entries.items():
-        largest = max((n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)), default=0)
-        if re.search(COUNTS, name) and largest > MOST_MODULES:
-            raise CheckpointError(
-                f"{directory / CONFIGURATION} has {name} = {largest:,}; more than {MOST_MODULES:,} can't be meant: restore the "
-                "file, or leave this checkpoint out"
-            )
+    _check_entries(directory / CONFIGURATION, _entries(directory / CONFIGURATION))
     return AutoConfig.from_pretrained(directory, trust_remote_code=own_code)
+
+
+def _check_entries(file: Path, value: Any, name: str = "") -> None:
+    """Check a configuration, or the entry `name` of one, before transformers reads it.
+
+    Raises:
+        CheckpointError: for an absurd count, or for an implementation that is not part of transformers and torch.
+    """
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            # An implementation may be given for each part: {"text_config": "sdpa"}.
+            _check_entries(file, inner, name if name.endswith("_implementation") else key)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_entries(file, inner, name)
+    most = next((most for pattern, most in COUNTS.items() if re.search(pattern, name)), None)
+    if most is not None and isinstance(value, int) and value > most:
+        raise CheckpointError(
+            f"{file} has {name} = {value:,}; more than {most:,} can't be meant: restore the file, or leave this checkpoint out"
+        )
+    if name.endswith("_implementation") and not isinstance(value, dict) and value not in IMPLEMENTATIONS:
+        raise CheckpointError(
+            f"{file} asks for {name} = {value!r}, which transformers would take from another package or fetch from the hub and "
+            f"run; {', '.join(map(str, IMPLEMENTATIONS[1:]))} are allowed: remove the entry, or leave this checkpoint out"
+        )
 
 
 def check_index(directory: Path) -> None:
@@ -60,6 +85,11 @@ def check_index(directory: Path) -> None:
             shards = _entries(directory / name).get("weight_map")
             if not (isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())):
                 raise CheckpointError(f"{directory / name} has no weight_map from tensors to files: restore it")
+            if outside := [shard for shard in shards.values() if Path(shard).name != shard]:
+                raise CheckpointError(
+                    f"{directory / name} names {outside[0]!r}, which is no file of its directory: restore it, or leave this "
+                    "checkpoint out"
+                )
 
 
 def check_size(directory: Path, config: "PreTrainedConfig", auto: Any, own_code: bool = False) -> None:
@@ -73,14 +103,29 @@ def check_size(directory: Path, config: "PreTrainedConfig", auto: Any, own_code:
     """
     import torch
 
-    stored = sum(file.stat().st_size for file in directory.iterdir() if file.suffix in (".safetensors", ".bin"))
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=own_code)
+    require_size(directory, model, weights_in(directory))
+
+
+def weights_in(directory: Path) -> int:
+    """Return the bytes of a directory's weight files."""
+    return sum(file.stat().st_size for file in directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+
+
+def require_size(directory: Path, model: "nn.Module", stored: int) -> None:
+    """Compare a model without memory with the size of its weight files.
+
+    Raises:
+        CheckpointError: if the files are too small for the model, or it has absurdly many values besides parameters.
+    """
     count = sum(parameter.numel() for parameter in model.parameters())
-    if count > VALUES_PER_BYTE * stored:
+    others = sum(buffer.numel() for buffer in model.buffers())
+    described = f"{count:,} parameters" + (f" and {others:,} other values" if others > MOST_BUFFERED else "")
+    if count > VALUES_PER_BYTE * stored or others > VALUES_PER_BYTE * stored + MOST_BUFFERED:
         raise CheckpointError(
-            f"{directory / CONFIGURATION} describes a model of {count:,} parameters, and the weight files hold {stored:,} bytes: "
-            "restore its files, or leave this checkpoint out"
+            f"{directory / CONFIGURATION} describes a model of {described}, and the weight files hold {stored:,} bytes: restore "
+            "its files, or leave this checkpoint out"
         )
 
 
@@ -100,12 +145,13 @@ def runs_own_code(directory: Path, approved: str) -> bool:
         for name in (CONFIGURATION, TOKENIZER)
         if (directory / name).is_file()
     ]
-    named = json.dumps([found for found in maps if found])
-    if named == "[]":
+    named = [str(reference) for reference in _leaves(maps) if reference is not None]
+    if not named:
         return False
-    if "--" in named:
+    if outside := [reference for reference in named if not re.fullmatch(MODULE, reference)]:
         raise CheckpointError(
-            f"{directory} needs code of another repository ({named}), which can't be approved; copy it into the checkpoint"
+            f"{directory} needs code of another repository or directory ({outside[0]}), which can't be approved; copy it into "
+            "the checkpoint's directory"
         )
     found = code_digest(directory)
     if found != approved:
@@ -116,10 +162,17 @@ def runs_own_code(directory: Path, approved: str) -> bool:
     return True
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Return the values within dictionaries and lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for inner in value for leaf in _leaves(inner)] if isinstance(value, list) else [value]
+
+
 def code_digest(directory: Path) -> str:
-    """Return a hash of the names and contents of a directory's Python files; "" without any."""
-    files = sorted(directory.glob(f"*{CODE}"))
-    lines = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files]
+    """Return a hash of the names and contents of the Python files in and below a directory; "" without any."""
+    files = sorted(directory.rglob(f"*{CODE}"))
+    lines = [f"{file.relative_to(directory)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16] if files else ""
 
 

@@ -2,14 +2,16 @@
 
 Files are downloaded by our own loop, as blobs named by their hash. Since version 2, huggingface_hub discards a partial file
 when a download ends early, but a 10 GB shard has to resume where it stopped, also in another process; and it sleeps as long as
-the hub asks, without a limit. The hash is computed while a file arrives. The hub's client then links blobs into snapshots; it
-downloads only small files for which the hub lists no hash.
+the hub asks, without a limit. The hash is computed while a file arrives, and the snapshot links to the blob of the listed hash,
+whatever the hub says later. The hub's client downloads only small files for which the hub lists no hash.
 """
 
 import errno
 import hashlib
+import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from checkpoints.disk import missing_files, partial_file
 from checkpoints.errors import CheckpointError, Unreachable, first_line
 from checkpoints.files import write_atomic
 from checkpoints.hub import File, Listing, read_ref, repo_dir
-from checkpoints.retries import TIMEOUT, Attempts, Notify, require_content, with_retries
+from checkpoints.retries import SLOWEST, TIMEOUT, WINDOW, Attempts, Notify, require_content, with_retries
 
 BLOCK = 1 << 20  # bytes
 Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded
@@ -78,21 +80,38 @@ def fetch(
             what = f"{file.name} of {repo} at {revision}"
             if file.blob is None:
                 count(file.size)
-            else:
-                blob = repo_cache / "blobs" / file.blob
-                if not blob.exists() or blob.stat().st_size != file.size:
-                    _download(repo, listing.commit, file, blob, Attempts(what, notify, stop), count)
-            _link(repo, listing.commit, file, cache_dir, what, notify, stop)
+                _download_by_client(repo, listing.commit, file, cache_dir, what, notify, stop)
+                continue
+            blob = repo_cache / "blobs" / file.blob
+            if not blob.exists() or blob.stat().st_size != file.size:
+                _download(repo, listing.commit, file, blob, Attempts(what, notify, stop), count)
+            _link(directory / file.name, blob)
         _write_ref(repo_cache / "refs" / revision, listing.commit, required=bool(missing))
     except OSError as error:
         raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
     return directory
 
 
-def _link(
+def _link(pointer: Path, blob: Path) -> None:
+    """Make a file of a snapshot a link to its blob, as the hub's client does, or a copy where links are not supported."""
+    if pointer.is_file() and pointer.stat().st_size == blob.stat().st_size:  # another process has made it
+        return
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    pointer.unlink(missing_ok=True)
+    try:
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
+    except FileExistsError:  # another process has made it meanwhile
+        pass
+    except OSError:
+        temporary = partial_file(pointer)
+        shutil.copyfile(blob, temporary)
+        temporary.replace(pointer)
+
+
+def _download_by_client(
     repo: str, commit: str, file: File, cache_dir: Path | None, what: str, notify: Notify, stop: threading.Event
 ) -> None:
-    """Let huggingface_hub link a file's blob into the snapshot, or download the file if the cache has no blob of it."""
+    """Let huggingface_hub download a file into the snapshot."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, httpx
@@ -169,7 +188,12 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
                         handle.truncate(0)
                         count(-have)
                         sha, have = _new_hash(file), 0
+                    since, had = time.monotonic(), have
                     for block in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
+                        if (passed := time.monotonic() - since) > WINDOW:
+                            if have - had < SLOWEST * passed:
+                                raise httpx.ReadTimeout(f"{have - had:,} bytes in {passed:.0f} s")
+                            since, had = time.monotonic(), have
                         handle.write(block)
                         sha.update(block)
                         count(len(block))

@@ -76,9 +76,9 @@ class Listing:
     def needed(self) -> tuple[File, ...]:
         """All files to download: weights, configuration and tokenizer, perhaps code."""
         others = {index for name, index in INDEX.items() if name != self.format}
-        endings = (*TEXT, CODE) if self.with_code else TEXT
-        text = [f for f in self.files if "/" not in f.name and f.name.endswith(endings) and f.name not in others]
-        return (*text, *self.weights)
+        text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
+        code = [f for f in self.files if f.name.endswith(CODE)] if self.with_code else []
+        return (*text, *code, *self.weights)
 
     @property
     def bytes(self) -> int:
@@ -117,7 +117,10 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
 
     try:
         found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
-        return {str(branch.name): str(branch.target_commit) for branch in found.branches}, ""
+        branches = {str(branch.name): str(branch.target_commit) for branch in found.branches}
+        if others := [name for name in branches if not _is_reference(name)]:
+            notify(f"{repo}: the hub lists a branch {others[0]!r}, which git does not allow; it is left out")
+        return {name: commit for name, commit in branches.items() if name not in others}, ""
     except Unreachable as error:
         references = repo_dir(repo) / "refs"
         files = (file for file in references.rglob("*") if not file.name.startswith("."))  # dot files are being written
@@ -228,11 +231,25 @@ def _file(sibling: "RepoSibling") -> File:
         ValueError: for a name, size or hash that can't be one.
     """
     name, size, sha256 = sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None
-    if not isinstance(name, str) or not isinstance(size, int) or size < 0:
+    if not isinstance(name, str) or not _is_path(name) or not isinstance(size, int) or size < 0:
         raise ValueError(f"it lists {name!r} with size {size!r}")
     if sha256 is not None and not _is(SHA256, sha256):
         raise ValueError(f"it lists {name!r} with SHA-256 {sha256!r}")
     return File(name, size, sha256, None if sha256 or not _is(COMMIT, sibling.blob_id) else sibling.blob_id)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a file of this name can be below a directory."""
+    try:
+        parts = [part.encode() for part in name.split("/")]
+    except UnicodeEncodeError:
+        return False
+    return not any(part in (b"", b".", b"..") or b"\0" in part or len(part) > 255 for part in parts)
+
+
+def _is_reference(name: str) -> bool:
+    """Whether git allows the name of a branch, so that it can be a path within the cache."""
+    return name.isprintable() and re.search(r"\.\.|//|^/|[\s~^:?*\[\\]", name) is None and bool(name)
 
 
 def _is(pattern: str, value: object) -> bool:

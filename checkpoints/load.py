@@ -9,7 +9,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
-from checkpoints.errors import CheckpointError, first_line
+from checkpoints.errors import CheckpointError, first_line, panics_as_errors
 from checkpoints.hub import list_branches
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
 def readable(directory: Path, what: str, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises for a checkpoint's malformed files into one sentence."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except (CheckpointError, MemoryError):
         raise
     except UnpicklingError as error:

@@ -23,6 +23,7 @@ LONGEST_WAIT = 60.0  # seconds between attempts, unless the hub asks for more
 PATIENCE = 330.0  # seconds of waiting for one request in all: the hub's rate limits last up to 300
 YEARS = 1e8  # seconds of a pause that is not worth stating
 TIMEOUT = 30.0  # seconds without a response or a byte
+SLOWEST, WINDOW = 1000, 60.0  # bytes a second, over so many seconds, below which a download has stalled
 BUSY = (408, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")

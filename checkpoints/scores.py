@@ -20,6 +20,7 @@ from checkpoints.suites import Suite, join_names
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
 NAME_IN_TABLE = {"pythia-1b": "pythia-1b-bf16"}
 MEAN = "mean zero-shot accuracy"
+LONGEST = 200  # characters of a task's name
 
 Scores = dict[int, dict[str, float]]  # by step and task
 
@@ -50,7 +51,7 @@ def read_from_checkpoint(directory: Path) -> dict[str, float]:
         for task in found:
             _check_name(task)
         return found
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a table of scores ({error}); fix or remove it") from error
 
 
@@ -85,11 +86,13 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
 
 
 def _check_name(task: str) -> None:
-    """Refuse the names that a file of results can't hold.
+    """Refuse the names that a file of results can't hold, or the page can't show.
 
     Raises:
-        ValueError: for a name with NUL, or with half of a surrogate pair.
+        ValueError: for a name with NUL or half of a surrogate pair, or of more than `LONGEST` characters.
     """
+    if len(task) > LONGEST:  # all names take as much memory as the longest, for each checkpoint
+        raise ValueError(f"a task's name has {len(task):,} characters, more than {LONGEST}: {task[:20]!r}…")
     if "\0" in task or not task.isascii() and task.encode(errors="ignore").decode() != task:
         raise ValueError(f"the task {task!r} has a character that can't be stored; rename it")
 

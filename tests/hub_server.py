@@ -28,7 +28,9 @@ class Fault:
     path: str  # regular expression, searched in "GET /path"
     times: int = 1
     status: int | None = None  # status of the answer
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(
+        default_factory=dict
+    )  # of the answer; without a status, of a file in place of its own
     drop_after: int | None = None  # number of bytes of the body before the connection is closed
     slow: float = 0.0  # seconds of delay per 64 kB
     content: Callable[[bytes], bytes] | None = None  # changes the content, under the hash of the original
@@ -99,7 +101,8 @@ class Handler(BaseHTTPRequestHandler):
                 branches = [
                     {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()} for f in references
                 ]
-                return self.reply(json.dumps({"branches": branches, "converts": [], "tags": []}).encode(), body)
+                content = json.dumps({"branches": branches, "converts": [], "tags": []}).encode()
+                return self.reply(fault.content(content) if fault and fault.content else content, body)
             commit = self.commit(repo, parts[5] if len(parts) > 5 else "main")
             if commit is None:
                 return self.error(404, "RevisionNotFound")
@@ -132,6 +135,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{blob(file)}"', "X-Repo-Commit": commit}
         if fault.content:
             content = fault.content(content)
+        headers |= fault.headers
         if not body:
             return self.reply(content, False, headers)
         requested = self.range_start()

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["drop", "hang", "refuse", "forbid"]
+Fault = Literal["drop", "hang", "refuse", "forbid", "fail", "busy", "garble"]
+STATUS = {"refuse": 401, "forbid": 403, "fail": 500, "busy": 429}
 KEY = "a" * 40
 BUCKET = {
     "id": "run", "name": "run", "displayName": "run", "description": "", "config": "{}", "sweepName": "",
@@ -77,7 +78,8 @@ class WandbServer:
     """What a server received, and how it fails.
 
     Attributes:
-        fail: how it answers from now on: it drops the connection, never answers, refuses the key (401) or the project (403).
+        fail: how it answers from now on: it drops the connection, never answers, refuses the key (401) or the project (403),
+            fails (500), asks for a pause of a day (429), or sends a page in place of JSON.
         rows: how many lines of history it accepted.
     """
 
@@ -135,11 +137,15 @@ def serve() -> Iterator[WandbServer]:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.close_connection = True
                 return
-            status = {"refuse": 401, "forbid": 403}.get(fail or "", 200)
+            status = STATUS.get(fail or "", 200)
             answer = json.dumps(
                 state.answer(self.path, json.loads(content)) if status == 200 and is_json else {}
             ).encode()
+            if fail == "garble":
+                answer = b"<html>Welcome</html>"
             self.send_response(status)
+            if fail == "busy":
+                self.send_header("Retry-After", "86400")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from checkpoints import nano
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
-from checkpoints.errors import CheckpointError, first_line
+from checkpoints.errors import first_line
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
-from tracker.walk.failures import Failures, nothing_cached, unavailable
+from tracker.walk.failures import Failures, nothing_cached, reason, unavailable
 from tracker.walk.overview import headline, print_overview, print_repeats
 from tracker.walk.plan import Output, Plan, make_plan
 from tracker.walk.prefetch import prefetch
@@ -29,7 +29,7 @@ from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import Row
+    from tracker.loggers.protocol import Open, Row
     from tracker.walk.summaries import Summaries
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
@@ -58,29 +58,38 @@ def _leave(*_: object) -> None:
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
-    from tracker.loggers import opened, prepare
+    from tracker.loggers import prepare
+
+    with ExitStack() as held:
+        try:
+            plan = make_plan(walk, lambda line: print(line, flush=True))
+            if plan.output.held:
+                held.callback(plan.output.held.release, remove=True)
+            if walk.dry_run:
+                return _dry_run(walk, plan)
+            openers = prepare(walk.loggers, walk.wandb)
+        except INPUT_ERRORS as error:
+            raise UsageError(str(error)) from error
+        return _walk(walk, plan, openers)
+
+
+def _walk(walk: Walk, plan: Plan, openers: "Sequence[Open]") -> int:
+    from tracker.loggers import opened
     from tracker.loggers.protocol import LoggedRun
     from tracker.walk.summaries import Summaries
 
-    try:
-        plan = make_plan(walk, lambda line: print(line, flush=True))
-        if walk.dry_run:
-            return _dry_run(walk, plan)
-        openers = prepare(walk.loggers, walk.wandb)
-    except INPUT_ERRORS as error:
-        raise UsageError(str(error)) from error
     interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
     summaries = Summaries(store, with_rows=bool(openers))
     for step in store.steps():
-        _read(summaries, step)
+        summaries.read_or_remove(step)
     missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in summaries.by_step]
     failures, lacking = Failures(), unavailable(selection, missing)
     if lacking and len(lacking) == len(missing) and not summaries.by_step:
         raise CommandFailure(nothing_cached(selection))
     print_overview(plan, len(missing))
-    for checkpoint, reason in lacking.items():
-        failures.add(checkpoint, reason)
+    for checkpoint, lacks in lacking.items():
+        failures.add(checkpoint, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
         _check_selection(plan, summaries)
@@ -96,7 +105,7 @@ def run(walk: Walk) -> int:
                     log(summaries.row(step))
                 _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
             print_repeats(summaries.by_step)
-            _write_page(summaries)  # before the loggers finish: a server may keep them waiting
+            no_page = _write_page(summaries)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -104,9 +113,10 @@ def run(walk: Walk) -> int:
             f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
             "disk space or give another --out, and run the same command again"
         ) from error
-    for line in failures.lines():
+    lines = [*failures.lines(), *no_page]
+    for line in lines:
         print(line, file=sys.stderr)
-    return FAILED if failures else OK
+    return FAILED if lines else OK
 
 
 def _dry_run(walk: Walk, plan: Plan) -> int:
@@ -115,7 +125,7 @@ def _dry_run(walk: Walk, plan: Plan) -> int:
 
     missing = [checkpoint for checkpoint in plan.selection.checkpoints if not plan.output.store.has(checkpoint.step)]
     print_overview(plan, len(missing))
-    print(describe(plan, missing, walk.disk_budget, walk.tokenizer), flush=True)
+    print(describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug), flush=True)
     return OK
 
 
@@ -163,44 +173,39 @@ def _measure_missing(
 ) -> None:
     """Measure the missing checkpoints into the store; record those that fail."""
 
-    def measured_elsewhere(step: int) -> None:
-        summaries.read(step)
+    def measured_elsewhere(step: int) -> bool:
+        if not summaries.read_claimed(step):
+            return False
         log(summaries.row(step))
         shown.advance(f"step {step}: measured by another walk")
+        return True
 
     coming = prefetch(plan.selection, plan.disk, plan.output.store, missing, shown, measured_elsewhere)
     with closing(coming):
         for prefetched in coming:
             if interrupts:
                 raise KeyboardInterrupt
-            checkpoint, started, unit = prefetched.checkpoint, time.perf_counter(), None
+            checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                unit = measure_checkpoint(plan, checkpoint, prefetched.directory())
+                prepared = summaries.prepare(measure_checkpoint(plan, checkpoint, prefetched.directory()))
             except Exception as error:  # whatever is wrong with this revision, the others are measured
                 _stop_without_device(checkpoint.step, error)
                 if debug:
                     traceback.print_exception(error)
-                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, _reason(error, debug))}")
+                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, reason(error, debug))}")
                 # An option that no revision can be measured with.
                 if isinstance(error, UsageError) and not summaries.by_step and failures.alike(min(ALIKE, len(missing))):
                     raise
-            if unit is None:
+            if prepared is None:
                 _release_memory(plan)
                 continue
-            summary = summaries.write(checkpoint.step, unit)
-            del unit  # frees memory before the next is measured
+            summary = summaries.add(checkpoint.step, prepared)
+            del prepared  # frees memory before the next is measured
             if checkpoint is missing[0]:
                 kept, budget = (summary.attrs[name] for name in ("weights_kept", "memory_budget"))
                 shown.notify(f"weights are kept {kept}; memory budget {budget}")
             log(summaries.row(checkpoint.step))
             shown.advance(f"step {checkpoint.step}: {headline(summary)}  ({time.perf_counter() - started:.1f} s)")
-
-
-def _reason(error: Exception, debug: bool) -> str:
-    """Return why a revision failed."""
-    if isinstance(error, (CheckpointError, UsageError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}" + ("" if debug else "; --debug prints the traceback")
 
 
 def _stop_without_device(step: int, error: Exception) -> None:
@@ -224,15 +229,21 @@ def _release_memory(plan: Plan) -> None:
     release_memory(plan.measurement.device)
 
 
-def _write_page(summaries: "Summaries") -> None:
+def _write_page(summaries: "Summaries") -> list[str]:
+    """Write the page; return why there is none, in no line or one."""
     from tracker.report.write import write_page
 
     store = summaries.store
-    if store.steps():
-        with store.alone():
-            store.remove_abandoned()  # claims on steps that were finished before their walk was killed
+    if not store.steps():
+        return []
+    with store.alone():
+        store.remove_abandoned()  # claims on steps that were finished before their walk was killed
+        try:
             page = write_page(summaries.reader, [store.path], store.path / "report.html")
-            print(f"page: {page}", flush=True)
+        except ValueError as error:  # a unit of another walk
+            return [f"no page: {error}"]
+    print(f"page: {page}", flush=True)
+    return []
 
 
 def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
@@ -243,26 +254,6 @@ def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:
         summaries.write(step, with_scores(output.store.read(step), scored))
-    finally:
-        claim.release(remove=True)
-
-
-def _read(summaries: "Summaries", step: int) -> None:
-    """Read a unit of an earlier walk; remove it, with a notice, if its file is damaged."""
-    try:
-        summaries.read(step)
-        return
-    except FileNotFoundError:  # another walk has removed it
-        return
-    except ValueError as error:
-        print(f"{error}: it is measured again", file=sys.stderr)
-    claim = summaries.store.claim(step)
-    if claim is None:  # another walk measures it
-        return
-    try:
-        summaries.read(step)  # another walk has measured it again meanwhile
-    except (FileNotFoundError, ValueError):
-        summaries.store.file(step).unlink(missing_ok=True)
     finally:
         claim.release(remove=True)
 

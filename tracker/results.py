@@ -12,7 +12,8 @@ W&B, the figures and the page are derived from the store.
 import json
 import os
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,13 @@ import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
+from tracker.measures.alike import require_one_curve
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
 from tracker.measures.names import with_present_names
+from tracker.measures.netcdf import file_content
 from tracker.measures.settings import Settings
-from tracker.netcdf import opened, to_bytes
+from tracker.netcdf import opened
 
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
 VOLATILE = ("created", "seconds", "final_norm_reason")
@@ -40,8 +43,11 @@ class Store:
         self.units = self.path / "units"
         self.settings = self.path / "settings.json"
 
-    def check_settings(self, settings: Mapping[str, Any]) -> None:
+    def check_settings(self, settings: Mapping[str, Any], hold: bool = False) -> Lock | None:
         """Write the settings of a store without results, or check that they are those of the store.
+
+        Args:
+            hold: return a lock; until it is released, or this process ends, no other settings are written.
 
         Raises:
             ValueError: if the store was written with other settings; names each that differs.
@@ -49,6 +55,7 @@ class Store:
         self.units.mkdir(parents=True, exist_ok=True)
         with self.alone():
             self._check_settings(settings)
+            return Lock.take(self.units / f".step-{secrets.token_hex(8)}.claim") if hold else None
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self.settings
@@ -110,13 +117,12 @@ class Store:
         return self.units / f".step{step:08d}.claim"
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
-        """Write one unit atomically, with checksums that detect bytes that have changed on the disk."""
-        unit = labelled(unit)
-        numbers = [name for name, v in unit.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
-        encoding: dict[Hashable, Any] = {name: {"fletcher32": True} for name in numbers}
-        if "token_text" in unit.coords:  # as characters a twentieth of the size of single strings
-            encoding["token_text"] = {"dtype": "S1", "zlib": True}
-        write_atomic(self.file(step), to_bytes(unit, encoding))
+        """Write one unit atomically."""
+        return self.write_content(step, file_content(unit))
+
+    def write_content(self, step: int, content: bytes | memoryview) -> Path:
+        """Write the `file_content` of one unit atomically."""
+        write_atomic(self.file(step), content)
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
@@ -258,15 +264,7 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         ValueError: if the units of `path` were measured differently.
     """
     steps, units = list(by_step), list(by_step.values())
-    for name, values in (
-        ("settings", {unit.attrs.get("settings_sha256", "") for unit in units}),
-        ("number of blocks", {unit.sizes.get("layer") for unit in units}),
-        ("final norm", {unit.attrs.get("final_norm", "") for unit in units}),
-        ("tokens", {unit.attrs.get("tokens", "") for unit in units}),
-        ("layers compared across tokens", {_pair_layers(unit) for unit in units if "pair_position" in unit}),
-    ):
-        if len(values) > 1:
-            raise ValueError(f"{path} holds units that differ in their {name} ({values}); they make no curve")
+    require_one_curve(units, path)
     prints = {
         step: str(u.coords["fingerprint"].item())
         for step, u in zip(steps, units, strict=True)
@@ -292,8 +290,3 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
         combine_attrs="drop_conflicts",
     )
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
-
-
-def _pair_layers(unit: xr.Dataset) -> str:
-    """Return the basis block l' of each block l as text."""
-    return str(unit.coords["pair_layer_other"].values.tolist()) if "pair_layer_other" in unit.coords else "l' = l"

@@ -127,7 +127,37 @@ def test_stopped_download_is_resumed_by_the_next_call(fetcher):
     assert 0 < have < SIZE
     fetcher.assert_whole(1, fetcher.fetch(1))
     assert f"resuming after {have / 1e9:.3g}" in fetcher.messages[-1]
-    assert fetcher.server.requests[-1].startswith("HEAD")
+    assert fetcher.server.requests[-1].startswith("GET") and "model.safetensors" in fetcher.server.requests[-1]
+
+
+@pytest.mark.parametrize("etag", ["1" * 64, "../../../../evil", ""])
+def test_the_snapshot_has_the_listed_content_whatever_the_hub_says_of_a_file(fetcher, etag):
+    """The hub's client would download the content of another hash, unchecked, and to the path that the hash makes."""
+    fetcher.server.fail("/resolve/", headers={"ETag": f'"{etag}"'}, times=1000)
+    fetcher.assert_whole(1, fetcher.fetch(1))
+    assert not list(fetcher.cache.parent.rglob("evil*"))
+    names = {file.resolve().name for file in cached_snapshot(REPO, "step1", fetcher.cache).iterdir()}
+    assert names == {blob(file) for file in fetcher.published(1).iterdir() if file.suffix != ".bin"}
+
+
+def test_a_snapshot_has_copies_where_links_are_not_supported(fetcher, monkeypatch):
+    def fail(*_) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", fail)
+    fetcher.assert_whole(1, fetcher.fetch(1))
+    before = len(fetcher.server.requests)
+    fetcher.assert_whole(1, fetcher.fetch(1))
+    assert len(fetcher.server.requests) == before + 1
+
+
+def test_branches_whose_names_leave_the_cache_are_left_out(fetcher):
+    listed = {"branches": [], "converts": [], "tags": []}
+    for name in ("step1", "../../../../evil/step2", "/tmp/step3", "step4\0", "step5\ud800", "a/step6"):
+        listed["branches"].append({"name": name, "ref": f"refs/heads/{name}", "targetCommit": "1" * 40})
+    fetcher.server.fail("/refs", content=lambda _: json.dumps(listed).encode())
+    assert list(list_branches(REPO, fetcher.messages.append)[0]) == ["step1", "a/step6"]
+    assert "lists a branch '../../../../evil/step2', which git does not allow" in fetcher.messages[-1]
 
 
 def test_download_restarts_on_a_server_without_ranges(fetcher, monkeypatch):
@@ -227,6 +257,14 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
     finally:
         hung.set()
     assert len(fetcher.server.requested("GET .*model.safetensors")) == 3
+
+
+def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
+    monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10**9)
+    monkeypatch.setattr("checkpoints.fetch.WINDOW", 0.2)
+    fetcher.server.fail("GET .*model.safetensors", slow=0.4, times=1000)
+    with pytest.raises(Unreachable, match="model.safetensors of org/toy at step1: .*65,536 bytes in 0 s, 3 attempts"):
+        fetcher.fetch(1)
 
 
 def test_a_few_bytes_at_a_time_are_no_progress(fetcher):

@@ -103,6 +103,20 @@ def smaller_vocabulary(directory: Path) -> None:
     configured(vocab_size=10)(directory)
 
 
+def fewer_blocks(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    last = max(name.split(".")[2] for name in weights if ".layers." in name)
+    (directory / "model.safetensors").unlink()
+    kept = {name: value for name, value in weights.items() if f".layers.{last}." not in name}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    configured(num_hidden_layers=int(last))(directory)
+
+
+def tokenized(**changes: Any) -> Callable[[Path], None]:
+    """Return a function that changes entries of tokenizer.json."""
+    return lambda directory: edit(directory / "tokenizer.json", lambda content: content | changes)
+
+
 def infinite_weights(directory: Path) -> None:
     weights = load_file(directory / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] = float("inf")
@@ -133,15 +147,23 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "index: without a map": (indexed({"metadata": {}}), "index"),
     "index: numbers": (indexed({"weight_map": {"gpt_neox.embed_in.weight": 7}}), "index"),
     "index: a map that is a list": (indexed({"weight_map": []}), "index"),
+    "index: another checkpoint": (
+        indexed({"weight_map": {"gpt_neox.embed_in.weight": "../step1/model.safetensors"}}),
+        "no file of its directory",
+    ),
     "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), "quant|gptq|optimum"),
     "quantization: text": (configured(quantization_config="yes"), "to_dict"),
-    "attention: not installed": (configured(_attn_implementation="flash_attention_2"), ""),
-    "attention: unknown": (configured(attn_implementation="nonsense"), ""),
+    "attention: not installed": (configured(_attn_implementation="flash_attention_2"), "_attn_implementation"),
+    "attention: unknown": (configured(attn_implementation="nonsense"), "attn_implementation = 'nonsense'"),
+    "attention: of the hub": (configured(attn_implementation="kernels-community/flash-attn2"), "fetch from the hub"),
+    "attention: of a part": (configured(attn_implementation={"text_config": "an/attention"}), "'an/attention'"),
     "no width": (configured(hidden_size=None), "hidden_size"),
     "layers in words": (configured(num_hidden_layers="six"), "num_hidden_layers"),
     "no heads": (configured(num_attention_heads=0), ""),
     "negative heads": (configured(num_attention_heads=-4), ""),
     "unknown activation": (configured(hidden_act="nonsense"), "nonsense"),
+    "activation: half a character": (configured(hidden_act="\ud800"), r"\\ud800"),
+    "activation: control characters": (configured(hidden_act="a\nb\x1b[31m"), r"a b\\x1b\[31m|\\n"),
     "unknown rope": (configured(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}), ""),
     "unknown dtype": (configured(dtype="float7", torch_dtype="float7"), "float7"),
     "configuration: a list": (replaced("config.json", "[]"), "config"),
@@ -153,12 +175,30 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer: a list": (replaced("tokenizer.json", "[]"), "tokenizer"),
     "tokenizer: empty": (replaced("tokenizer.json", "{}"), "tokenizer"),
     "tokenizer: configuration a list": (replaced("tokenizer_config.json", "[]"), "tokenizer"),
+    "tokenizer: a panic when it is read": (
+        tokenized(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "a library panicked",
+    ),
+    "tokenizer: a panic when it is used": (
+        tokenized(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "xx"}),
+        "a library panicked",
+    ),
     "scores: NUL": (replaced("scores.json", json.dumps({"lo\0ss": 1.0})), "scores.json"),
     "scores: a surrogate": (replaced("scores.json", '{"\\ud800": 1.0}'), "scores.json"),
+    "scores: a name without end": (replaced("scores.json", json.dumps({"x" * 10**6: 1.0})), "1,000,000 characters"),
+    "scores: a number without end": (replaced("scores.json", '{"a": 1' + "0" * 400 + "}"), "scores.json"),
+    "scores: nested": (replaced("scores.json", "[" * 100_000), "scores.json"),
     "scores: a list": (replaced("scores.json", "[1]"), "scores.json"),
     "context": (configured(max_position_embeddings=1), "tokens"),
     "vocabulary": (smaller_vocabulary, "vocabulary"),
+    "fewer blocks": (fewer_blocks, "number of blocks"),
     "too many layers": (configured(num_hidden_layers=1_000_000), "num_hidden_layers"),
+    "too many layers in a part": (configured(text_config={"num_hidden_layers": 10**8}), "num_hidden_layers"),
+    "too many labels": (configured(num_labels=10**9), "num_labels"),
+    "a table too large": (
+        configured(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}),
+        "other values",
+    ),
     "too wide": (configured(hidden_size=1 << 30, num_attention_heads=1), ""),
     "too many words": (configured(vocab_size=10**12), "parameters"),
     "too wide within": (configured(intermediate_size=10**10), "parameters"),

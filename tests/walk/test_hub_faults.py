@@ -66,6 +66,10 @@ FAULTS = {
         CAN_NOT_BE_READ.format("ValueError.*x'"),
     ),
     "no name": (edited(rfilename=None), CAN_NOT_BE_READ.format("ValueError: it lists None")),
+    "name that leaves the cache": (edited(rfilename="../../evil.py"), CAN_NOT_BE_READ.format("ValueError.*evil.py")),
+    "name with NUL": (edited(rfilename="a\0.json"), CAN_NOT_BE_READ.format("ValueError: it lists .a.x00.json")),
+    "name with half a character": (edited(rfilename="\ud800.json"), CAN_NOT_BE_READ.format("ValueError.*ud800")),
+    "name of 300 characters": (edited(rfilename="x" * 300), CAN_NOT_BE_READ.format("ValueError.*xxx")),
     "truncated JSON": (listing(lambda content: content[: len(content) // 2]), CAN_NOT_BE_READ.format("JSONDecodeError")),
     "log-in page": (listing(lambda content: b"<html>Welcome</html>"), CAN_NOT_BE_READ.format("JSONDecodeError")),
     "JSON list": (listing(lambda content: b"[1]"), CAN_NOT_BE_READ.format("TypeError")),
@@ -159,15 +163,17 @@ def walked(suite, tmp_path_factory):
         }.items():
             patch.setattr(f"huggingface_hub.constants.{name}", value)
         patch.setattr("checkpoints.retries.LONGEST_WAIT", 0.02)
-        patch.setattr("sys.stdout", out := io.StringIO())
+        patch.setattr("sys.stdout", out := io.TextIOWrapper(io.BytesIO(), "utf-8"))  # as strict as a terminal
         patch.setattr("sys.stderr", err := io.StringIO())
         started = time.monotonic()
         given = ["--model", REPO, "--prompts", str(directory / "prompts.txt"), "--k", "2", "--measures", "coupling"]
         status = pythia.main([*given, "--out", str(directory / "out"), "--loggers=", "--device", "cpu"])
         seconds = time.monotonic() - started
-        yield directory, status, out.getvalue(), err.getvalue(), seconds
+        out.seek(0)
+        yield directory, status, out.read(), err.getvalue(), seconds
 
 
+@pytest.mark.slow
 def test_the_other_revisions_are_measured(walked):
     directory, status, out, err, seconds = walked
     assert status == 1 and "Traceback" not in err
@@ -179,6 +185,7 @@ def test_the_other_revisions_are_measured(walked):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_line_says_why(walked, name):
     *_, err, _ = walked
@@ -187,12 +194,14 @@ def test_one_line_says_why(walked, name):
     assert re.search(FAULTS[name][1], lines[0]), lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PASSING)
 def test_passing_faults_are_retried(walked, name):
     _, _, out, _, _ = walked
     assert re.search(PASSING[name][1], out), out
 
 
+@pytest.mark.slow
 def test_unlisted_revisions_are_shown(walked, capsys):
     assert command_line.main(["list", REPO, "--steps", f"1,{STEP_OF['log-in page']}"]) == 1
     assert "can't be read" in capsys.readouterr().out

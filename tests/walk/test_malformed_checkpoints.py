@@ -1,6 +1,7 @@
 """One malformed checkpoint does not stop the others, and no code of a checkpoint runs."""
 
 import io
+import os
 import re
 import shutil
 import time
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import tracker
 from checkpoints.configuration import code_digest
-from tests.walk.malformed import FAULTS, FOREIGN, with_code
+from tests.walk.malformed import FAULTS, FOREIGN, configured, with_code
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tracker import pythia
 from tracker.results import Store
@@ -43,12 +44,14 @@ def walked(suite, tmp_path_factory):
         change(directory / f"step{STEP_OF[name]}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO("y\n" * 100))
+        patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))  # it refuses half of a surrogate pair
         patch.setattr("sys.stderr", err := io.StringIO())
         started = time.monotonic()
         status = walk(directory)
     return directory, status, err.getvalue(), time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_the_sound_checkpoints_are_measured(walked):
     directory, status, err, seconds = walked
     assert status == 1 and "Traceback" not in err
@@ -82,6 +85,28 @@ def test_approved_code_of_a_directory_runs(suite, tmp_path, capsys):
     assert "give the digest of the files that you have read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", ["{}/elsewhere/foreign", "sub/foreign", "somebody/else--foreign"])
+def test_approval_is_for_files_of_the_directory(suite, tmp_path, capsys, module):
+    """transformers would import a module from any path that auto_map names."""
+    elsewhere, checkpoint = tmp_path / "elsewhere", copy_of(suite, tmp_path / "run" / "step1")
+    FOREIGN["configuration and model"](checkpoint)
+    for directory in (elsewhere, checkpoint / "sub"):
+        directory.mkdir()
+        shutil.copy(checkpoint / "foreign.py", directory / "foreign.py")
+    configured(auto_map={"AutoConfig": f"{module.format(tmp_path)}.Config"})(checkpoint)
+    assert walk(tmp_path / "run", "--trust_remote_code", code_digest(checkpoint)) == 1
+    assert "needs code of another repository or directory" in capsys.readouterr().err
+    assert not (checkpoint / "executed").exists()
+
+
+def test_the_digest_of_code_is_of_all_files_below(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.py").write_text("1")
+    before = code_digest(tmp_path)
+    (tmp_path / "sub" / "b.py").write_text("1")
+    assert before != code_digest(tmp_path)
+
+
 def rename_head(checkpoint: Path) -> None:
     """Give the head its present name: transformers renames it for the model type "gpt_neox" alone."""
     weights = load_file(checkpoint / "model.safetensors")
@@ -96,6 +121,26 @@ def test_debug_prints_the_traceback_of_a_failed_revision(suite, tmp_path, capsys
     assert walk(tmp_path, "--debug") == 1 and "ZeroDivisionError" in capsys.readouterr().err
 
 
+def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
+    copy_of(suite, tmp_path / "step1")
+    copy_of(suite, tmp_path / os.fsdecode(b"step2\xff"))
+    assert walk(tmp_path) == 1
+    assert Store(tmp_path / "out").steps() == [1] and (tmp_path / "out" / "report.html").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("failed: step 2: ") and "surrogates not allowed" in line
+
+
+def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys):
+    copy_of(suite, tmp_path / "step1")
+    assert walk(tmp_path) == 0
+    store = Store(tmp_path / "out")
+    unit = store.read(1).assign_coords(step=2)
+    store.write(2, unit.isel(layer=slice(2), layer_other=slice(2)))
+    assert walk(tmp_path) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no page: ") and "number of blocks" in line
+
+
 def test_an_option_that_no_revision_can_be_measured_with_ends_the_walk_early(suite, tmp_path, capsys):
     for step in range(1, 6):
         copy_of(suite, tmp_path / f"step{step}")
@@ -104,6 +149,7 @@ def test_an_option_that_no_revision_can_be_measured_with_ends_the_walk_early(sui
     assert out.count("FAILED") == 3 and err.count("error: ") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_line_says_why(walked, name):
     directory, _, err, _ = walked

@@ -209,14 +209,13 @@ def test_row_has_the_values_of_the_whole_unit():
 REMEASURE = """
 import sys
 from tests.test_results import unit
-from tracker import pythia
 from tracker.walk.summaries import Summaries
 from tracker.results import Store
 
 measured = Summaries(Store(sys.argv[1]), with_rows=False)
 sys.stdin.readline()
 for step in measured.store.steps():
-    pythia._read(measured, step)
+    measured.read_or_remove(step)
     if step not in measured.by_step and (claim := measured.store.claim(step)):
         if not measured.store.has(step):
             measured.write(step, unit(step))

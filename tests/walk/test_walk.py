@@ -519,3 +519,37 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
     assert "there is none of" in err and "tokenizer.json); add --tokenizer" in err
     assert pythia.main(walker.arguments("--tokenizer", str(run / "checkpoint-8"), model=str(run))) == 2
     assert "no such tokenizer" in capsys.readouterr().err
+
+
+def test_a_damaged_unit_whose_walk_was_killed_is_measured_again(walker, suite, monkeypatch, capsys):
+    """Another walk claimed it, so that this one leaves it alone, and was killed before it removed the file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
+    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
+    store = Store(walker.directory / "out")
+    content = store.file(2).read_bytes()
+    store.file(2).write_bytes(content[: len(content) // 2])
+    claim, claimed = Store.claim, [2]
+    monkeypatch.setattr(
+        Store, "claim", lambda self, step: claimed.remove(step) if step in claimed else claim(self, step)
+    )
+    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
+    assert "the file is damaged: it is measured again" in capsys.readouterr().err
+    assert [int(store.read(step)["step"]) for step in store.steps()] == [1, 2, 4]
+    assert not list(store.units.glob(".*"))
+
+
+def test_a_walk_that_is_about_to_start_keeps_others_from_its_store(walker, suite, monkeypatch, capsys):
+    """It has measured and claimed nothing yet: it sets up its loggers, or trains nano."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
+    walk, statuses = pythia._walk, []
+
+    def another_first(*arguments):
+        monkeypatch.setattr(pythia, "_walk", walk)
+        statuses.append(pythia.main(walker.arguments("--steps", "2", "--k", "3")))
+        return walk(*arguments)
+
+    monkeypatch.setattr(pythia, "_walk", another_first)
+    assert pythia.main(walker.arguments("--steps", "1")) == 0
+    assert statuses == [2] and "(k was [4, 8], now [3])" in capsys.readouterr().err
+    assert Store(walker.directory / "out").steps() == [1]
+    assert not list(Store(walker.directory / "out").units.glob(".*"))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from tests.walk.malformed import configured
 from tests.walk.test_walk import STEPS
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
@@ -70,3 +71,10 @@ def test_the_timed_model_is_random_and_has_two_blocks(walker, served, capsys, mo
     dry_run(capsys, *walker.arguments())
     ((blocks, depth, state),) = seen
     assert (blocks, depth) == (2, 3) and torch.equal(state, before) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):  # noqa: F811
+    for config in served.root.rglob("config.json"):
+        configured(vocab_size=10**10)(config.parent)
+    found = dry_run(capsys, *walker.arguments())
+    assert "not estimated" in found["time"] and "parameters, and the weight files hold" in found["time"]

@@ -392,6 +392,7 @@ def test_code_of_a_repository_runs_if_its_commit_is_approved(walker, served, cap
     assert "failed: step 8: the Python files of" in err and "Traceback" not in err
     found = tracker.open_results(walker.directory / "out")
     assert found.step.values.tolist() == [2, 4] and len(found.attrs["remote_code"]) == 16
+    assert found.attrs["remote_code_commit"] == commit(served.root, 2)
     assert pythia.main([*given, "--trust_remote_code", "main"]) == 2
     assert "give the commit of block-coupling/nano whose code you have read" in capsys.readouterr().err
     assert pythia.main([*given, "--trust_remote_code", "0" * 40]) == 2

@@ -41,23 +41,22 @@ class Reader:
         Raises:
             ValueError: if the unit is damaged.
         """
+        from tracker.report.summary import summary
+
         before = signature(store.file(step))  # if it is replaced while it is read, it is read again
         unit = store.read(step)
-        self._know(store.file(step), before, unit)
+        self._know(store.file(step), before, summary(unit))
         return unit
 
-    def hold(self, store: "Store", step: int, unit: "xr.Dataset") -> None:
+    def hold(self, store: "Store", step: int, summarised: "xr.Dataset") -> None:
         """Cache the summary of a unit as that of its file, which then need not be read."""
-        self._know(store.file(step), signature(store.file(step)), unit)
+        self._know(store.file(step), signature(store.file(step)), summarised)
 
     def summary(self, store: "Store", step: int) -> "xr.Dataset":
         """Return the cached summary of a unit."""
         return self.known[store.file(step)][1]
 
-    def _know(self, file: Path, signed: Signature, unit: "xr.Dataset") -> None:
-        from tracker.report.summary import summary
-
-        summarised = summary(unit)
+    def _know(self, file: Path, signed: Signature, summarised: "xr.Dataset") -> None:
         # The texts of 1,200 prompts are larger than all else: steps that have the same share them.
         other = next((other for known, (_, other) in self.known.items() if known.parent == file.parent), None)
         for name in ("prompt_text", "prompt_source"):

@@ -210,7 +210,8 @@ def _css() -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    # After "<!--<script" in a name a browser would not see the end of the data.
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _named(directory: str, ds: "xr.Dataset") -> str:

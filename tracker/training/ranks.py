@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 
+from checkpoints.errors import panics_as_errors
 from tracker.capture.replicas.sharded import FAILURES, ON_RANK
 from tracker.device_errors import is_device_error
 from tracker.errors import UsageError
@@ -79,7 +80,8 @@ class Ranks:
         """
         error, outcome = None, DONE
         try:
-            result = part(*arguments)
+            with panics_as_errors():
+                result = part(*arguments)
         except Exception as caught:  # whatever it is, the other ranks must learn of it
             error, outcome = caught, _outcome(caught)
         worst = outcome if gathers and outcome == LOST else self._worst(outcome)

@@ -30,6 +30,7 @@ from tracker.training.measurement import measure_probe
 from tracker.training.overhead import Overhead
 from tracker.training.publisher import Log, Metrics, Publisher, checked
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
+from tracker.training.run_lock import release
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward, Target, find_target
 
@@ -229,6 +230,7 @@ class Run:
             self.overhead.warn_above_limit(self.overhead.share, "this run")
         self.skipped.summarize()
         self.ranks.close()
+        release(self.store)
 
     # Measuring.
 

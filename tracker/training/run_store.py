@@ -7,6 +7,7 @@ from tracker.errors import UsageError
 from tracker.measures.settings import OPTIONS, Settings
 from tracker.provenance import SCHEMA, digest
 from tracker.results import Store
+from tracker.training.run_lock import hold, release
 
 
 def identity(settings: Settings, weights: str) -> dict[str, Any]:
@@ -29,7 +30,12 @@ def open_for_run(
     """
     if store is None:
         return settings
+    try:
+        hold(store)
+    except OSError as error:
+        raise UsageError(f"save_dir can't be used: {error}") from error
     if refusal := claim(store, shared, step, resumed):
+        release(store)
         raise UsageError(refusal)
     return store.continued(settings)
 

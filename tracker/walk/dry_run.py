@@ -8,20 +8,23 @@ import copy
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity
-from checkpoints.configuration import runs_own_code
+from checkpoints.configuration import require_size, runs_own_code, weights_in
 from checkpoints.disk import missing_files
-from checkpoints.errors import CheckpointError
+from checkpoints.errors import CheckpointError, panics_as_errors, printable
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.suites import Checkpoint, join_names
 from checkpoints.words import counted
+from tracker.errors import UsageError
+from tracker.walk.failures import reason
 from tracker.walk.plan import Plan, Selection
 
 if TYPE_CHECKING:
@@ -66,11 +69,17 @@ def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downlo
     return Downloads(download, sum(present.values()), largest, unlisted)
 
 
-def describe(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None) -> str:
+def describe(
+    plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None, debug: bool = False
+) -> str:
     """Return what measuring the missing checkpoints would take.
 
     Args:
         tokenizer: the tokenizer that replaces the checkpoints' own.
+        debug: whether to print the traceback of an error.
+
+    Raises:
+        UsageError: if the model can't be measured with these settings.
     """
     from tracker.measures.cost import duration, entry, size
 
@@ -95,8 +104,12 @@ def describe(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None,
             lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
     try:
         cost, hashing = checkpoint_cost(plan, missing, tokenizer)
-    except CheckpointError as error:
-        lines.append(("time", f"not estimated: {error}"))
+    except UsageError:
+        raise
+    except Exception as error:  # whatever is wrong with this revision, the others may be measured
+        if debug:
+            traceback.print_exception(error)
+        lines.append(("time", f"not estimated: {printable(reason(error, debug))}"))
         return "\n".join(entry(*line) for line in lines)
     each = cost.seconds + hashing
     text = [entry(*line) for line in lines]
@@ -110,6 +123,7 @@ def describe(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None,
     return "\n".join([*text, *str(cost).splitlines()[1:]])
 
 
+@panics_as_errors()
 def checkpoint_cost(plan: Plan, missing: Sequence[Checkpoint], given: str | None) -> "tuple[Cost, float]":
     """Return the cost of measuring one checkpoint, and the seconds of hashing its weights.
 
@@ -156,7 +170,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
-            return _from_config(source, measurement.approved_code, with_tokenizer)
+            return _from_config(source, weights_in(source), measurement.approved_code, with_tokenizer)
         model, tokenizer = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
         return model, model, tokenizer
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
@@ -171,8 +185,9 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
         raise CheckpointError(
             f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
         )
+    stored = weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
     if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, measurement.approved_code, with_tokenizer)
+        return _from_config(directory, stored, measurement.approved_code, with_tokenizer)
     with tempfile.TemporaryDirectory() as temporary:
         fetched = fetch(
             checkpoint.source,
@@ -181,7 +196,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
             Path(temporary),
             offline=selection.offline,
         )
-        return _from_config(fetched, measurement.approved_code, with_tokenizer)
+        return _from_config(fetched, stored, measurement.approved_code, with_tokenizer)
 
 
 def _without_weights(listing: Listing) -> Listing:
@@ -189,11 +204,16 @@ def _without_weights(listing: Listing) -> Listing:
     return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
 
 
-def _from_config(directory: Path, approved_code: str, with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
+def _from_config(
+    directory: Path, stored: int, approved_code: str, with_tokenizer: bool
+) -> "tuple[nn.Module, nn.Module, Any]":
     """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
 
+    Args:
+        stored: the bytes of its weight files.
+
     Raises:
-        CheckpointError: if transformers can't.
+        CheckpointError: if transformers can't, or the files are too small for the model.
     """
     import torch
 
@@ -203,6 +223,7 @@ def _from_config(directory: Path, approved_code: str, with_tokenizer: bool) -> "
         options = {"dtype": config.dtype or torch.float32, "trust_remote_code": own_code}
         with torch.device("meta"):
             whole = auto.from_config(config, **options)
+        require_size(directory, whole, stored)
         with torch.random.fork_rng():
             small = auto.from_config(_with_few_blocks(config), **options)
     return small.eval(), whole.eval(), load_own_tokenizer(directory, approved_code) if with_tokenizer else None

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoints.disk import missing_files
+from checkpoints.errors import CheckpointError, printable
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint, join_names
+from tracker.errors import UsageError
 from tracker.walk.plan import Selection
 
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
@@ -24,6 +26,7 @@ class Failures:
 
     def add(self, checkpoint: Checkpoint, message: str) -> str:
         """Record a failure; return its message, or the step that failed before for the same cause."""
+        message = printable(message)
         shown = message.replace(checkpoint.name, re.sub(r"\d+", "*", checkpoint.name))
         found = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
         first = next(iter(found), None)
@@ -43,6 +46,13 @@ class Failures:
             counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {join_names(steps)}"
             lines.append(f"failed: {counted}: {messages[-1]}")
         return lines
+
+
+def reason(error: Exception, debug: bool) -> str:
+    """Return why a checkpoint failed."""
+    if isinstance(error, (CheckpointError, UsageError)):
+        return str(error)
+    return f"{type(error).__name__}: {error}" + ("" if debug else "; --debug prints the traceback")
 
 
 def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:

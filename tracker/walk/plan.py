@@ -11,6 +11,7 @@ from checkpoints import hub, integrity, scores
 from checkpoints.configuration import fetch_code
 from checkpoints.disk import DiskBudget
 from checkpoints.errors import CheckpointError, first_line
+from checkpoints.files import Lock
 from checkpoints.suites import UNTRAINED, Checkpoint, Suite, find_suite
 from tracker.walk.command import Walk
 from tracker.walk.prompts import load_prompts, prompts_digest
@@ -64,6 +65,7 @@ class Measurement:
     memory_budget: int | None
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
     approved_code: str  # digest of the code that checkpoints may run, or ""
+    approved_commit: str  # of the repository, if the code was approved by it
     inputs: Any
     inputs_digest: str
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
@@ -78,6 +80,7 @@ class Output:
     store: "Store"
     settings_sha256: str
     scores: scores.Scores
+    held: Lock | None = None  # on the store's settings
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,9 @@ def _measurement(walk: Walk, approved_code: str) -> Measurement:
     if settings.k and min(settings.k) < 1:
         raise ValueError(f"--k {','.join(map(str, settings.k))}; each K must be at least 1")
     budget = walk.options.get("memory_budget")
-    return Measurement(settings, budget, load, approved_code, inputs, digest, labels, walk.max_tokens, device)
+    approved = walk.trust_remote_code or ""
+    commit = approved if len(approved) == 40 else ""  # the digest of a directory's files is shorter
+    return Measurement(settings, budget, load, approved_code, commit, inputs, digest, labels, walk.max_tokens, device)
 
 
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> Selection:
@@ -184,15 +189,16 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
 
     store = Store(walk.out or Path("results") / suite.name)
     identity = _identity(walk, suite, measurement)
+    held = None
     if not walk.dry_run or store.steps():  # a dry run writes nothing
-        store.check_settings(identity)
+        held = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
         found = store.revision(0)
         if found != untrained(walk.untrained):
             raise ValueError(
                 f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"
             )
-    return Output(store, settings_digest(identity), joined)
+    return Output(store, settings_digest(identity), joined, held)
 
 
 def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, Any]:

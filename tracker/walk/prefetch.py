@@ -96,12 +96,12 @@ def prefetch(
     store: "Store",
     checkpoints: Sequence[Checkpoint],
     shown: Progress,
-    measured_elsewhere: Callable[[int], None],
+    measured_elsewhere: Callable[[int], bool],
 ) -> Generator[Prefetched]:
     """Claim and fetch checkpoints; yield each, fetched or failed, while the next is being fetched.
 
-    Checkpoints that another walk is measuring come last. `measured_elsewhere` is called when their unit exists; if the other
-    walk ends without a unit, the checkpoint is yielded here.
+    Checkpoints that another walk is measuring come last. `measured_elsewhere` is called with the claim when their unit exists,
+    and returns whether it is intact; if it is not, or the other walk ends without a unit, the checkpoint is yielded here.
     """
     pending, coming = deque(checkpoints), deque[Prefetched]()
     waited_for: set[int] = set()
@@ -114,9 +114,13 @@ def prefetch(
             if claim is None:
                 pending.append(checkpoint)
                 continue
-            if store.has(checkpoint.step):
+            try:
+                done = store.has(checkpoint.step) and measured_elsewhere(checkpoint.step)
+            except BaseException:
                 claim.release(remove=True)
-                measured_elsewhere(checkpoint.step)
+                raise
+            if done:
+                claim.release(remove=True)
                 continue
             upcoming = [selection.listings[c.name].commit for c in pending if c.name in selection.listings]
             coming.append(Prefetched(selection, disk, checkpoint, claim, upcoming, shown))

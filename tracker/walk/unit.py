@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.configuration import OWN_CODE, code_digest
-from checkpoints.errors import first_line
+from checkpoints.errors import first_line, panics_as_errors
 from checkpoints.suites import UNTRAINED, Checkpoint
 from tracker.errors import UsageError
 from tracker.measures.settings import Settings
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
+@panics_as_errors()
 def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
     """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance."""
     from checkpoints.load import init_untrained
@@ -50,6 +51,8 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
     unit.attrs["settings_sha256"] = output.settings_sha256
     if type(model).__module__.startswith(OWN_CODE):
         unit.attrs["remote_code"] = code_digest(directory)
+        if measurement.approved_commit:
+            unit.attrs["remote_code_commit"] = measurement.approved_commit
     in_files = directory.is_dir() and trained
     unit.attrs["weights_kept"] = "on the device" if resident else "in their files" if in_files else "in memory"
     return unit
