@@ -1,15 +1,21 @@
-"""Exit statuses and error handling of all command lines, also those of `tracker` and `vit`."""
+"""Exit statuses, errors and warnings of all command lines, also those of `tracker` and `vit`."""
 
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec
+from pathlib import Path
+from typing import Any, ParamSpec
 
 from checkpoints.errors import CheckpointError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
+
+# Modules whose lines tell the user of a command nothing.
+OWN = tuple(f"{Path(__file__).parent.parent / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
 
 P = ParamSpec("P")
 
@@ -32,7 +38,8 @@ def reports_errors(
         @wraps(command)
         def guarded(*arguments: P.args, **keywords: P.kwargs) -> int:
             try:
-                return command(*arguments, **keywords)
+                with _brief_warnings():
+                    return command(*arguments, **keywords)
             except BrokenPipeError:  # the reader of the output has closed it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return FAILED
@@ -49,3 +56,26 @@ def reports_errors(
         return guarded
 
     return decorate
+
+
+@contextmanager
+def _brief_warnings() -> Iterator[None]:
+    """Print each warning of the project's own once, as one line without the line of code; others as Python does.
+
+    Python shows a warning again for the same line whenever a library has changed the filters in between.
+    """
+    before, said = warnings.showwarning, set()
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any) -> None:
+        if category is not UserWarning or not filename.startswith(OWN):
+            before(message, category, filename, *where, **options)
+        elif str(message) not in said:
+            said.add(str(message))
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = before

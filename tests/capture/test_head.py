@@ -74,7 +74,9 @@ def test_the_entropy_of_a_plain_copy_is_hugging_faces():
     with torch.no_grad():
         p = copy(inputs).softmax(-1)
     np.testing.assert_allclose(expected.entropy[:, -1], -(p * p.log()).sum(-1), rtol=1e-5)
-    by_boundaries = tracker.measure(copy, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options)
+    by_boundaries = tracker.measure(
+        copy, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options
+    )
     np.testing.assert_allclose(by_boundaries.entropy, expected.entropy, rtol=1e-9)
     dropped = tracker.measure(copy, inputs, final_norm="drop", **options)
     np.testing.assert_allclose(dropped.entropy, expected.entropy[:, :-1], rtol=1e-9)
@@ -108,7 +110,9 @@ def test_the_module_that_gives_the_logits_is_found(name):
     model, inputs = FOUND[name].eval(), tokens(2, 7)
     replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
     expected = {"outermost module": "own", "no norm": None}.get(name, "logits")
-    assert record(replica, (inputs,), {}).unembedding == expected  # without a norm module, its input is not the last state
+    assert (
+        record(replica, (inputs,), {}).unembedding == expected
+    )  # without a norm module, its input is not the last state
 
 
 @pytest.mark.parametrize("head", ["function of the embedding", "matrix product", "scaled states"])

@@ -115,7 +115,12 @@ class Head:
         if self._operations.place != "after" or len(args) + len(keywords) != 1:
             return
         (x,) = (*args, *keywords.values())
-        if isinstance(x, Tensor) and isinstance(output, Tensor) and 1 < x.dim() < 4 and x.shape[:-1] == output.shape[:-1]:
+        if (
+            isinstance(x, Tensor)
+            and isinstance(output, Tensor)
+            and 1 < x.dim() < 4
+            and x.shape[:-1] == output.shape[:-1]
+        ):
             self._heads.append((name, output.shape[-1], self._batch_first(x) if x.dim() == 3 else x))
 
     def _takes_last_state(self, args: tuple, keywords: dict, output: Any) -> bool:
