@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -39,6 +40,15 @@ class Parser(ArgumentParser):
         )
         message = re.sub(r"Expected a <class 'bool'>\. Got value: (\S*)", r"\1; choose from true, false", message)
         message = re.sub(r"(arguments are required: )\w+\.", r"\1", message)
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
+        message = re.sub(
+            r"(?<=arguments are required: ).*",
+            lambda m: ", ".join(f"--{name}" if f"--{name}" in flags else name for name in m[0].split(", ")),
+            message,
+        )
+        if message.startswith("unrecognized arguments: "):
+            close = [name for one in re.findall(r"--[\w]+", message) for name in get_close_matches(one, flags, 1)]
+            message += f"; did you mean {' or '.join(close)}?" if close else ""
         self.exit(USAGE, f"error: {message}\n({self.prog} --help lists the options)\n")
 
 

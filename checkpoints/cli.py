@@ -1,17 +1,23 @@
-"""Exit statuses and error handling of all command lines, also those of `tracker` and `vit`."""
+"""Exit statuses, errors and warnings of all command lines, also those of `tracker` and `vit`."""
 
 import io
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec
+from pathlib import Path
+from typing import Any, ParamSpec
 
 from checkpoints.errors import CheckpointError
 from checkpoints.extras import MissingExtraError, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
+
+# Modules whose lines tell the user of a command nothing.
+OWN = tuple(f"{Path(__file__).parent.parent / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
 
 P = ParamSpec("P")
 
@@ -36,7 +42,8 @@ def reports_errors(
             if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: names of files may hold anything
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
-                return command(*arguments, **keywords)
+                with _brief_warnings():
+                    return command(*arguments, **keywords)
             except BrokenPipeError:  # the reader of the output has closed it
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return FAILED
@@ -59,3 +66,26 @@ def reports_errors(
         return guarded
 
     return decorate
+
+
+@contextmanager
+def _brief_warnings() -> Iterator[None]:
+    """Print each warning of the project's own once, as one line without the line of code; others as Python does.
+
+    Python shows a warning again for the same line whenever a library has changed the filters in between.
+    """
+    before, said = warnings.showwarning, set()
+
+    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any) -> None:
+        if category is not UserWarning or not filename.startswith(OWN):
+            before(message, category, filename, *where, **options)
+        elif str(message) not in said:
+            said.add(str(message))
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = before

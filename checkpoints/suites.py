@@ -40,6 +40,7 @@ OLMO_2 = Family(
 )
 ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
 FAMILIES = (OLMO_2, OLMO, ANY)
+REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # ORG/NAME
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,10 @@ def find_suite(
         repo = f"EleutherAI/pythia-{name}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
         return Suite(f"pythia-{name}", repo, checkpoints, default="paper")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if re.fullmatch(REPOSITORY, model):
         return _repository(model, pattern, stage, notify)
+    if "/" in model or model.startswith("."):
+        raise ValueError(f"no directory {model}, and it can't be the name of a repository on the hub, ORG/NAME")
     raise ValueError(
         f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; optionally with -deduped or -seedN), a "
         "repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"

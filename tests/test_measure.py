@@ -331,6 +331,7 @@ def test_blocks_in_any_container(container):
 BAD_INPUTS = {
     "empty prompt": ("", "prompt 0 is empty"),
     "no prompts": ([], "at least one prompt"),
+    "an array": (np.ones((1, 3), int), r"NumPy array; give a tensor: torch.as_tensor\(inputs\)"),
     "too long": (["the " * 40], "40 tokens, more than the model's context of 32.*max_tokens=32"),
     "beyond the vocabulary": (torch.tensor([[1, 50]]), "ids from 1 to 50.*vocabulary has 50"),
     "negative id": (torch.tensor([[-1, 3]]), "ids from -1"),
@@ -406,6 +407,29 @@ def test_max_tokens_cuts_long_prompts():
     with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
         ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=32, k=2)
     assert ds.sizes["position"] == 32
+
+
+def test_cut_prompts_are_one_warning():
+    prompts = ["the cat " * 3, "the " * 7, "the " * 5]
+    with pytest.warns(UserWarning) as caught:
+        ds = tracker.measure(neox(), prompts, tokenizer=tokenizer(), max_tokens=5, measures="trajectory")
+    assert [str(one.message) for one in caught] == [
+        "2 of 3 prompts have up to 7 tokens; each is cut to its first 5 (max_tokens)"
+    ]
+    assert ds.lss.notnull().sum("position").values.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("given", [0, -3, "8", 2.5, True])
+def test_a_length_that_is_no_number_of_tokens_is_refused(given):
+    with pytest.raises(UsageError, match=f"max_tokens={given!r}; give a whole number of tokens, at least 1"):
+        tracker.measure(neox(), ["the cat"], tokenizer=tokenizer(), max_tokens=given)
+
+
+@pytest.mark.parametrize("inputs", [tokens(), {"input_ids": tokens()}])
+def test_max_tokens_of_inputs_that_are_no_prompts_is_refused(inputs):
+    """It was ignored."""
+    with pytest.raises(UsageError, match=r"max_tokens=5 cuts prompts.*cut them: inputs\[:, :5\]"):
+        tracker.measure(neox(), inputs, max_tokens=5)
 
 
 def test_models_without_one_list_of_blocks_are_refused():

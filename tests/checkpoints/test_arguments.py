@@ -51,7 +51,10 @@ ERRORS = [
     (parse, ["--model", "nano", "--allow_suspect", "perhaps"], "--allow_suspect perhaps; choose from true, false"),
     (parse, ["--model", "nano", "--k", "ten"], "--k 'ten'; give whole numbers"),
     (checkpoints.main, ["list"], "the following arguments are required: model"),
-    (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2"),
+    (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2\n"),
+    (parse, [], "the following arguments are required: --model\n"),
+    (parse, ["--model", "nano", "--tokenzer", "x"], "unrecognized arguments: --tokenzer x; did you mean --tokenizer?"),
+    (parse, ["--model", "nano", "--dry-rum"], "unrecognized arguments: --dry_rum; did you mean --dry_run?"),
 ]
 
 

@@ -1,7 +1,10 @@
 """Every command line turns bad input into one message, and leaves a fault of its own with its traceback."""
 
+import warnings
+
 import pytest
 
+from checkpoints import cli
 from checkpoints.cli import FAILED, INTERRUPTED, USAGE, CommandFailure, reports_errors
 
 
@@ -29,3 +32,27 @@ def test_an_error_is_one_message_and_a_status(error, status, printed, capsys):
 def test_an_unexpected_error_keeps_its_traceback():
     with pytest.raises(TypeError, match="a fault"):
         command(TypeError("a fault"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
+    """As a walk gives it at every checkpoint, with filters that a library changes in between."""
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *where, **options: shown.append(str(message)))
+
+    @reports_errors()
+    def walk() -> int:
+        for step in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")
+            for text in ("3 prompts are cut", f"step {step} is suspect"):
+                warnings.warn_explicit(text, UserWarning, cli.__file__, 1, registry={})
+            warnings.warn_explicit("a library's", UserWarning, "/lib/torch/nn.py", 1, registry={})
+        return 0
+
+    assert walk() == 0
+    err = capsys.readouterr().err.splitlines()
+    assert err == ["warning: 3 prompts are cut", *(f"warning: step {step} is suspect" for step in range(3))]
+    assert shown == ["a library's"] * 3
+    warnings.warn_explicit("after the command", UserWarning, cli.__file__, 1, registry={})
+    assert shown[-1] == "after the command"

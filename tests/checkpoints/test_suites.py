@@ -30,6 +30,13 @@ def test_unpublished_variants_are_refused(name):
         find_suite(name)
 
 
+@pytest.mark.parametrize("name", ["../nothere", "./run", "/work/run", "results/run/units", ".hidden"])
+def test_a_path_that_is_no_directory_is_named_as_such(name):
+    """It is not asked for on the hub, whose client calls the connection bad."""
+    with pytest.raises(ValueError, match=f"^no directory {name}, and it can't be the name of a repository"):
+        find_suite(name)
+
+
 def test_selections_of_steps():
     suite = find_suite("6.9b")
     chosen = {choice: [c.step for c in suite.select(choice)] for choice in ("paper", "all", "log2", "128,143000")}

@@ -7,12 +7,14 @@ import pandas as pd
 import pytest
 import torch
 import xarray as xr
+from matplotlib.figure import Figure
 
 import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
 from tracker.figures import drawing, jacobians
+from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
 from tracker.figures.selection import draw
 from tracker.figures.write import main
@@ -521,9 +523,36 @@ def test_every_figure_has_a_test_here_or_elsewhere():
 def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
     assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
     printed = capsys.readouterr().out
-    assert "1a: figure 1a can't be drawn: it compares at least 4 results (directories); 1 given" in printed
+    # One line for one cause.
+    scored = ", ".join(name for name in FIGURES if name in SCORED)
+    assert f"not drawn: {scored}: it compares at least 4 results (directories); 1 given" in printed.splitlines()
+    assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
     assert made == {*FIGURES} - {*SCORED, "15"}
+
+
+@pytest.mark.parametrize(
+    "low, high, labels",
+    [(10, 18, set(range(10, 19))), (0.4, 3.5, {0.5, 1, 2, 3}), (0.002, 50, {0.01, 0.1, 1, 10})],
+)
+def test_logarithmic_axes_have_plain_numbers(low, high, labels):
+    axes = Figure(figsize=(3, 3)).subplots()
+    axes.plot([low, high])
+    logarithmic_y(axes)
+    axes.set_ylim(low, high)
+    axes.figure.draw_without_rendering()
+    texts = axes.get_yticklabels() + axes.get_yticklabels(minor=True)
+    assert {
+        float(text.get_text()) for text in texts if text.get_text() and low <= text.get_position()[1] <= high
+    } == labels
+
+
+def test_the_notes_of_the_table_are_within_the_figure(one):
+    results = {"toy": open_results(one).drop_vars("tokens_seen")}
+    figure, _ = draw("table1", results, None)
+    figure.draw_without_rendering()
+    note = figure._supxlabel.get_window_extent()
+    assert 0 <= note.x0 and note.x1 <= figure.bbox.x1 and "training tokens" in figure.get_supxlabel()
 
 
 def test_list(one, capsys):
@@ -543,7 +572,7 @@ def test_figures_of_the_grid_are_vit_s(name, one, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("99", "unknown figure '99'; choose from"),
+        ("nothing", "unknown figure 'nothing'; choose from all, list, curves, definitions"),
         (
             "3",
             "lacks matrix; measure again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices",

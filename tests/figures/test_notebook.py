@@ -38,7 +38,10 @@ def test_a_measurement_is_a_heat_map(measured):
     low, high = image.get_clim()
     assert low == pytest.approx(min(expected[others].min(), null)) and low > 0
     assert high == pytest.approx(max(expected[others].max(), null))
-    assert "K = 4" in axes.get_title() and f"null level {null:.2f}" in bar.get_ylabel()
+    assert "K = 4" in axes.get_title() and bar.get_ylabel() == "Mis-coupling (0: coupled)"
+    assert bar.lines[0].get_ydata() == pytest.approx([null, null])
+    explained = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert explained == ["l = l': 0 by definition", f"null level {null:.2f}"]
 
 
 def test_a_measurement_allows_the_figures_that_need_one_step(measured):
@@ -62,6 +65,25 @@ def test_a_figure_is_drawn_into_given_axes(measured, course):
     with pytest.raises(ValueError, match="takes a figure of one panel, and this one has 3; leave ax out"):
         tracker.plot(course, "curves", ax=left)
     plt.close(figure)
+
+
+@pytest.mark.parametrize("layout", [None, "constrained"])
+def test_nothing_of_a_heat_map_overlaps_the_axes_beside_it(measured, layout):
+    """A colour bar's label beside it, and what is above and below the axes."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout=layout)
+    tracker.plot(measured, ax=left)
+    figure.draw_without_rendering()
+    legend, bar = left.get_legend().get_window_extent(), figure.axes[-1]
+    label = bar.yaxis.label.get_window_extent()
+    assert bar.bbox.y0 <= label.y0 and label.y1 <= bar.bbox.y1
+    assert label.x1 < min(text.get_window_extent().x0 for text in right.get_yticklabels())
+    assert left.bbox.y1 <= legend.y0 and legend.y1 <= left.title.get_window_extent().y0
+    assert left.title.get_window_extent().y1 <= figure.bbox.y1 + 1
+    plt.close(figure)
+
+
+def test_a_number_names_a_figure(measured):
+    assert tracker.plot(measured, 34).get_suptitle() == "Singular values by depth"
 
 
 def test_results_of_different_conventions_are_refused(measured):
@@ -96,7 +118,14 @@ def test_one_step_of_a_store(measured):
         ("33", "does not state its training step, but the figure shows the untrained model"),
         ("3", "lacks matrix; measure again with measures=\\['coupling', 'trajectory', 'matrices'\\]"),
         ("1a", "no scores; give stores of several models with scores"),
-        ("99", "unknown figure '99'; choose from all, list, curves, heatmap, 1a"),
+        (
+            "nothing",
+            "unknown figure 'nothing'; choose from curves, definitions, heatmap, table1, table4, 1a, 1b, 1c, 3, ",
+        ),
+        ("all", "unknown figure 'all'; choose from curves"),  # of the command line
+        ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),
+        ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),
+        (2, "unknown figure 2; did you mean"),
         ("6", "vit.analysis"),
         ("heatmap", "k=3 was not measured"),
     ],

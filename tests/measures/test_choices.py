@@ -25,6 +25,22 @@ def test_the_error_and_the_help_say_how_to_add_it():
         settings_from({"measures": "every"}, "test")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("couplng", "^measures 'couplng'; did you mean 'coupling'\\? Choose from all, coupling"),
+        ("lss", "^measures 'lss'; lss is a variable that 'trajectory' measures; choose from all"),
+        (
+            ["coupling", "miscoupling"],
+            "^measures 'coupling, miscoupling'; miscoupling is a variable that 'coupling' measures",
+        ),
+    ],
+)
+def test_variables_and_misspelt_names_lead_to_the_choice_that_is_meant(given, message):
+    with pytest.raises(UsageError, match=message):
+        settings_from({"measures": given}, "test")
+
+
 @pytest.mark.parametrize("named", [[], ["measures", "pair_tokens"]])
 def test_stores_of_everything_continue_under_the_new_spelling_and_are_refused_under_the_old(tmp_path, named):
     everything, most = (

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -56,12 +57,14 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: int | Non
 
     Raises:
         UsageError: for inputs that are empty, too long for the model's context, out of its vocabulary, or of another type,
-            for prompts without a tokenizer, and for a tokenizer that can't be called.
+            for prompts without a tokenizer, for a tokenizer that can't be called, and for a length to which the inputs can't be
+            cut.
     """
     model = unwrap(model)
     check_tokenizer(tokenizer)
     if isinstance(inputs, str):
         inputs = [inputs]
+    _check_max_tokens(max_tokens, inputs)
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
@@ -71,15 +74,18 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: int | Non
         main = inputs.get("input_ids", first)
         calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
-        if tokenizer is None:
+        if tokenizer is None and inputs:
             raise UsageError(
                 "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
             )
-        calls = [_prompt(model, prompt, i, tokenizer, max_tokens) for i, prompt in enumerate(inputs)]
+        encoded = _cut([_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens)
+        calls = [_prompt(model, inputs[i], i, tokenizer, encoded[i]) for i in range(len(inputs))]
     elif _is_list_of_ids(inputs):
         raise UsageError(
             "inputs is a list of token ids; give a tensor of shape (batch, tokens): torch.tensor([[464, 3797]])"
         )
+    elif isinstance(inputs, np.ndarray):
+        raise UsageError("inputs is a NumPy array; give a tensor: torch.as_tensor(inputs)")
     else:
         raise UsageError(
             f"inputs of type {type(inputs).__name__}; give a list of prompts with a tokenizer, or a tensor or mapping "
@@ -100,6 +106,18 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def _check_max_tokens(max_tokens: Any, inputs: Any) -> None:
+    if max_tokens is None:
+        return
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
+    if isinstance(inputs, (Tensor, Mapping)):
+        raise UsageError(
+            f"max_tokens={max_tokens} cuts prompts, and these inputs are no prompts; leave it out, or cut them: "
+            f"inputs[:, :{max_tokens}]"
+        )
+
+
 def _is_list_of_ids(inputs: Any) -> bool:
     """Whether the inputs are whole numbers in a list, or in a list of lists."""
     if not isinstance(inputs, (list, tuple)):
@@ -108,16 +126,26 @@ def _is_list_of_ids(inputs: Any) -> bool:
     return any(samples) and all(isinstance(one, int) for sample in samples for one in sample)
 
 
-def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, max_tokens: int | None) -> Batch:
+def _encoded(prompt: str, i: int, tokenizer: Any) -> dict[str, Any]:
     if not prompt.strip():
         raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
-    encoded = dict(tokenizer(prompt, return_tensors="pt"))
-    tokens = encoded["input_ids"].shape[1]
-    if max_tokens is not None and tokens > max_tokens:
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens={max_tokens}; give at least 1, so that every prompt has a token")
-        warn_caller(f"prompt {i} has {tokens} tokens; cut to its first {max_tokens} (max_tokens)")
-        encoded = {name: value[:, :max_tokens] for name, value in encoded.items()}
+    return dict(tokenizer(prompt, return_tensors="pt"))
+
+
+def _cut(encoded: list[dict[str, Any]], max_tokens: int | None) -> list[dict[str, Any]]:
+    """Cut longer prompts to `max_tokens`, with one warning."""
+    lengths = [one["input_ids"].shape[1] for one in encoded]
+    long = [i for i, length in enumerate(lengths) if max_tokens is not None and length > max_tokens]
+    if long:
+        which = f"prompt {long[0]} has" if len(long) == 1 else f"{len(long)} of {len(encoded)} prompts have up to"
+        each = "" if len(long) == 1 else "each is "
+        warn_caller(f"{which} {max(lengths)} tokens; {each}cut to its first {max_tokens} (max_tokens)")
+    for i in long:
+        encoded[i] = {name: value[:, :max_tokens] for name, value in encoded[i].items()}
+    return encoded
+
+
+def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, encoded: dict[str, Any]) -> Batch:
     ids = encoded["input_ids"]
     try:
         _check_ids(model, ids)
@@ -188,7 +216,7 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
     if context is not None and ids.shape[1] > context > 0:  # XLNet's -1 means no limit
         raise UsageError(
             f"{ids.shape[1]} tokens, more than the model's context of {context}; shorten the input, or cut prompts with "
-            f"max_tokens={context}"
+            f"max_tokens={context} (on a command line --max_tokens {context})"
         )
     window = getattr(config, "attention_window", None)  # Longformer, LED
     multiple = max(window) if isinstance(window, (list, tuple)) else window

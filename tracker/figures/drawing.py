@@ -50,7 +50,7 @@ def panels(count: int, given: "Axes | None" = None, **options: Any) -> "tuple[Fi
         unused.remove()
     for panel in axes[:count]:
         panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=7)
+        panel.tick_params(labelsize=7, which="both")
         panel.locator_params(axis="x", nbins=5)
     return figure, list(axes[:count])
 
@@ -109,9 +109,22 @@ def axis_label(variable: str) -> str:
     return fill(label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
 
 
-def axis_scale(variable: str) -> str:
-    """Return matplotlib's name for the scale of a measured variable's axis."""
-    return "log" if BY_NAME[variable].axis == "logarithmic" else "linear"
+def scale_y(axes: "Axes", variable: str) -> None:
+    """Give y the scale of a measured variable."""
+    if BY_NAME[variable].axis == "logarithmic":
+        logarithmic_y(axes)
+
+
+def logarithmic_y(axes: "Axes") -> None:
+    """Make y logarithmic, with plain numbers at powers of ten and, over fewer than three decades, between them."""
+
+    def between(y: float, _: int) -> str:
+        low, high = axes.get_ylim()
+        return f"{y:g}" if high < 4 * low or (high < 1000 * low and f"{y:e}"[0] in "235") else ""
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(between)
 
 
 def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:

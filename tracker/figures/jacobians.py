@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import inverse_fit, largest_singular_values, middle_layers
-from tracker.figures.drawing import FEWEST_POINTS, at_step, panels, shades
+from tracker.figures.drawing import FEWEST_POINTS, at_step, logarithmic_y, panels, shades
 from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ def singular_values(
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
             text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
         values.set_title(at_step(name, ds, i), fontsize=8)
-        values.set_yscale("log")
-        values.tick_params(which="minor", labelsize=7)
+        logarithmic_y(values)
         values.set_ylabel("Singular value of J", fontsize=8)
         inverse.set_title(text, fontsize=8)
         inverse.set_ylabel("1 / s₁ (s₁: largest singular value)", fontsize=8)

@@ -1,5 +1,6 @@
 """The table of models (Table 1). Scores and training tokens are those after the last step."""
 
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tracker.figures.drawing import Plotted
+
+LETTERS_PER_INCH = 16  # of a note
 
 
 def table_of_models(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
@@ -42,8 +45,9 @@ def _draw_table(table: pd.DataFrame, benchmarks: list[str], given: "Axes | None"
 
     cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
+    width = 1 + 0.1 * sum(widths)
     if given is None:
-        figure = Figure(figsize=(1 + 0.1 * sum(widths), 1.2 + 0.25 * len(cells)), layout="constrained")
+        figure = Figure(figsize=(width, 1.2 + 0.25 * len(cells)), layout="constrained")
         axes = figure.subplots()
     else:
         figure, (axes,) = panels(1, given)
@@ -60,7 +64,7 @@ def _draw_table(table: pd.DataFrame, benchmarks: list[str], given: "Axes | None"
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
         notes.append("training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md")
     if given is None:
-        figure.supxlabel("; ".join(notes), fontsize=7)
+        figure.supxlabel("\n".join(fill(note, int(LETTERS_PER_INCH * width)) for note in notes), fontsize=7)
     return figure
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def plot(
     results: xr.Dataset | str | Path | Mapping[str, xr.Dataset],
-    name: str | None = None,
+    name: str | int | None = None,
     *,
     k: int | None = None,
     ax: "Axes | None" = None,
@@ -59,7 +59,7 @@ def plot(
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
     with_steps = {label: _with_steps(with_present_names(ds)) for label, ds in several.items()}
-    figure, _ = draw(resolve(name), with_steps, k, ax, PYTHON)
+    figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON)
     return figure
 
 

@@ -1,13 +1,13 @@
 """Figures of one result, which loggers also draw: the coupling matrix of a step, and curves over training."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import curves, null_matrix, suspect
-from tracker.figures.drawing import banded_line, panels, require_panels, training_axis
+from tracker.figures.drawing import banded_line, logarithmic_y, panels, require_panels, training_axis
 from tracker.figures.palette import BLUE, GREEN, ORANGE
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
@@ -50,11 +51,11 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     at = unit.sel(k=k)
     others = at["miscoupling"].mean(samples).where(at["layer"] != at["layer_other"])
     scale = [float(others.min()), float(others.max())]
-    label = "Mis-coupling (0: coupled)"
+    explained: list[Any] = [Patch(color="lightgrey", label="l = l': 0 by definition")]
     if "miscoupling_null" in unit:
         null = float(null_matrix(at, "miscoupling").mean(samples).where(others.notnull()).mean())
         scale.append(null)
-        label = f"Mis-coupling (0: coupled, line: null level {null:.2f})"
+        explained.append(Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}"))
     L = others.sizes["layer"]
     if given is None:
         figure = Figure(figsize=(4.8, 4), layout="constrained")
@@ -69,12 +70,22 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     last = ", last block with the final norm" if unit.attrs.get("final_norm") == "include" else ""
-    axes.set_title(f"K = {k}{last}", fontsize=8)
-    bar = figure.colorbar(image, ax=axes, label=label)
+    axes.set_title(f"K = {k}{last}", fontsize=8, pad=20)
+    bar = figure.colorbar(image, ax=axes)
+    bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
     for level in scale[2:]:
         bar.ax.axhline(level, color="black", lw=1)
-    diagonal = Patch(color="lightgrey", label="l = l': 0 by definition")
-    axes.legend(handles=[diagonal], loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False, fontsize=8)
+    # Above the axes, and the title above it: below them is the label of x, at a distance that depends on the layout.
+    axes.legend(
+        handles=explained,
+        ncols=2,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        borderaxespad=0,
+        frameon=False,
+        fontsize=8,
+    )
     return figure
 
 
@@ -111,7 +122,7 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         banded_line(axes, step, medians[name], low, high, GREEN)
         axes.set_ylabel(heading, fontsize=9)
     lss, expodistance = others
-    _logarithmic(expodistance)
+    logarithmic_y(expodistance)
     marked = suspect(points) != ""
     if marked.any():
         for axes, values in zip((coupling, *others), (points["miscoupling"].sel(at), *medians.values()), strict=True):
@@ -121,10 +132,3 @@ def training_curves(points: xr.Dataset, k: int, title: str = "") -> "Figure":
         training_axis(axes, step)
     figure.suptitle(title)
     return figure
-
-
-def _logarithmic(axes: "Axes") -> None:
-    """Make y logarithmic, with labels at 2, 3 and 5 times the powers of ten too."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "235" else "")

@@ -65,7 +65,7 @@ _DECLARATIONS = (
     ),
     Declaration(
         "1c",
-        "Layers as nodes, edges by coupling (Figs 1c to 1e)",
+        "Blocks as nodes, edges by coupling (Figs 1c–1e)",
         coupling.layer_graph,
         f"edges show how far {MEASURE} is below its null level, mean over prompts and both directions; at most three steps, "
         f"evenly spaced; {K_AND_NORM}",
@@ -178,7 +178,7 @@ _DECLARATIONS = (
     ),
     Declaration(
         "28",
-        "Linearity at fixed layers over training",
+        "Linearity at fixed blocks over training",
         partial(states.at_layers, variable="lss_window", sign=-1),
         f"{MEDIANS} (paper: means), {WITH_NORM}; {AT_LAYERS} (paper: 5, 15 and 30); {WINDOWS}",
         ("lss_window",),
@@ -186,7 +186,7 @@ _DECLARATIONS = (
     ),
     Declaration(
         "29",
-        "Expodistance at fixed layers over training",
+        "Expodistance at fixed blocks over training",
         partial(states.at_layers, variable="expodistance_window"),
         f"{MEDIANS} (paper: means), before the final norm; {AT_LAYERS}; {WINDOWS}",
         ("expodistance_window",),

@@ -1,6 +1,8 @@
 """Figures by name: which of them results can make, and drawing one."""
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -23,19 +25,29 @@ if TYPE_CHECKING:
 LETTERS_PER_INCH = 13  # of a title
 
 
-def resolve(name: str) -> str:
+def resolve(name: str | int, wording: Wording = COMMAND) -> str:
     """Return the name under which a figure is declared; several figures of the paper may show the same.
 
     Raises:
         UsageError: for an unknown figure, and for one that another command draws.
     """
+    given, name = name, str(name)
     if name in VIT_FIGURES:
         raise UsageError(f"figure {name} shows a grid of vision transformers; draw it with {VIT_COMMAND}")
     resolved = ALIASES.get(name, name)
     if resolved not in FIGURES:
-        names = ", ".join([*FIGURES, *ALIASES, *VIT_FIGURES])
-        raise UsageError(f"unknown figure {name!r}; choose from all, list, {names}")
+        names = sorted([*FIGURES, *ALIASES, *VIT_FIGURES], key=_place)
+        close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), names, 1)
+        meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
+        raise UsageError(f"unknown figure {given!r}; {meant} from {', '.join([*wording.beside, *names])}")
     return resolved
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Return where a figure stands in a list of names: figures without a number first, the others by number."""
+    number = re.match(r"\d*", name)
+    assert number is not None
+    return int(number[0] or 0), name
 
 
 def draw(

@@ -15,12 +15,12 @@ from tracker.errors import UsageError
 from tracker.figures.drawing import (
     at_step,
     axis_label,
-    axis_scale,
     evenly_spaced,
     label_y,
     mean_line,
     panels,
     quartile_line,
+    scale_y,
     shades,
     training_axis,
 )
@@ -70,7 +70,7 @@ def at_layers(
             columns = quartile_line(panel, values, "step", colour, f"block {layer}")
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
         training_axis(panel, ds["step"].values)
-        panel.set_yscale(axis_scale(variable))
+        scale_y(panel, variable)
         panel.set_title(name, fontsize=8)
         panel.set_ylabel(("−" if sign < 0 else "") + axis_label(variable), fontsize=8)
     axes[0].legend(fontsize=7)
@@ -92,7 +92,7 @@ def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables
             columns = quartile_line(panel, values, axis, colour, label)
             columns = {"depth": columns.pop(axis), **columns}
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
-        panel.set_yscale(axis_scale(variable))
+        scale_y(panel, variable)
         panel.set_title(name, fontsize=8)
         panel.set_xlabel("State after block l" if axis == "depth" else "Block l", fontsize=8)
         panel.set_ylabel(axis_label(variable), fontsize=8)

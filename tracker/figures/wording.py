@@ -9,6 +9,7 @@ class Wording:
     """Texts of messages.
 
     Attributes:
+        beside: what may be given in place of the name of a figure.
         k: how a caller gives K, a template of `k`.
         again: how to measure again, a template of `names`, a list, and `flag`, the same with commas.
         steps: how to get more steps.
@@ -18,6 +19,7 @@ class Wording:
         single: how to give one result.
     """
 
+    beside: tuple[str, ...]
     k: str
     again: str
     steps: str
@@ -32,6 +34,7 @@ class Wording:
 
 
 COMMAND = Wording(
+    beside=("all", "list"),
     k="--k {k}",
     again="measure again: python -m tracker.pythia --model ... --measures {flag} --out OTHER",
     steps="measure more steps: --steps ...",
@@ -41,6 +44,7 @@ COMMAND = Wording(
     single="name one directory",
 )
 PYTHON = Wording(
+    beside=(),
     k="k={k}",
     again="measure again with measures={names}",
     steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "

@@ -63,13 +63,16 @@ def _run(name: str, results: Results, k: int | None, out: Path) -> None:
     wanted = list(FIGURES) if name == "all" else [resolve(name)]
     if not results:
         raise UsageError(f"figure {name} needs results; give a directory of results")
+    lacking: dict[str, list[str]] = {}  # figures by what the results lack for them
     for figure in wanted:
         try:
             _save(figure, *draw(figure, results, k), out)
         except UsageError as error:
             if name != "all":
                 raise
-            print(f"{figure}: {error}")
+            lacking.setdefault(str(error).removeprefix(f"figure {figure} can't be drawn: "), []).append(figure)
+    for reason, figures in lacking.items():
+        print(f"not drawn: {', '.join(figures)}: {reason}")
 
 
 def _save(name: str, figure: "Figure", table: "pd.DataFrame", out: Path) -> None:

@@ -125,11 +125,7 @@ class Settings:
         if self.k is not None and min(self.k) < 1:
             raise self._refused_k("width")
         if not self.measures or set(self.measures) - {*MEASURES, "all"}:
-            given = repr(", ".join(map(str, self.measures))) if self.measures else "is empty"
-            raise UsageError(
-                f"measures {given}; choose from all, {', '.join(MEASURES)} (all leaves out "
-                f"{', '.join(choices.expensive())}, which cost most: {','.join(choices.everything())} adds them)"
-            )
+            raise UsageError(choices.refusal(self.measures))
         for needing in choices.OPTIONS:
             if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
                 raise UsageError(

@@ -56,7 +56,7 @@ class _Lines:
     def advance(self, line: str) -> None:
         self.done += 1
         remaining = (time.perf_counter() - self.started) / self.done * (self.total - self.done)
-        self.notify(f"[{self.done}/{self.total}] {line}  about {remaining:.0f} s left")
+        self.notify(f"[{self.done}/{self.total}] {line}" + (f"  about {remaining:.0f} s left" if remaining else ""))
 
     def downloading(self, name: str, size: int) -> Callable[[int], None]:
         started = said = time.perf_counter()
