@@ -113,6 +113,8 @@ def scale_y(axes: "Axes", variable: str) -> None:
     """Give y the scale of a measured variable."""
     if BY_NAME[variable].axis == "logarithmic":
         logarithmic_y(axes)
+    if BY_NAME[variable].axis == "from zero":
+        axes.set_ylim(bottom=0)
 
 
 def logarithmic_y(axes: "Axes") -> None:

@@ -139,7 +139,7 @@ _OF_ONE = {  # label, formula, reference, text, axis
         "exp(−Σₖ pₖ ln pₖ), pₖ = sₖ / Σⱼ sⱼ, P = U S Vᵀ",
         "Roy and Vetterli (2007)",
         "How many directions of a small change of the token's state survive alike: at most the model's width",
-        "logarithmic",
+        "from zero",
     ),
 }
 

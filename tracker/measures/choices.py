@@ -99,7 +99,7 @@ def refusal(measures: Sequence[Any]) -> str:
             hints.append(f"did you mean {close[0]!r}?")
     return (
         f"{'; '.join([given, *hints])}{' Choose' if hints and hints[-1].endswith('?') else '; choose'} from "
-        f"{', '.join(allowed)} (all leaves out {', '.join(expensive())}, which costs most: {','.join(everything())} adds it)"
+        f"{', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: {','.join(everything())} adds them)"
     )
 
 
