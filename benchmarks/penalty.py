@@ -91,8 +91,8 @@ def examine(run: Run) -> dict[str, Any]:
 def _exact(Ja: Any, Jb: Any) -> float:
     """Return the mean over samples of the penalty of a pair, from its Jacobians (samples, d, d)."""
     C, R = Ja.mT @ Jb, Ja @ Jb.mT
-    asymmetric = sum((M - M.mT).square().sum((1, 2)) for M in (C, R))
-    return float((asymmetric / sum(2 * M.square().sum((1, 2)) for M in (C, R))).mean())
+    asymmetric = (C - C.mT).square().sum((1, 2)) + (R - R.mT).square().sum((1, 2))
+    return float((asymmetric / (2 * C.square().sum((1, 2)) + 2 * R.square().sum((1, 2)))).mean())
 
 
 def _time_steps(run: Run, model: Any) -> dict[str, Any]:

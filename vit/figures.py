@@ -53,7 +53,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     figure.supylabel(OUTCOMES[outcome], fontsize=8)
     ticks = np.linspace(0, 1, len(decays))
     bar = figure.colorbar(points, ax=list(axes), ticks=ticks, location="bottom", aspect=40, pad=0.02)
-    bar.solids.set_alpha(1)  # the colours of the large points
+    bar.set_alpha(1)  # the colours of the large points
     bar.ax.set_xticklabels([f"{decay:g}" for decay in decays], fontsize=7)
     bar.set_label("weight decay", fontsize=8)
     return figure

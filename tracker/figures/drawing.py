@@ -120,7 +120,7 @@ def scale_y(axes: "Axes", variable: str) -> None:
 def logarithmic_y(axes: "Axes") -> None:
     """Make y logarithmic, with plain numbers at powers of ten and, over fewer than three decades, between them."""
 
-    def between(y: float, _: int) -> str:
+    def between(y: float, _: float) -> str:
         low, high = axes.get_ylim()
         return f"{y:g}" if high < 4 * low or (high < 1000 * low and f"{y:e}"[0] in "235") else ""
 

@@ -1,8 +1,7 @@
 """The choices of `measures=`. Nothing heavy is imported here: command lines read this file to print their help."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal
 
 
@@ -83,24 +82,6 @@ def everything() -> tuple[str, ...]:
 def includes(measures: Collection[str], name: str) -> bool:
     """Whether `measures=` requests a name, itself or by "all"."""
     return name in measures or ("all" in measures and name not in expensive())
-
-
-def refusal(measures: Sequence[Any]) -> str:
-    """Return what is wrong with a value of `measures=` that names no choice, and what may be given."""
-    from tracker.measures.registry import BY_NAME
-
-    allowed = ("all", *choices())
-    given = f"measures {', '.join(map(str, measures))!r}" if measures else "measures is empty"
-    hints = []
-    for name in (str(one) for one in measures if one not in allowed):
-        if name in BY_NAME and BY_NAME[name].option:
-            hints.append(f"{name} is a variable that {BY_NAME[name].option!r} measures")
-        elif close := get_close_matches(name, allowed, 1):
-            hints.append(f"did you mean {close[0]!r}?")
-    return (
-        f"{'; '.join([given, *hints])}{' Choose' if hints and hints[-1].endswith('?') else '; choose'} from "
-        f"{', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: {','.join(everything())} adds them)"
-    )
 
 
 def explain_all(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
