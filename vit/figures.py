@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, shades, training_axis
@@ -38,7 +39,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
             error = np.sqrt(y * (1 - y) / grid.attrs["images"])
             panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         colour = [decays.index(decay) / max(len(decays) - 1, 1) for decay in cells["weight_decay"].values]
-        points = panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=10, alpha=0.35, lw=0)
+        panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=10, alpha=0.35, lw=0)
         means = setting_means(cells, np.stack([x, y], 1))
         of_setting = [decays.index(decay) / max(len(decays) - 1, 1) for decay in setting_labels(cells, "weight_decay")]
         panel.scatter(*means.T, c=of_setting, cmap="viridis", vmin=0, vmax=1, s=24, zorder=3)
@@ -52,8 +53,9 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     figure.supxlabel(coupling_label(at), fontsize=8)
     figure.supylabel(OUTCOMES[outcome], fontsize=8)
     ticks = np.linspace(0, 1, len(decays))
-    bar = figure.colorbar(points, ax=list(axes), ticks=ticks, location="bottom", aspect=40, pad=0.02)
-    bar.set_alpha(1)  # the colours of the large points
+    bar = figure.colorbar(
+        ScalarMappable(cmap="viridis"), ax=list(axes), ticks=ticks, location="bottom", aspect=40, pad=0.02
+    )
     bar.ax.set_xticklabels([f"{decay:g}" for decay in decays], fontsize=7)
     bar.set_label("weight decay", fontsize=8)
     return figure
