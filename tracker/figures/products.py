@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 
 from tracker.analysis.across_models import Results
-from tracker.figures.drawing import at_step, banded_line, panels, shades
+from tracker.figures.drawing import at_step, panels, shades
 from tracker.figures.jacobians import RANKS
+from tracker.figures.palette import BLUE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,12 +37,14 @@ def spectra(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
         of_all = ds["lyapunov_exponent"].isel(step=i).stack(sample=SAMPLES).transpose("sample", "exponent").values
         share = np.arange(1, of_all.shape[-1] + 1) / of_all.shape[-1]
         low, middle, high = np.nanquantile(of_all, [0.25, 0.5, 0.75], axis=0)
-        banded_line(exponents, share, middle, low, high, shades(1)[0])
+        exponents.fill_between(share, low, high, color=BLUE, alpha=0.2, lw=0)
+        exponents.plot(share, middle, color=BLUE)
         exponents.axhline(0, color="grey", lw=0.8, ls=":")
         rows.append(
             pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
         )
         values.set_yscale("log")
+        values.tick_params(which="minor", labelsize=7)
         values.set_title(at_step(name, ds, i), fontsize=8)
         exponents.set_title(at_step(name, ds, i), fontsize=8)
         values.set_xlabel("Block l", fontsize=8)

@@ -25,6 +25,7 @@ from tracker.figures.drawing import (
     training_axis,
 )
 from tracker.figures.palette import BLUE, ORANGE
+from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,6 +94,9 @@ def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables
             columns = {"depth": columns.pop(axis), **columns}
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         panel.set_yscale(axis_scale(variable))
+        panel.tick_params(which="minor", labelsize=7)
+        if BY_NAME[variable].axis == "from zero":
+            panel.set_ylim(bottom=0)
         panel.set_title(name, fontsize=8)
         panel.set_xlabel("State after block l" if axis == "depth" else "Block l", fontsize=8)
         panel.set_ylabel(axis_label(variable), fontsize=8)

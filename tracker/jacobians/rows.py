@@ -100,7 +100,7 @@ class Jacobians:
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.replica = replica
-        self.precision = precision
+        self.precision: Precision = precision
         self.memory = memory
         self.advance = advance
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used

@@ -8,7 +8,7 @@ from typing import Any
 
 from tracker.measures import depth_use, normality
 from tracker.measures.coordinates import OURS
-from tracker.measures.declaration import Measure
+from tracker.measures.declaration import Axis, Measure
 
 LAYER, POSITION = ("token", "layer"), ("layer", "position")
 SECTION = "Jacobians"  # of the W&B dashboard
@@ -126,7 +126,7 @@ _FORMS = {  # of products: the blocks, in symbols and in words
     "from_first": ("P = (I + Jˡ) … (I + J¹)", "from the first block to block l"),
     "to_last": ("P = (I + Jᴸ) … (I + Jˡ)", "from block l to the last block"),
 }
-_OF_ONE = {  # label, formula, reference, text, axis
+_OF_ONE: dict[str, tuple[str, str, str, str, Axis]] = {  # label, formula, reference, text, axis
     "amplification": (
         "amplification",
         "s₁, P = U S Vᵀ",
@@ -139,7 +139,7 @@ _OF_ONE = {  # label, formula, reference, text, axis
         "exp(−Σₖ pₖ ln pₖ), pₖ = sₖ / Σⱼ sⱼ, P = U S Vᵀ",
         "Roy and Vetterli (2007)",
         "How many directions of a small change of the token's state survive alike: at most the model's width",
-        "logarithmic",
+        "from zero",
     ),
 }
 

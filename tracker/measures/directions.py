@@ -62,7 +62,8 @@ class Head:
         """Return the change of the logits, to first order, along directions; the weights are there."""
         if self.norm is not None:
             x = self.x[:, None].expand_as(directions).contiguous()
-            _, directions = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())
+            changes: Any = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())[1]
+            directions = changes
         name = self.replica.description.unembedding
         assert name is not None
         unembedding = self.replica.module.get_submodule(name)

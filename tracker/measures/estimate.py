@@ -203,7 +203,7 @@ def _coupling(case: _Case) -> dict[str, float]:
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds
-    timed = seconds_of_blocks(layer, [(middle, row)] * R, len(recording.calls), settings.extras(), _timed_again)
+    timed = seconds_of_blocks(case.jacobians, recording, [(middle, row)] * R, layer, settings.extras(), _timed_again)
     return stages | {choice: factor * seconds for choice, seconds in timed.items()}
 
 

@@ -66,7 +66,7 @@ def scalars_of_row(choices: Sequence[str], d: int) -> int:
 
 def steps(choices: Sequence[str], L: int) -> int:
     """Return how often L blocks that do not keep their Jacobians count each row (`Jacobians.advance`)."""
-    return L * bool(measured(choices)) + (L - 1) * ("products" in choices)
+    return L * bool((FORMING | {"depth_use"}) & set(choices)) + (L - 1) * ("products" in choices)
 
 
 def measure_blocks(
