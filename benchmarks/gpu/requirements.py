@@ -5,22 +5,11 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-PACKAGES = (  # that the steps import
-    *(
-        "torch",
-        "torchvision",
-        "transformers",
-        "timm",
-        "lightning",
-        "torchmetrics",
-        "numpy",
-        "xarray",
-        "h5netcdf",
-        "h5py",
-    ),
-    *("jaxtyping", "huggingface_hub", "safetensors", "tokenizers", "scipy", "matplotlib", "plotly", "rich"),
-    *("jsonargparse", "docstring_parser", "typeshed_client", "pytest", "hypothesis", "beartype"),
-)
+# That the steps import.
+PACKAGES = """
+torch torchvision transformers timm lightning torchmetrics numpy xarray h5netcdf h5py jaxtyping huggingface_hub safetensors
+tokenizers scipy matplotlib plotly rich jsonargparse docstring_parser typeshed_client pytest hypothesis beartype
+""".split()
 REMEDY = (
     "install them, or bring their wheels (pip download --no-deps --only-binary=:all: --dest DIR NAME ...) and give "
     "--wheels DIR"

@@ -60,9 +60,7 @@ STEPS = (
         "callback",
         "a training run of a ViT-Ti with the callback",
         "benchmarks.callback",
-        tuple(
-            "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed".split(),
-        ),
+        tuple("--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed".split()),
         tuple("--width 16 --depth 2 --heads 2 --batch 4 --every 4 --repeats 1 --probe 2".split()),
         limit=100,
         least=60,

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tracker import pythia
+from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
 from tracker.results import Store
 
@@ -83,3 +83,21 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
     )
     assert Store(walker.directory / "out").steps() == [0, 1, 4]
     assert list(starts) == [0, 1, 2, 4] and len(set(starts.values())) == 1
+
+
+def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    calls = []
+
+    def scarce(*arguments, **options):
+        calls.append(options["memory_budget"])
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    monkeypatch.setattr(measurement, "measure", scarce)
+    assert pythia.main(walker.arguments("--steps", "0,1,2,4", "--memory_budget", "50MB")) == 2
+    assert calls == [50_000_000] * 3
+    assert capsys.readouterr().err == (
+        "error: memory runs out with a budget of 0.05 GB beside the weights (Unable to allocate 8.00 GiB); give a smaller "
+        "--memory_budget\n"
+    )

@@ -45,9 +45,8 @@ from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_erro
 from tracker.linalg.jacobian import LinearOperator
 from tracker.linalg.transfer import read, standard_normal
 
-ROUNDED = (
-    1e-5  # tolerance in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
-)
+# Tolerance in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings.
+ROUNDED = 1e-5
 FAST = 5e-2  # tolerance of products in TF32 or bfloat16
 WINDOW = 16  # tokens
 
