@@ -28,11 +28,11 @@ def test_the_error_and_the_help_say_how_to_add_it():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("couplng", "^measures 'couplng'; did you mean 'coupling'\\? Choose from all, coupling"),
-        ("lss", "^measures 'lss'; lss is a variable that 'trajectory' measures; choose from all"),
+        ("couplng", r"^measures 'couplng' \(did you mean 'coupling'\?\); choose from all, coupling"),
+        ("lss", r"^measures 'lss' \(lss is a variable that 'trajectory' measures\); choose from all"),
         (
             ["coupling", "miscoupling"],
-            "^measures 'coupling, miscoupling'; miscoupling is a variable that 'coupling' measures",
+            r"^measures 'coupling, miscoupling' \(miscoupling is a variable that 'coupling' measures\)",
         ),
     ],
 )

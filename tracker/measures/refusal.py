@@ -18,8 +18,8 @@ def refusal(measures: Sequence[Any]) -> str:
             hints.append(f"{name} is a variable that {BY_NAME[name].option!r} measures")
         elif close := get_close_matches(name, allowed, 1):
             hints.append(f"did you mean {close[0]!r}?")
+    meant = f" ({', '.join(hints)})" if hints else ""
     return (
-        f"{'; '.join([given, *hints])}{' Choose' if hints and hints[-1].endswith('?') else '; choose'} from "
-        f"{', '.join(allowed)} (all leaves out {', '.join(choices.expensive())}, which cost most: "
+        f"{given}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(choices.expensive())}, which cost most: "
         f"{','.join(choices.everything())} adds them)"
     )
