@@ -49,6 +49,13 @@ def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsy
     assert after["to measure"].startswith(f"{len(STEPS) - 1}:")
 
 
+def test_sizes_that_nobody_lists_are_not_stated(walker, served, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    found = dry_run(capsys, "--model", "70m", "--steps", "128,256")
+    assert found["download"] == "not known: neither the hub nor the cache lists the files" and "disk" not in found
+    assert found["time"].startswith("not estimated")
+
+
 def test_a_directory_of_checkpoints_needs_no_hub(walker, suite, capsys, tmp_path):
     for i, snapshot in enumerate(next(suite.rglob("snapshots")).iterdir()):
         shutil.copytree(snapshot, tmp_path / "run" / f"step{i + 1}")

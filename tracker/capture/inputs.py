@@ -46,7 +46,7 @@ class Batch:
     decode: Callable[[list[int]], str] | None = None  # token ids -> text, of a prompt's tokenizer
 
 
-def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: int | None) -> list[Batch]:
+def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> list[Batch]:
     """Return the forward calls for `inputs`.
 
     Args:

@@ -88,20 +88,7 @@ def describe(
     if not missing:
         return "\n".join(entry(*line) for line in lines)
     if plan.selection.suite.on_hub:
-        found = downloads(plan.selection, missing)
-        unlisted = f"; {counted(found.unlisted, 'checkpoint')} not listed" if found.unlisted else ""
-        lines.append(("download", f"{size(found.download)}; {size(found.cached)} are in the cache already{unlisted}"))
-        limit = (
-            "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
-        )
-        lines.append(
-            (
-                "disk",
-                f"at most {size(found.kept(disk_budget))} of downloads ({limit}); {size(found.largest)} per checkpoint",
-            )
-        )
-        if disk_budget is not None and found.largest > disk_budget:
-            lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
+        lines += _download_lines(downloads(plan.selection, missing), len(missing), disk_budget)
     try:
         cost, hashing = checkpoint_cost(plan, missing, tokenizer)
     except UsageError:
@@ -121,6 +108,26 @@ def describe(
     if (host := _memory()) and cost.peak_bytes > host:
         text.append(entry("warning", f"a measurement takes more memory than this machine has ({size(host)})"))
     return "\n".join([*text, *str(cost).splitlines()[1:]])
+
+
+def _download_lines(found: Downloads, checkpoints: int, disk_budget: int | None) -> list[tuple[str, str]]:
+    """Return what is said of downloads."""
+    from tracker.measures.cost import size
+
+    if found.unlisted == checkpoints:
+        return [("download", "not known: neither the hub nor the cache lists the files")]
+    unlisted = f", without {counted(found.unlisted, 'checkpoint')} not listed" if found.unlisted else ""
+    limit = "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
+    lines = [
+        ("download", f"{size(found.download)}; {size(found.cached)} are in the cache already{unlisted}"),
+        (
+            "disk",
+            f"at most {size(found.kept(disk_budget))} of downloads ({limit}); {size(found.largest)} per checkpoint",
+        ),
+    ]
+    if disk_budget is not None and found.largest > disk_budget:
+        lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
+    return lines
 
 
 @panics_as_errors()
