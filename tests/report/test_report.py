@@ -252,8 +252,9 @@ class TestNumbers:
         drawn = named(shown(page, "entropy"), "step 2,000")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.entropy.median(("prompt", "position")), rtol=1e-6)
         drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
-        expected = ds.equidistance_window.median(("prompt", "position"))
-        np.testing.assert_allclose(numbers(drawn), expected, rtol=1e-6)
+        expected = ds.equidistance_window.median(("prompt", "position")).values
+        assert not np.isfinite(expected).all()  # depths at which no window fits are left out
+        np.testing.assert_allclose(numbers(drawn), expected[np.isfinite(expected)], rtol=1e-6)
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]
         above = (ds.miscoupling_null - ds.miscoupling).sel(k=4).where(apart)
