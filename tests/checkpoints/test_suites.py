@@ -30,7 +30,7 @@ def test_unpublished_variants_are_refused(name):
         find_suite(name)
 
 
-@pytest.mark.parametrize("name", ["../nothere", "./run", "/work/run", "results/run/units", ".hidden"])
+@pytest.mark.parametrize("name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"])
 def test_a_path_that_is_no_directory_is_named_as_such(name):
     """It is not asked for on the hub, whose client calls the connection bad."""
     with pytest.raises(ValueError, match=f"^no directory {name}, and it can't be the name of a repository"):
