@@ -94,8 +94,13 @@ def run(grid: Grid, recipe: Recipe) -> int:
     use = _use(grid, recipe, engine)
     if grid.dry_run:
         return _dry_run(recipes, missing, engine, use.jobs)
+    share = 0.0
     if missing and engine == "processes":
         processes.start_server()
+    elif missing:
+        from vit import tune
+
+        share = tune.connect(grid.address, grid.cpus_per_cell, use.share)
     from tracker.loggers.wandb import resolve_mode
     from vit.data import load
 
@@ -111,7 +116,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
         if missing and engine == "ray":
             from vit import tune
 
-            tune.run_cells(missing, out / ".ray", grid.address, grid.cpus_per_cell, use.share, grid.retries, ended)
+            tune.run_cells(missing, out / ".ray", grid.cpus_per_cell, share, grid.retries, ended)
         elif missing:
             processes.run_cells(missing, use.jobs or 1, grid.retries, ended, use.gpus)
     bad = {

@@ -21,10 +21,14 @@ def check_accelerator(name: str) -> None:
     Raises:
         ValueError: if PyTorch finds none.
     """
+    if name in ("gpu", "cuda") and not _gpus():
+        raise ValueError(f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu")
+
+
+def _gpus() -> int:
     import torch
 
-    if name in ("gpu", "cuda") and not torch.accelerator.device_count():
-        raise ValueError(f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu")
+    return torch.accelerator.device_count()
 
 
 def check_ray(address: str | None, cpus: float, gpus: float | None) -> None:
@@ -40,9 +44,7 @@ def check_ray(address: str | None, cpus: float, gpus: float | None) -> None:
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if address in (None, "local"):
-        import torch
-
-        check_machines([{"CPU": os.cpu_count() or 1, "GPU": torch.accelerator.device_count()}], cpus, gpus)
+        check_machines([{"CPU": os.cpu_count() or 1, "GPU": _gpus() if gpus else 0}], cpus, gpus)
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():  # auto

@@ -33,34 +33,38 @@ class Report(tune.Callback):
         self.on_end(self.recipes[trial.config["cell"]])
 
 
-def run_cells(
-    recipes: Sequence[Recipe],
-    storage: Path,
-    address: str | None,
-    cpus: float,
-    gpus: float | None,
-    retries: int,
-    on_end: Callable[[Recipe], None],
-) -> None:
-    """Train the cells on Ray, each with the given CPUs and GPUs; record final failures in failed.json.
+def connect(address: str | None, cpus: float, gpus: float | None) -> float:
+    """Start Ray, or connect to a cluster; return the GPUs of a cell.
 
     Args:
-        gpus: GPUs per cell. Default: 1 if any of Ray's machines has a GPU, which this one need not have.
+        cpus: CPUs of a cell.
+        gpus: GPUs of a cell. Default: 1 if any of Ray's machines has a GPU, which this one need not have.
 
     Raises:
         ValueError: if there is no cluster, or none of its machines has what a cell needs.
     """
-    # Absolute paths, because Ray chooses the current directory of a worker.
-    by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
     try:
         ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError as error:
         raise ValueError(f"--address {address}; {error}") from error
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if gpus is None:
+        gpus = float(any(machine.get("GPU", 0) for machine in machines))
     try:
-        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if gpus is None:
-            gpus = float(any(machine.get("GPU", 0) for machine in machines))
         check_machines(machines, cpus, gpus)
+    except ValueError:
+        ray.shutdown()
+        raise
+    return gpus
+
+
+def run_cells(
+    recipes: Sequence[Recipe], storage: Path, cpus: float, gpus: float, retries: int, on_end: Callable[[Recipe], None]
+) -> None:
+    """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json."""
+    # Absolute paths, because Ray chooses the current directory of a worker.
+    by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
+    try:
         tuner = tune.Tuner(
             tune.with_resources(tune.with_parameters(_trial, recipes=by_name), {"cpu": cpus, "gpu": gpus}),
             param_space={"cell": tune.grid_search(list(by_name))},

@@ -60,18 +60,12 @@ def test_one_job_for_each_gpu_by_default(options, recipe, expected, tmp_path, mo
     assert given == [expected]
 
 
-@pytest.mark.parametrize(
-    "options, recipe, resources, expected",
-    [
-        ({}, RECIPE, {"GPU": 2.0}, 1.0),
-        ({}, RECIPE, {"CPU": 8.0}, 0.0),
-        ({}, replace(RECIPE, accelerator="cpu"), {"GPU": 2.0}, 0.0),
-        ({"gpus_per_cell": 0.25}, RECIPE, {"GPU": 2.0}, 0.25),
-    ],
-)
-def test_rays_machines_decide_on_gpus_not_the_driver(options, recipe, resources, expected, tmp_path, monkeypatch):
+@pytest.fixture
+def ray(monkeypatch):
+    """Ray without machines; a function that gives it some, and what cells ask for."""
     tune = pytest.importorskip("vit.tune")
-    requests = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    requests, ended = [], []
     fake = SimpleNamespace(
         Tuner=lambda *_, **__: SimpleNamespace(fit=lambda: []),
         with_parameters=lambda *_, **__: None,
@@ -79,7 +73,41 @@ def test_rays_machines_decide_on_gpus_not_the_driver(options, recipe, resources,
         **{name: lambda *_, **__: None for name in ("grid_search", "RunConfig", "FailureConfig")},
     )
     monkeypatch.setattr(tune, "tune", fake)
-    for name, result in (("init", None), ("shutdown", None), ("cluster_resources", resources)):
-        monkeypatch.setattr(tune.ray, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(tune.ray, "init", lambda **_: None)
+    monkeypatch.setattr(tune.ray, "shutdown", lambda: ended.append(True))
+
+    def machines(*resources):
+        monkeypatch.setattr(tune.ray, "nodes", lambda: [{"Alive": True, "Resources": one} for one in resources])
+
+    return SimpleNamespace(machines=machines, requests=requests, ended=ended, ray=tune.ray)
+
+
+@pytest.mark.parametrize(
+    "options, recipe, resources, expected",
+    [
+        ({}, RECIPE, {"CPU": 2.0, "GPU": 2.0}, 1.0),
+        ({}, RECIPE, {"CPU": 8.0}, 0.0),
+        ({}, replace(RECIPE, accelerator="cpu"), {"CPU": 2.0, "GPU": 2.0}, 0.0),
+        ({"gpus_per_cell": 0.25}, RECIPE, {"CPU": 2.0, "GPU": 2.0}, 0.25),
+    ],
+)
+def test_rays_machines_decide_on_gpus_not_the_driver(options, recipe, resources, expected, ray, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
+    ray.machines(resources)
     grid.run(grid.Grid(engine="ray", out=tmp_path, **options), recipe)
-    assert requests == [{"cpu": 1.0, "gpu": expected}]
+    assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
+
+
+def test_a_cluster_without_a_machine_for_a_cell_is_refused_before_data_is_loaded(ray, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
+    ray.machines({"CPU": 4.0}, {"CPU": 8.0, "GPU": 1.0})
+    run = grid.Grid(engine="ray", address="auto", gpus_per_cell=2.0, out=tmp_path / "grid")
+    assert grid.run(run, RECIPE) == 2 and ray.ended
+    assert "--gpus_per_cell 2; no machine has that" in capsys.readouterr().err
+
+    def refuse(**_):
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray.ray, "init", refuse)
+    assert grid.run(run, RECIPE) == 2
+    assert capsys.readouterr().err == "error: --address auto; Could not find any running Ray instance\n"
