@@ -395,7 +395,7 @@ def test_table_1(several, tmp_path):
     (cells,) = figure.axes[0].tables
     assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == ["unscored", "32", "—", "—"]
     assert figure.get_supxlabel() == (
-        "score: mean of arc, wino; training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
+        "score: mean of arc, wino\ntraining tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
     )
 
 

@@ -120,7 +120,7 @@ def test_one_step_of_a_store(measured):
         ("1a", "no scores; give stores of several models with scores"),
         (
             "nothing",
-            "unknown figure 'nothing'; choose from curves, definitions, heatmap, table1, table4, 1a, 1b, 1c, 3, ",
+            "unknown figure 'nothing'; choose from curves, definitions, depth_use, .*, heatmap, .*, table1, table4, 1a, ",
         ),
         ("all", "unknown figure 'all'; choose from curves"),  # of the command line
         ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),

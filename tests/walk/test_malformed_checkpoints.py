@@ -127,7 +127,7 @@ def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
     assert walk(tmp_path) == 1
     assert Store(tmp_path / "out").steps() == [1] and (tmp_path / "out" / "report.html").exists()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("failed: step 2: ") and "surrogates not allowed" in line
+    assert line.startswith("failed: step 2: ") and "is not valid UTF-8" in line
 
 
 def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys):

@@ -103,7 +103,8 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
         rows += [(f"asked for: {name}", str(value)) for name, value in store.read_settings().items()]
-    rows += [(name.replace("_", " "), str(value)) for name, value in ds.attrs.items() if name != "blocks"]
+    # Sorted, as files give attributes back in an order of their own.
+    rows += [(name.replace("_", " "), str(value)) for name, value in sorted(ds.attrs.items()) if name != "blocks"]
     if "pair_position" in ds:
         rows.append(("layers compared across tokens", layers_in_words(ds)))
     if "jacobians_count" in ds:
