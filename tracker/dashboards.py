@@ -151,7 +151,7 @@ def _scores() -> "Section":
 
     scores = LinePlot(title="Scores", x=AXIS, metric_regex="score/.*", log_x=True)
     return _section(
-        "Scores", [scores, _lines("1: suspect, the weights may not be those of the step", ["checkpoint/suspect"])]
+        "Scores", [scores, _lines("1: suspect, the weights may not be those of the step", ["training/suspect"])]
     )
 
 

@@ -95,7 +95,7 @@ class TestReplay:
             for name, value in points.items():
                 assert row[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
             assert row["coupling/heatmap/k2._type"] == "image-file"
-        assert [row["checkpoint/suspect"] for row in rows] == [0, 1, 0]
+        assert [row["training/suspect"] for row in rows] == [0, 1, 0]
 
     def test_the_run_says_what_it_is(self, replayed):
         (run,) = of("run", replayed)

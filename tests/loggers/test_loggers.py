@@ -16,7 +16,7 @@ from tracker.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row
-from tracker.loggers.wandb import WandbRun
+from tracker.loggers.wandb import NAMING, WandbRun
 from tracker.measures import names
 from tracker.results import Store
 
@@ -89,14 +89,17 @@ def test_a_lightning_logger_receives_rows(tmp_path):
     assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
 
 
-@pytest.mark.parametrize(("version", "continued"), [(None, False), (1, False), (names.VERSION, True)])
-def test_a_wandb_run_with_older_names_is_not_continued(version, continued, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("naming", "continued"),
+    [({}, False), ({names.ATTRIBUTE: 1}, False), ({names.ATTRIBUTE: names.VERSION}, False), (NAMING, True)],
+)
+def test_a_wandb_run_with_older_names_is_not_continued(naming, continued, monkeypatch, tmp_path):
     """Its metrics have other meanings: all units go to a new run."""
     started = MagicMock()
     monkeypatch.setattr("wandb.init", started)
     store = Store(tmp_path / "run")
     store.check_settings({})
-    known = {"id": "before", "logged": [0, 4]} | ({names.ATTRIBUTE: version} if version else {})
+    known = {"id": "before", "logged": [0, 4], **naming}
     (store.path / "wandb-run.json").write_text(json.dumps(known))
     run = WandbRun("online", LoggedRun(store, "p", "n", {}))
     assert (started.call_args.kwargs["id"], run.logged) == (("before", [0, 4]) if continued else (None, []))

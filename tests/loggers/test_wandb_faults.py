@@ -51,7 +51,7 @@ def test_a_walk_is_complete_whatever_the_server_does(walks, fault):
     assert "4 checkpoints" in (walk.store.path / "report.html").read_text()
     assert walk.ended - walk.store.file(8).stat().st_mtime < SECONDS
     (file,) = (walk.store.path / "wandb").glob("run-*/*.wandb")
-    assert [row["item"]["checkpoint/step"] for row in of("history", records(file))] == [0, 2, 4, 8]
+    assert [row["item"]["training/step"] for row in of("history", records(file))] == [0, 2, 4, 8]
     last = walk.out.strip().splitlines()[-1]
     if fault is None:
         assert last.startswith("W&B online: http") and walk.server.rows == 4

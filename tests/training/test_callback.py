@@ -622,7 +622,7 @@ def test_wandb_by_default(tmp_path):
     assert {name for name in logged if "heatmap" not in name} == HEADLINES | COST
     metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
     for name in HEADLINES | COST:
-        assert "hidden" not in metrics[name]["options"] and metrics[name]["step_metric"] == "checkpoint/step", name
+        assert "hidden" not in metrics[name]["options"] and metrics[name]["step_metric"] == "training/step", name
 
 
 def offline_records(directory: Path) -> list[dict]:
@@ -646,10 +646,10 @@ def test_wandb(tmp_path):
         for name, value in scalars(unit).items():
             assert logged[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
         assert logged["coupling/heatmap/k2._type"] == "images/separated"
-        assert logged["checkpoint/step"] == step
+        assert logged["training/step"] == step
     metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
     headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
-    assert headline["step_metric"] == quartile["step_metric"] == "checkpoint/step"
+    assert headline["step_metric"] == quartile["step_metric"] == "training/step"
     assert headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]
     assert quartile["options"]["hidden"]
 

@@ -199,7 +199,7 @@ def test_steps_share_equal_texts_of_their_prompts(tmp_path):
 def test_row_has_the_values_of_the_whole_unit():
     whole = large_unit(3).assign_coords(suspect="doubted")
     row = Row.from_unit(whole)
-    assert row.scalars == scalars(whole) and row.checkpoint == {"checkpoint/suspect": 1, "checkpoint/tokens": 3000}
+    assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
     assert row.matrices.nbytes < whole.nbytes / 20
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))

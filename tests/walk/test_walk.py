@@ -245,7 +245,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
     ).stdout.splitlines()
     records = [*map(json.loads, lines)]
     rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    assert [row["checkpoint/step"] for row in rows] == [0, 4, 8]
+    assert [row["training/step"] for row in rows] == [0, 4, 8]
     kept = [record["artifact"] for record in records if record["type"] == "artifact"]
     (results,) = [artifact["manifest"]["contents"] for artifact in kept if artifact["type"] == "results"]
     units = [f"units/step{step:08d}.nc" for step in (0, 4, 8)]

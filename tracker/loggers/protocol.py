@@ -32,9 +32,9 @@ class Row:
         """Reduce a unit to the content of a log."""
         checkpoint = {}
         if "suspect" in unit.coords:
-            checkpoint["checkpoint/suspect"] = int(unit["suspect"].item() != "")
+            checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords:
-            checkpoint["checkpoint/tokens"] = int(unit["tokens_seen"])
+            checkpoint["training/tokens"] = int(unit["tokens_seen"])
         measured = [name for name in MISCOUPLINGS if name in unit]
         matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
         points = scalars(unit)

@@ -1,6 +1,6 @@
 """Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
 
-The metric axis is `checkpoint/step` instead of W&B's own step, so points may arrive in any order. All values of
+The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. All values of
 `statistics.scalars` are logged. The automatic workspace shows the headline numbers (`tracker.measures.headline`) and hides the
 others; `tracker.dashboards` shows these as well.
 """
@@ -28,7 +28,11 @@ Mode = Literal["auto", "online", "offline", "off"]
 RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
-AXIS = "checkpoint/step"
+AXIS = "training/step"
+NAMING = {
+    names.ATTRIBUTE: names.VERSION,
+    "axis": AXIS,
+}  # a run whose metrics have other meanings or axes is not continued
 FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
 UNITS = 10.0  # seconds for a server to take the units, and a second more for each megabyte
 ASK = 10  # seconds for a server to state how much it has
@@ -117,7 +121,7 @@ class WandbRun:
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = json.loads(self.memory.read_text()) if self.memory and self.memory.exists() else {}
-        if known.get(names.ATTRIBUTE) != names.VERSION:  # its metrics have other meanings: a new run gets all units
+        if any(known.get(name) != value for name, value in NAMING.items()):  # a new run gets all units
             known = {}
         self.logged: list[int] = known.get("logged", [])
         self.headlines: dict[int, Mapping[str, float]] = {}  # by step
@@ -132,9 +136,9 @@ class WandbRun:
             resume="allow" if known else None,
             settings=run_settings(),
         )
-        for metric in ("checkpoint/suspect", "coupling/heatmap/*", "coupling/pairs"):
+        for metric in ("training/suspect", "coupling/heatmap/*", "coupling/pairs"):
             self.run.define_metric(metric, step_metric=AXIS)
-        self.run.define_metric("checkpoint/tokens", hidden=True)
+        self.run.define_metric("training/tokens", hidden=True)
 
     def images(self, row: Row) -> None:
         """Add the heat maps and the table of the layer pairs to the step that `log` sends, unless this run has it."""
@@ -166,7 +170,7 @@ class WandbRun:
         if missing:
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            content = {"id": self.run.id, "logged": self.logged, names.ATTRIBUTE: names.VERSION}
+            content = {"id": self.run.id, "logged": self.logged, **NAMING}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"
 
