@@ -24,9 +24,21 @@ import subprocess  # noqa: E402
 import sys  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import no_type_check  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
 from tests import pretend_device  # noqa: E402
+from tracker.capture.replicas import guard  # noqa: E402
+from tracker.linalg import linear, precision  # noqa: E402
+
+# PyTorch calls these at every operation: if their annotations were checked each time, tests would take twice as long.
+for function in (
+    precision._is_floating,
+    precision.Roundings.__torch_function__,
+    linear.FrozenLinear.__torch_function__,
+    guard.WriteGuard.__torch_dispatch__,
+):
+    no_type_check(function)
 
 ROOT = Path(__file__).parent.parent
 TINY = nano.Recipe(
