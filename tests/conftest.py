@@ -33,7 +33,7 @@ from tracker.linalg import linear, precision  # noqa: E402
 
 # PyTorch calls these at every operation: if their annotations were checked each time, tests would take twice as long.
 for function in (
-    precision._is_floating,
+    precision._sizes,
     precision.Roundings.__torch_function__,
     linear.FrozenLinear.__torch_function__,
     guard.WriteGuard.__torch_dispatch__,

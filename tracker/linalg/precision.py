@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 OLDER = {"ieee": "highest", "tf32": "high"}
 
@@ -71,12 +70,20 @@ class Roundings(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         if not self.seen:
-            given = [t.dtype.itemsize for t in tree_leaves((arguments, keywords)) if _is_floating(t)]
-            # An operation that returns None writes to its first argument, which rounds as well.
-            written = arguments[:1] if result is None else result
-            self.seen = any(t.dtype.itemsize < max(given, default=0) for t in tree_leaves(written) if _is_floating(t))
+            with torch._C.DisableTorchFunction():  # other modes would be called for each attribute that is read here
+                given = max(_sizes((arguments, keywords)), default=0)
+                # An operation that returns None writes to its first argument, which rounds as well.
+                self.seen = any(size < given for size in _sizes(arguments[:1] if result is None else result))
         return result
 
 
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _sizes(values: Any) -> Iterator[int]:
+    """Yield the bytes per number of each floating tensor in nested tuples, lists and dictionaries."""
+    if isinstance(values, Tensor):
+        if values.is_floating_point():
+            yield values.dtype.itemsize
+    elif isinstance(values, dict):
+        yield from _sizes(list(values.values()))
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _sizes(value)
