@@ -27,8 +27,8 @@ def arguments(directory: Path, engine: str = "processes", **recipe) -> list[str]
     ]
 
 
-def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
-    process = start(*arguments(directory, **options), *more, module="vit.grid")
+def run(directory: Path, *more: str, cold: bool = False, **options) -> tuple[int, str, str]:
+    process = start(*arguments(directory, **options), *more, module="vit.grid", cold=cold)
     out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
@@ -37,7 +37,7 @@ def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
 def trained_grid(tmp_path_factory) -> Path:
     """Directory of a 2 x 2 grid that ran without interruption."""
     directory = tmp_path_factory.mktemp("grid")
-    status, out, err = run(directory)
+    status, out, err = run(directory, cold=True)
     assert status == 0, err
     assert "4 cells, 0 already done; processes" in out and "[4/4] " in out
     return directory

@@ -302,7 +302,7 @@ def test_walks_killed_twenty_times_give_an_uninterrupted_walks_results(walker, s
     walker.cache = tmp_path / "uninterrupted-cache"
     started = time.perf_counter()
     assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
-    seconds = time.perf_counter() - started  # most of them to import libraries
+    seconds = time.perf_counter() - started
     walker.cache = tmp_path / "killed-cache"
     store = Store(walker.directory / "out")
     served.fail("GET .*safetensors", slow=0.3, times=10_000)  # slow enough for downloads to take as long as measuring
