@@ -46,7 +46,7 @@ def main() -> None:
     # The last thing that a child does before the interpreter frees modules, when nanobind would list all that is frozen below.
     atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the children and the tests, which end this process
-    for module in PRELOADED:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
     threads = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
     if len(threads) > 1:
@@ -55,18 +55,17 @@ def main() -> None:
     gc.freeze()  # else a child's first collection copies every page, which takes 2 s
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         request = serve(requests)
-    if request:
-        sys.argv[1:] = request["arguments"]
-        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    sys.argv[1:] = request["arguments"]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
-def serve(requests: socket.socket) -> dict | None:
-    """Fork a keeper for each request; return the request in the child that is to run it, None when tests have ended."""
+def serve(requests: socket.socket) -> dict:
+    """Fork a keeper for each request, until the tests end; return the request in the child that is to run it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
         message, files, *_ = socket.recv_fds(requests, MESSAGE, 4)
         if not message:
-            return None
+            os._exit(0)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return keep(json.loads(message), files)

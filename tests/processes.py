@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tests.fork_server import MESSAGE
+from tests.fork_server import MESSAGE, PRELOADED
 
 ROOT = Path(__file__).parent.parent
 # Variables that the server's modules have read for good; those that a child reads anew are in `fork_server.become`.
@@ -70,7 +70,7 @@ def server() -> tuple[socket.socket, subprocess.Popen[str], dict[str, str]]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+            [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *PRELOADED],
             cwd=ROOT,
             env=environment,
             text=True,

@@ -165,6 +165,7 @@ def test_random_states_are_as_in_fresh_processes():
 def test_the_server_ends_with_the_test_process():
     code = """
 from tests import processes
+processes.PRELOADED = ()
 processes.run("tests.statements", "pass")
 print(processes.server()[1].pid)
 """

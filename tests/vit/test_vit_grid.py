@@ -144,7 +144,7 @@ def test_failing_cells_do_not_stop_the_others(trained_grid, tmp_path):
 
 @pytest.mark.slow
 def test_ray_trains_the_same_cells(trained_grid, tmp_path):
-    status, out, err = run(tmp_path, engine="ray")
+    status, out, err = run(tmp_path, engine="ray", cold=True)
     assert status == 0 and "; ray; " in out and "[4/4]" in out, err
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
