@@ -59,14 +59,12 @@ def offline_run(directory: Path) -> Path:
     return file
 
 
-def command(
-    module: str, *arguments: str, home: Path, cold: bool = False, **environment: str
-) -> subprocess.CompletedProcess:
+def command(module: str, *arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess:
     settings = {**os.environ, "HOME": str(home), "NETRC": str(home / "netrc"), **environment}
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         if name not in environment:
             settings.pop(name, None)
-    return processes.run(module, *arguments, env=settings, cold=cold)
+    return processes.run(module, *arguments, env=settings, cold=True)
 
 
 def copied(store: Store, to: Path) -> Store:
@@ -289,7 +287,7 @@ def test_help_is_quick(module, tmp_path):
     durations = []
     for _ in range(3):
         started = time.perf_counter()
-        done = command(module, "--help", home=tmp_path, cold=True)
+        done = command(module, "--help", home=tmp_path)
         durations.append(time.perf_counter() - started)
         assert done.returncode == 0 and "usage" in done.stdout
     assert min(durations) < 1

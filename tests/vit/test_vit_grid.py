@@ -27,8 +27,8 @@ def arguments(directory: Path, engine: str = "processes", **recipe) -> list[str]
     ]
 
 
-def run(directory: Path, *more: str, cold: bool = False, **options) -> tuple[int, str, str]:
-    process = start(*arguments(directory, **options), *more, module="vit.grid", cold=cold)
+def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
+    process = start(*arguments(directory, **options), *more, module="vit.grid", cold=True)
     out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
@@ -37,7 +37,7 @@ def run(directory: Path, *more: str, cold: bool = False, **options) -> tuple[int
 def trained_grid(tmp_path_factory) -> Path:
     """Directory of a 2 x 2 grid that ran without interruption."""
     directory = tmp_path_factory.mktemp("grid")
-    status, out, err = run(directory, cold=True)
+    status, out, err = run(directory)
     assert status == 0, err
     assert "4 cells, 0 already done; processes" in out and "[4/4] " in out
     return directory
@@ -89,7 +89,7 @@ def workers_of(out: Path) -> set[int]:
 
 @pytest.mark.slow
 def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path):
-    process = start(*arguments(tmp_path), module="vit.grid")
+    process = start(*arguments(tmp_path), module="vit.grid", cold=True)
     second = tmp_path / "grid" / CELLS[1]
     wait_for((second / "history.json").exists, process)
     process.kill()
@@ -108,7 +108,7 @@ def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_
 @pytest.mark.slow
 def test_killed_worker_is_retried_or_recorded(trained_grid, tmp_path):
     def kill_first_worker(*more: str):
-        process = start(*arguments(tmp_path), *more, module="vit.grid")
+        process = start(*arguments(tmp_path), *more, module="vit.grid", cold=True)
         first = tmp_path / "grid" / CELLS[0]
         # A killed cell leaves units behind, so the new training has started only if a worker exists too.
         worker: list[int] = []
@@ -144,7 +144,7 @@ def test_failing_cells_do_not_stop_the_others(trained_grid, tmp_path):
 
 @pytest.mark.slow
 def test_ray_trains_the_same_cells(trained_grid, tmp_path):
-    status, out, err = run(tmp_path, engine="ray", cold=True)
+    status, out, err = run(tmp_path, engine="ray")
     assert status == 0 and "; ray; " in out and "[4/4]" in out, err
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
