@@ -20,18 +20,16 @@ def seeded():
     torch.manual_seed(0)
 
 
-import subprocess  # noqa: E402
-import sys  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import no_type_check  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
-from tests import pretend_device  # noqa: E402
+from tests import pretend_device, processes  # noqa: E402
 from tracker.capture.replicas import guard  # noqa: E402
 from tracker.linalg import linear, precision  # noqa: E402
 
-# PyTorch calls these at every operation: if their annotations were checked each time, tests would take twice as long.
+# PyTorch calls these at every operation: if their annotations were checked each time, tests would take a third longer.
 for function in (
     precision._sizes,
     precision.Roundings.__torch_function__,
@@ -40,7 +38,7 @@ for function in (
 ):
     no_type_check(function)
 
-ROOT = Path(__file__).parent.parent
+ROOT = processes.ROOT
 TINY = nano.Recipe(
     characters=120_000,
     layers=3,
@@ -63,7 +61,7 @@ def suite(tmp_path_factory) -> Path:
 
 
 class Walker:
-    """Runner of `python -m tracker.pythia` over the tiny suite, in a separate process."""
+    """Runner of `python -m tracker.pythia` over the tiny suite, in a separate process; `cold` is as in `processes.start`."""
 
     def __init__(self, cache: Path, directory: Path):
         self.cache, self.directory = cache, directory
@@ -75,16 +73,21 @@ class Walker:
         given = ["--model", model, "--prompts", str(self.prompts), "--k", "4,8", "--device", "cpu"]
         return [*given, "--out", str(self.directory / "out"), "--wandb", "off", *more]
 
-    def start(self, *arguments: str, model: str = "block-coupling/nano", wandb: str = "off", **environment: str):
-        command = [sys.executable, "-m", "tracker.pythia", *self.arguments("--wandb", wandb, *arguments, model=model)]
-        settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    def start(
+        self,
+        *arguments: str,
+        model: str = "block-coupling/nano",
+        wandb: str = "off",
+        cold: bool = False,
+        **environment: str,
+    ):
+        settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1"}
         settings.pop("WANDB_API_KEY", None)
         settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
-        return subprocess.Popen(
-            command, cwd=ROOT, env=settings, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        given = self.arguments("--wandb", wandb, *arguments, model=model)
+        return processes.start("tracker.pythia", *given, env=settings, cold=cold)
 
-    def run(self, *arguments: str, **options: str) -> tuple[int, str, str]:
+    def run(self, *arguments: str, **options) -> tuple[int, str, str]:
         """Run a walk; return exit status, standard output and standard error."""
         process = self.start(*arguments, **options)
         out, err = process.communicate(timeout=300)

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from tests.capture.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
-from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget
@@ -19,11 +18,8 @@ SECONDS = 120  # some fifteen are used; a rank that waits for another one would 
 def ranks(tmp_path_factory):
     """Results of the cases on each rank; of those before one hung, if one did."""
     directory = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.capture.sharded_ranks"]
-    running = [
-        subprocess.Popen([*command, str(rank), str(directory)], cwd=ROOT, env=environment) for rank in range(RANKS)
-    ]
+    options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": None, "stderr": None}
+    running = [processes.start("tests.capture.sharded_ranks", rank, directory, **options) for rank in range(RANKS)]
     try:
         for process in running:
             process.wait(SECONDS)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tracker
+from tests import processes
 from tests.models import neox, tokens
 from tracker import dashboards, replay
 from tracker.analysis.statistics import scalars
@@ -24,7 +25,6 @@ from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.headline import MEAN_OFFDIAG, headline_names
 from tracker.results import Store
 
-ROOT = Path(__file__).parent.parent.parent
 STEPS = (0, 2, 8)
 UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
@@ -60,13 +60,11 @@ def offline_run(directory: Path) -> Path:
 
 
 def command(module: str, *arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess:
-    settings = {**os.environ, "HOME": str(home), "NETRC": str(home / "netrc"), "OMP_NUM_THREADS": "1", **environment}
+    settings = {**os.environ, "HOME": str(home), "NETRC": str(home / "netrc"), **environment}
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         if name not in environment:
             settings.pop(name, None)
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=settings, text=True, capture_output=True, timeout=300
-    )
+    return processes.run(module, *arguments, env=settings, cold=True)
 
 
 def copied(store: Store, to: Path) -> Store:

@@ -3,11 +3,10 @@
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import tracker
-from tests.conftest import ROOT
+from tests import processes
 from tracker.report import write_report
 
 
@@ -16,16 +15,14 @@ def run_on_two_ranks(module: str, directory: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", module, str(directory)]
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
     }
     ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        processes.start(module, directory, env={**common, "RANK": str(rank)}, stdout=subprocess.DEVNULL)
         for rank in range(2)
     ]
     try:

@@ -1,7 +1,6 @@
 """Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
 import json
-import os
 import re
 import resource
 import subprocess
@@ -23,7 +22,8 @@ import tracker
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
-from tests.conftest import ROOT, TINY
+from tests import processes
+from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
 from tracker.analysis.statistics import scalars
 from tracker.errors import UsageError
@@ -310,17 +310,15 @@ def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
         assert Store(place).read_settings().get("pair_layers") == expected
 
 
-def run_process(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tests.lightning_runs", *map(str, arguments)]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300)
+def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
+    return processes.run("tests.lightning_runs", *arguments, cold=cold)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     """Directory of an uninterrupted run in one process."""
     out = tmp_path_factory.mktemp("uninterrupted")
-    ran = run_process("--out", out)
+    ran = run_process("--out", out, cold=True)
     assert ran.returncode == 0, ran.stderr
     return out
 

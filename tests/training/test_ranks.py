@@ -5,12 +5,11 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests import processes
 from tests.training.failing_ranks import CONTINUED, ENDED, PROBE, STEPS
 from tracker import CouplingCallback
 from tracker.results import Store
@@ -21,12 +20,11 @@ LINE = r" (failing_ranks.py, line "
 
 def run_ranks(directory: Path, *options: str) -> int:
     """Run the two ranks; return the exit status, negative if they had to be killed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.training.failing_ranks", str(directory), *options]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with (directory / "output").open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+        streams = {"stdout": output, "stderr": output}
+        module = "tests.training.failing_ranks"
+        process = processes.start(module, directory, *options, env=environment, start_new_session=True, **streams)
         try:
             process.wait(SECONDS)
         except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ def arguments(directory: Path, engine: str = "processes", **recipe) -> list[str]
 
 
 def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
-    process = start(*arguments(directory, **options), *more, module="vit.grid")
+    process = start(*arguments(directory, **options), *more, module="vit.grid", cold=True)
     out, err = process.communicate(timeout=600)
     return process.returncode, out, err
 
@@ -89,7 +89,7 @@ def workers_of(out: Path) -> set[int]:
 
 @pytest.mark.slow
 def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path):
-    process = start(*arguments(tmp_path), module="vit.grid")
+    process = start(*arguments(tmp_path), module="vit.grid", cold=True)
     second = tmp_path / "grid" / CELLS[1]
     wait_for((second / "history.json").exists, process)
     process.kill()
@@ -108,7 +108,7 @@ def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_
 @pytest.mark.slow
 def test_killed_worker_is_retried_or_recorded(trained_grid, tmp_path):
     def kill_first_worker(*more: str):
-        process = start(*arguments(tmp_path), *more, module="vit.grid")
+        process = start(*arguments(tmp_path), *more, module="vit.grid", cold=True)
         first = tmp_path / "grid" / CELLS[0]
         # A killed cell leaves units behind, so the new training has started only if a worker exists too.
         worker: list[int] = []

@@ -15,7 +15,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.conftest import ROOT
+from tests import processes
 from tracker.results import VOLATILE
 from vit import cells
 from vit.command import main
@@ -290,20 +290,12 @@ def write_config(directory: Path, **more) -> str:
     return str(file)
 
 
-def start(*arguments: str, module: str = "vit.train", **environment: str) -> subprocess.Popen:
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+def start(*arguments: str, module: str = "vit.train", cold: bool = False, **environment: str):
+    """Start a training or another command; `cold` is as in `processes.start`."""
+    settings = {**os.environ, **environment}
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         settings.pop(name, None)
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=settings,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    return processes.start(module, *arguments, env=settings, start_new_session=True, cold=cold)
 
 
 class TestCommandLine:
@@ -312,7 +304,7 @@ class TestCommandLine:
             seconds = []
             for _ in range(3):
                 start_time = os.times().children_user + os.times().children_system
-                process = start("--help", module=module)
+                process = start("--help", module=module, cold=True)
                 out, _ = process.communicate()
                 seconds.append(os.times().children_user + os.times().children_system - start_time)
                 assert process.returncode == 0 and (
@@ -341,7 +333,7 @@ class TestCommandLine:
 
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
-        process = start(*arguments)
+        process = start(*arguments, cold=True)
         assert process.stdout
         for line in process.stdout:
             if line.startswith("epoch 1/3"):
@@ -395,7 +387,7 @@ def test_run_killed_in_mid_epoch_is_resumed(augment, devices, tmp_path):
     assert_same_training(*directories)
 
 
-def finish(process: subprocess.Popen) -> None:
+def finish(process: "subprocess.Popen[str] | processes.Forked") -> None:
     """Wait for a process that must succeed; if it takes too long, end it with its children."""
     try:
         _, err = process.communicate(timeout=900)

@@ -219,7 +219,7 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
 
 
 def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
-    status, out, err = walker.run("--steps", "0,2")
+    status, out, err = walker.run("--steps", "0,2", cold=True)
     assert status == 0, err
     results = walker.directory / "out"
     assert Store(results).steps() == [0, 2] and (results / "report.html").exists()
@@ -269,7 +269,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
 
 @pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])
 def test_interrupted_start_is_reported(walker, moment):
-    process = walker.start()
+    process = walker.start(cold=True)
     time.sleep(moment)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -352,7 +352,7 @@ def test_full_disk_keeps_finished_units(walker):
     process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
     try:
-        process = walker.start("--steps", "0,1")
+        process = walker.start("--steps", "0,1", cold=True)  # it inherits this process's limits
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
     _, err = process.communicate(timeout=120)

@@ -1,0 +1,115 @@
+"""A process that has imported what is slow to import, and forks a child for each request of `tests.processes`.
+
+A child differs from `python -m MODULE` in nothing that a test looks at: it's a process of its own with its own group if asked,
+ends by the signal that kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which
+reports the exit status and keeps the child's id from being used again until the caller has read it.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+# What walks and trainings import, without the modules that tests run: those are executed anew, as __main__.
+PRELOADED = (
+    "accelerate",
+    "h5netcdf",
+    "lightning",
+    "matplotlib.pyplot",
+    "sklearn.datasets",
+    "timm",
+    "torch._dynamo",
+    "torchvision",
+    "tracker.analysis.across_models",
+    "tracker.loggers.wandb",
+    "tracker.measurement",
+    "tracker.report.write",
+    "tracker.training",
+    "tracker.walk.command",
+    "transformers",
+    "transformers.quantizers.auto",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "vit.training",
+    "wandb",
+)
+MESSAGE = 1 << 20  # bytes, at most
+
+
+def main() -> None:
+    # The last thing that a child does before the interpreter frees modules, when nanobind would list all that is frozen below.
+    atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the children and the tests, which end this process
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    threads = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+    if len(threads) > 1:
+        raise RuntimeError(f"imports have started threads ({', '.join(threads)}), which a forked child would lack")
+    gc.collect()
+    gc.freeze()  # else a child's first collection copies every page, which takes 2 s
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        request = serve(requests)
+    sys.argv[1:] = request["arguments"]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def serve(requests: socket.socket) -> dict:
+    """Fork a keeper for each request, until the tests end; return the request in the child that is to run it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    while True:
+        message, files, *_ = socket.recv_fds(requests, MESSAGE, 4)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return keep(json.loads(message), files)
+        for file in files:
+            os.close(file)
+
+
+def keep(request: dict, files: list[int]) -> dict:
+    """Fork the child, in which this returns; in the keeper, report the child's exit status and end."""
+    child = os.fork()
+    with socket.socket(fileno=files.pop(0)) as caller:
+        if child == 0:
+            become(request, files)
+            caller.send(str(os.getpid()).encode())
+            return request
+        for file in files:
+            os.close(file)
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        with suppress(OSError):  # the caller has ended
+            caller.send(str(status).encode())
+            caller.recv(1)  # returns when the caller has read the status
+    os._exit(0)
+
+
+def become(request: dict, files: list[int]) -> None:
+    """Give this process what a fresh interpreter would have: signals, session, standard streams, environment, random state."""
+    import huggingface_hub.constants
+    import numpy
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["start_new_session"]:
+        os.setsid()
+    for standard, file in enumerate(files):
+        os.dup2(file, standard)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    # It has read HF_HUB_OFFLINE, HF_HUB_CACHE, HF_ENDPOINT and HOME. Its users look its names up when they need them; the
+    # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `tests.processes` does not accept.
+    importlib.reload(huggingface_hub.constants)
+    numpy.random.seed()  # as torch's and Python's: the first is a constant, the second is renewed by os.fork
+
+
+if __name__ == "__main__":
+    main()
