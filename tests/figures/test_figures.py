@@ -1,6 +1,7 @@
 """Each figure is drawn, and the numbers that it plots are computed again by other means."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -21,9 +22,26 @@ from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
 from tracker.report.summary import summary
-from tracker.results import Store, open_results
+from tracker.results import Store
+from tracker.results import open_results as read_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
+
+
+READ = {}
+
+
+def open_results(path):
+    """Open results; those that did not change since the last time are kept, as reading takes longer than drawing."""
+    state = tuple((unit.name, unit.stat().st_mtime_ns) for unit in sorted((Path(path) / "units").glob("*")))
+    if READ.get(path, (None,))[0] != state:
+        READ[path] = state, read_results(path)
+    return READ[path][1].copy(deep=True)
+
+
+@pytest.fixture(autouse=True)
+def results_are_read_once(monkeypatch):
+    monkeypatch.setattr("tracker.figures.write.open_results", open_results)
 
 
 def store(path, seed=0, size=None, measures="all,tokenwise,halves", steps=STEPS, **options):
