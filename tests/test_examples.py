@@ -81,13 +81,18 @@ def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(s
     model, tokenizer = load(cached_snapshot(nano.REPO, "step8", suite))
     example = runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="example")
     with pytest.warns(UserWarning, match="cut to its first 32"):
-        results = example["measure"](model, tokenizer, tmp_path / "out", "coupling,trajectory,normality", prompts=2, k=4)
+        results = example["measure"](
+            model, tokenizer, tmp_path / "out", "coupling,trajectory,normality", prompts=2, k=4
+        )
     assert results.step.values.tolist() == [0, 1] and results.revision[0] == "untrained, seed 0"
     assert results.sizes["position"] == 32
     head, _, *rows = example["table"](results).splitlines()
     assert all(row.count("|") == head.count("|") for row in rows)
     values = results.lss.sel(step=1).median("position").values
     (row,) = [row for row in rows if row.startswith("| lss, ")]
-    mean, margin = values.mean(), 12.706 * values.std(ddof=1) / 2**0.5  # the 0.975 quantile of t with a degree of freedom
+    mean, margin = (
+        values.mean(),
+        12.706 * values.std(ddof=1) / 2**0.5,
+    )  # the 0.975 quantile of t with a degree of freedom
     assert f"| {mean:.4g} [{mean - margin:.4g}, {mean + margin:.4g}] |" in row
     assert any("symmetric_share" in row for row in rows) and not any("departure" in row for row in rows)
