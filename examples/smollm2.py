@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import xarray as xr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -111,8 +112,15 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
         for words, pairs in chosen.items():
             over = ("token", "layer", "layer_other")
             yield f"{name}, K = {k}, {words}", matrix.where(pairs).mean(over), null.where(pairs).mean(over)
+    for larger in ds.k.values[1:]:
+        matrix, null = (ds[name].sel(k=larger) for name in ("miscoupling_raw", "miscoupling_raw_null"))
+        distinct = matrix.where(apart > 0).mean(("token", "layer", "layer_other"))
+        yield f"miscoupling_raw, K = {larger}, l ≠ l'", distinct, null.mean(("token", "layer"))
     for name in ("lss", "expodistance", "alpha_mean", "equidistance"):
         yield f"{name}, median over tokens", ds[name].median("position"), None
+    alpha = np.log(ds.norm).diff("depth").isel(depth=slice(1, None))
+    without = (alpha.var("depth") / alpha.mean("depth") ** 2).median("position")
+    yield "expodistance of the blocks from the second on, median over tokens", without, None
     if "entropy" in ds:
         yield "entropy of the next token, median over tokens", ds.entropy.isel(depth=-1).median("position"), None
     for name in (f"{kind}_miscoupling" for kind in ("self", "fixed_input", "fixed_output")):
@@ -132,7 +140,7 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
                 yield f"{name}, block {layer}", defined.sel(layer=layer), None
     if "lyapunov_exponent" in ds:
         width = ds.sizes["exponent"]
-        for number in (1, width // 2, width):
+        for number in (1, width // 2):
             yield f"lyapunov_exponent {number}", ds.lyapunov_exponent.sel(exponent=number).mean("token"), None
     for name in filter(ds.data_vars.__contains__, OF_BLOCKS):
         null = ds[f"{name}_null"].mean(("token", "layer")) if f"{name}_null" in ds else None
@@ -147,6 +155,11 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     for name in filter(ds.data_vars.__contains__, ("block_influence", "update_cosine")):
         for layer in ds.layer.values[[0, len(ds.layer) // 2, -1]]:
             yield f"{name}, block {layer}, median over tokens", ds[name].sel(layer=layer).median("position"), None
+    if "noise_similarity" in ds:
+        for depth in (1, int(ds.depth[-1])):
+            for level in ds.noise.values[-2:]:
+                similarity = ds.noise_similarity.sel(depth=depth, noise=level).mean("position")
+                yield f"noise_similarity, noise of {level:g}, after block {depth}", similarity, None
     for name in filter(ds.data_vars.__contains__, ("direction_out_score", "direction_in_score")):
         above = ds[name] > ds[f"{name}_null"]
         yield f"share of {name} above the null level", above.mean(("token", "layer", "direction")), None
