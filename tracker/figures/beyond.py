@@ -10,7 +10,7 @@ _PRODUCTS = tuple(
     f"{form}_{name}" for name in ("effective_rank", "amplification") for form in ("from_first", "to_last")
 )
 _USE = ("block_influence", "update_cosine", "jacobian_gain", "linear_error")
-_HALVES = tuple(f"{half}_{name}" for name in ("gain", "share", "coupling") for half in ("attention", "mlp"))
+_HALVES = tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
 
 BEYOND = (
     Declaration(
@@ -41,7 +41,8 @@ BEYOND = (
         "halves",
         "Attention and MLP apart, by depth",
         partial(states.by_depth, variables=_HALVES),
-        f"not in the paper; {MEDIANS}; mis-coupling of each half in the bases of the other; {WITHOUT_NORM}; {AT_STEPS}",
+        f"not in the paper; {MEDIANS}; mis-coupling of each half in the bases of the other, null levels dotted; "
+        f"{WITHOUT_NORM}; {AT_STEPS}",
         _HALVES,
     ),
     Declaration(

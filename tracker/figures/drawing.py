@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 LETTERS_OF_LABEL = 34
 FEWEST_POINTS = 8  # of a statistic that figures print
-PER_ROW = 4  # panels
+PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
-def panels(count: int, given: "Axes | None" = None, **options: Any) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of `count` small panels, four per row; `options` are those of `Figure.subplots`.
+def panels(
+    count: int, given: "Axes | None" = None, per_row: int | None = None, **options: Any
+) -> "tuple[Figure, list[Axes]]":
+    """Return a figure of `count` small panels; `options` are those of `Figure.subplots`.
 
     Args:
         given: the caller's axes, which become the only panel.
+        per_row: the panels of a row. Default: as equal in number as possible, and at most four.
 
     Raises:
         UsageError: if axes are given and the figure has several panels.
@@ -42,7 +45,7 @@ def panels(count: int, given: "Axes | None" = None, **options: Any) -> "tuple[Fi
         require_panels(count, given)
         given.grid(alpha=0.3)
         return given.get_figure(root=True), [given]  # type: ignore[return-value]
-    columns = min(count, PER_ROW)
+    columns = per_row or -(-count // -(-count // PER_ROW))
     rows = -(-count // columns)
     figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
@@ -63,8 +66,9 @@ def require_panels(count: int, given: "Axes | None") -> None:
 
 def label_y(axes: "Sequence[Axes]", label: str) -> None:
     """Label the y axis that panels share, once for each row of panels."""
-    for i, panel in enumerate(axes):
-        if i % PER_ROW == 0:
+    for panel in axes:
+        place = panel.get_subplotspec()
+        if place is None or place.is_first_col():
             panel.set_ylabel(label, fontsize=8)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 HALVES = {"attention": "attention", "mlp": "MLP"}
+TICKS = 10  # at most, along an axis
 
 
 def residual_alignment(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
@@ -33,20 +34,28 @@ def residual_alignment(results: Results, _: int, given: "Axes | None" = None) ->
         if not len(layers):
             raise UsageError(f"the blocks of {name} do not show attention and MLP as modules; choose another figure")
         shown += [(name, ds, at.sel(layer=layers[i]), half) for half in HALVES for i in evenly_spaced(len(layers), 3)]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(
+        len(shown), given, per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]})
+    )
     tables = []
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
         A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
-        panel.imshow(A / max(float(at["singular_value"].sel(rank=1)), np.finfo(A.dtype).tiny), **SCALE)
+        s = at[
+            "singular_value_raw" if "singular_value_raw" in at else "singular_value"
+        ]  # of the block without the final norm
+        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), **SCALE)
         panel.grid(False)
+        ticks = np.arange(0, len(A), -(-len(A) // TICKS))
+        panel.set_xticks(ticks, ticks + 1)
+        panel.set_yticks(ticks, ticks + 1)
         panel.set_title(f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}", fontsize=8)
         panel.set_xlabel("vₖ of the block", fontsize=8)
         panel.set_ylabel("uₖ of the block", fontsize=8)
         row, column = np.indices(A.shape).reshape(2, -1) + 1
         columns = {"half": half, "layer": layer, "row": row, "column": column, "value": A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[-1], **columns}))
-    bar = figure.colorbar(
-        axes[0].images[0], ax=axes, fraction=0.05, label="|Uᵀ J V| / largest singular value\nof the block"
-    )
+    label = "|Uᵀ J V|, J of the half, relative to the\nlargest singular value of the block"
+    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     bar.ax.tick_params(labelsize=7)
+    bar.ax.yaxis.label.set_fontsize(8)
     return figure, pd.concat(tables, ignore_index=True)

@@ -78,7 +78,7 @@ def at_layers(
 
 
 def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables: Sequence[str]) -> "Plotted":
-    """Draw medians and quartiles against depth, one line for each of at most four steps."""
+    """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
     shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
     figure, axes = panels(len(shown), given)
     rows = []
@@ -91,13 +91,21 @@ def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables
             values = ds[variable].isel(step=i).dropna(axis, how="all")
             columns = quartile_line(panel, values, axis, colour, label)
             columns = {"depth": columns.pop(axis), **columns}
+            if (null := f"{variable}_null") in ds:
+                level = ds[null].isel(step=i).sel({axis: values[axis]})
+                columns["null"] = level.median([dim for dim in level.dims if dim != axis]).values
+                panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         scale_y(panel, variable)
         panel.set_title(name, fontsize=8)
         panel.set_xlabel("State after block l" if axis == "depth" else "Block l", fontsize=8)
         panel.set_ylabel(axis_label(variable), fontsize=8)
-    if axes[0].get_legend_handles_labels()[1]:
-        axes[0].legend(fontsize=6)
+        if f"{variable}_null" in ds:
+            panel.plot([], [], color="0.4", ls=":", lw=1.2, label="null level")
+    for panel in axes:
+        labels = panel.get_legend_handles_labels()[1]
+        if "null level" in labels or (labels and panel is axes[0]):
+            panel.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
 
 
