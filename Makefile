@@ -1,6 +1,8 @@
 # make demo: install, train the small model `nano`, measure its checkpoints, write results/nano/report.html
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
-# make test: install, run every test
+# make test: install, run the tests that take less than 30 s each
+# make test-all: install, run every test
+# make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make lint: run ruff, pyright and import-linter
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
@@ -8,7 +10,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo demo-vit test lint docs package gpu .venv
+PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+.PHONY: demo demo-vit test test-all test-oldest lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -31,7 +35,15 @@ demo-vit: .venv/installed
 
 # One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+
+test-all: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+test-oldest: .venv/installed
+	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/oldest
+	$(BIN)/uv pip install --quiet --compile-bytecode --python build/oldest/bin/python --resolution lowest-direct --editable '.[dev]'
+	OMP_NUM_THREADS=1 build/oldest/bin/python $(PYTEST)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,3 +1,3 @@
 """The version of the distribution: `pyproject.toml` reads it, and results state it without an installation."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
