@@ -27,7 +27,7 @@ PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 	@touch $@
 
 demo: .venv/installed
-	$(BIN)/python -m tracker.pythia --model nano --measures all,tokenwise --out results/nano --wandb offline
+	$(BIN)/python -m tracker.pythia --model nano --measures all --out results/nano --wandb offline
 
 demo-vit: .venv/installed
 	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --engine processes --jobs 2 --threads 1 --wandb offline --out results/vit/demo

@@ -13,7 +13,7 @@ on `tracker`.
 | `integrity` | suspect revisions (known defects, repeated or missing files) and fingerprints of weights |
 | `load` | models and tokenizers from a directory or a Lightning checkpoint |
 | `scores` | published and users' benchmark scores, joined by step |
-| `nano` | the embedded suite: a small GPT-NeoX, trained locally in about 90 s |
+| `nano` | the embedded suite: a small GPT-NeoX, trained locally in about a minute |
 | `files` | atomic writes, file locks and content hashes |
 | `__main__` | the commands `python -m checkpoints list` and `verify` |
 """

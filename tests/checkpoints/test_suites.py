@@ -89,6 +89,23 @@ def test_nano_has_pythias_configuration():
     assert (config.num_hidden_layers, config.hidden_size) == (6, 128)
 
 
+def test_nano_is_initialised_as_pythia():
+    model = nano.build(nano.Recipe())
+    writes, others = 2 / (6 * 128**0.5), (2 / (5 * 128)) ** 0.5  # 6 layers, 128 wide
+    matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+    assert len(matrices) == 2 + 6 * 4
+    for name, weight in matrices.items():
+        expected = writes if "attention.dense." in name or "dense_4h_to_h" in name else others
+        assert float(weight.std()) == pytest.approx(expected, rel=0.03) and abs(float(weight.mean())) < 0.002, name
+
+
+def test_rate_of_nano_rises_and_falls():
+    recipe = nano.Recipe(warm_up=4, steps=(0, 12))
+    rates = [recipe.rate_at(t) for t in range(13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1 and rates[8] == pytest.approx(0.55) and rates[12] == pytest.approx(0.1)
+
+
 def branches(monkeypatch, *names: str):
     monkeypatch.setattr("checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
 

@@ -201,6 +201,7 @@ def test_row_has_the_values_of_the_whole_unit():
     row = Row.from_unit(whole)
     assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
     assert row.matrices.nbytes < whole.nbytes / 20
+    assert Row.from_unit(whole, summary(whole)).scalars == row.scalars
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)

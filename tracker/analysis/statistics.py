@@ -232,14 +232,15 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     return {"inverse": inverse, "fitted": intercept + fit["slope"] * layers, **line}
 
 
-def scalars(unit: xr.Dataset) -> dict[str, float]:
+def scalars(unit: xr.Dataset, points: xr.Dataset | None = None) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
-    The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
+    `points` are the unit's `curves` of all measures, where they are known already: they take seconds. The mis-coupling off the
+    diagonal at the smallest K, its null level and their difference have short names of their own
     (`tracker.measures.headline`). The number of undefined values is there if there are any.
     """
     logged = [measure for measure in MEASURES if measure.logged]
-    points = curves(unit, [measure.name for measure in logged])
+    points = curves(unit, [measure.name for measure in logged]) if points is None else points
     metrics = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
     flat = {
         "/".join([metric, *labels]): value

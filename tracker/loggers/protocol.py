@@ -28,8 +28,8 @@ class Row:
     headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod
-    def from_unit(cls, unit: xr.Dataset) -> "Row":
-        """Reduce a unit to the content of a log."""
+    def from_unit(cls, unit: xr.Dataset, points: xr.Dataset | None = None) -> "Row":
+        """Reduce a unit to the content of a log; `points` as in `scalars`."""
         checkpoint = {}
         if "suspect" in unit.coords:
             checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
@@ -37,10 +37,10 @@ class Row:
             checkpoint["training/tokens"] = int(unit["tokens_seen"])
         measured = [name for name in MISCOUPLINGS if name in unit]
         matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
-        points = scalars(unit)
-        shown = (*headlines(unit), *(name for name in points if name.startswith("score/")))
-        headline = tuple(name for name in shown if name in points)
-        return cls(int(unit["step"]), points, checkpoint, matrices, headline)
+        values = scalars(unit, points)
+        shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
+        headline = tuple(name for name in shown if name in values)
+        return cls(int(unit["step"]), values, checkpoint, matrices, headline)
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""

@@ -186,7 +186,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
         raise CheckpointError(selection.unlisted[checkpoint.name])
     if not selection.suite.on_hub and not (directory / "config.json").is_file():  # the embedded suite
         raise CheckpointError(
-            "nano is trained first, in about 90 s on two cores; a dry run after that times its blocks"
+            "nano is trained first, in about a minute on two cores; a dry run after that times its blocks"
         )
     if listing is None and not (directory / "config.json").is_file():
         raise CheckpointError(

@@ -93,7 +93,7 @@ class Summaries:
                     "that is of another model, or measure it into another --out"
                 ) from error
             break  # all others are alike
-        return Prepared(file_content(unit), summarised, self._row(unit))
+        return Prepared(file_content(unit), summarised, self._row(unit, summarised))
 
     def add(self, step: int, prepared: Prepared) -> xr.Dataset:
         """Write a unit whose step is claimed; return its summary."""
@@ -109,8 +109,8 @@ class Summaries:
         """Take the row that loggers receive of a unit; None if it was taken before, or without loggers."""
         return self._rows.pop(step, None)
 
-    def _row(self, unit: xr.Dataset) -> Row | None:
-        return Row.from_unit(unit) if self.with_rows else None
+    def _row(self, unit: xr.Dataset, points: xr.Dataset | None = None) -> Row | None:
+        return Row.from_unit(unit, points) if self.with_rows else None
 
     def _keep(self, step: int, row: Row | None) -> xr.Dataset:
         if row is not None:
