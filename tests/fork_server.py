@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 
 # What walks and trainings import, without the modules that tests run: those are executed anew, as __main__.
@@ -96,6 +97,7 @@ def become(request: dict, files: list[int]) -> None:
     """Give this process what a fresh interpreter would have: signals, session, standard streams, environment, random state."""
     import huggingface_hub.constants
     import numpy
+    from wandb.sdk.data_types._private import MEDIA_TMP
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if request["start_new_session"]:
@@ -108,6 +110,8 @@ def become(request: dict, files: list[int]) -> None:
     # It has read HF_HUB_OFFLINE, HF_HUB_CACHE, HF_ENDPOINT and HOME. Its users look its names up when they need them; the
     # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `tests.processes` does not accept.
     importlib.reload(huggingface_hub.constants)
+    # W&B has made a directory for pictures on import, which the first child to exit would remove.
+    MEDIA_TMP.name = tempfile.mkdtemp("wandb-media")
     numpy.random.seed()  # as torch's and Python's: the first is a constant, the second is renewed by os.fork
 
 
