@@ -1,6 +1,6 @@
 # make demo: install, train the small model `nano`, measure its checkpoints, write results/nano/report.html
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
-# make test: install, run the tests that take less than 30 s each
+# make test: install, run the tests that take less than 15 s each
 # make test-all: install, run every test
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make lint: run ruff, pyright and import-linter

@@ -183,6 +183,7 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
     assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0

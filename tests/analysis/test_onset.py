@@ -141,6 +141,7 @@ def test_undefined_prompts_do_not_count_in_the_null_level():
     assert onset(STEPS, broken, null=null) == onset(STEPS, np.delete(departed, 3, 1), null=1.0)
 
 
+@pytest.mark.slow
 def test_chance_alignment_of_untrained_models():
     """The numbers in docs/measurements.md: mean distances from the null level, as shares of it."""
     sizes = transformers.GPTNeoXConfig(

@@ -68,6 +68,7 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
         assert included[shared].sizes["layer"] == included[shared].sizes["layer_other"] == included.sizes["layer"] == 3
 
 
+@pytest.mark.slow
 def test_both_conventions_where_jacobians_do_not_fit_together():
     model, given = build("gpt_neox", Size(width=64))
     options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}
@@ -109,6 +110,7 @@ def test_rows_of_several_samples_a_few_at_a_time():
     np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
     model, given = build("gpt_neox", Size(width=192))
     options = {"k": (3, 6), "dtype": torch.float64, "tokens": "all", "svd": "full"}

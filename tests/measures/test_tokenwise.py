@@ -233,6 +233,7 @@ class Letters:
         return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair_layers", [1, 0, [(1, 3), (3, 1)]], ids=str)
 def test_prompts_pass_through_a_block_together_and_give_what_each_gives_alone(pair_layers, monkeypatch):
     model, _ = build("gpt_neox")

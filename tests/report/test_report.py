@@ -207,6 +207,7 @@ class TestNumbers:
 
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_every_matrix_curve_and_level(self, page, results):
         ds = tracker.open_results(results)
         points = curves(ds)
@@ -818,6 +819,7 @@ class TestHonesty:
         assert "1 checkpoint at step 7" in page.inner_text("header")
         assert page.is_disabled("#step")
 
+    @pytest.mark.slow
     def test_results_of_before_the_layers_could_be_chosen(self, open_page, results, tmp_path):
         """They are of tokens within a block, which the page says; of results on one page each says its own."""
         import torch
@@ -885,6 +887,7 @@ class TestSize:
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_one_store_and_several(self, results, other, tmp_path, capsys):
         assert main([str(results), "--out", str(tmp_path / "page.html")]) == 0
         assert 4_000_000 < (tmp_path / "page.html").stat().st_size < 7_000_000
@@ -919,6 +922,7 @@ class TestCommandLine:
 class TestWatch:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_the_page_follows_a_run_until_it_is_interrupted(self, open_page, tmp_path):
         store, file = Store(tmp_path / "run"), tmp_path / "page.html"
         command = [sys.executable, "-u", "-m", "tracker.report", str(store.path), "--out", str(file), "--watch", "2"]

@@ -137,6 +137,7 @@ def test_live_equals_the_checkpoint(tmp_path, precision):
     assert list(watch.units) == [0, 3, 6, 8]
 
 
+@pytest.mark.slow
 def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
     """Train the suite again, with the callback: the weights are the same, and the units are those of the walk."""
     assert walker.run(OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
@@ -323,6 +324,7 @@ def uninterrupted(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
     run_process("--out", tmp_path, "--terminate_at", 4)
     assert Store(tmp_path / "store").steps() == [0, 2, 4]

@@ -157,6 +157,7 @@ def test_batches_are_pinned_for_an_accelerator_alone(pretend):
             assert all(part.is_pinned() == pinned for part in next(iter(loader)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_run_resumed_on_a_device_equals_an_uninterrupted_run(pretend, tmp_path, monkeypatch, ema):
     recipe = replace(HARD, **DEVICE, ema=ema)

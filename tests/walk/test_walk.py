@@ -99,6 +99,7 @@ def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, c
     assert "pair_layers was None, now 1); results are never mixed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, capsys):
     """Another seed is refused, scores belong to trained steps only, and more checkpoints can be added."""
     steps = tmp_path / "steps"
@@ -127,6 +128,7 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp_path, capsys):
     """The variable is undefined in the older units, in curves, page and figures; all else is unchanged."""
     from tracker.figures.write import main as draw
@@ -236,6 +238,7 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     assert ds.attrs["final_norm"] == "include" and ds.diagnostics_complete.all() and ds.diagnostics_sliced.all()
 
 
+@pytest.mark.slow
 def test_wandb_store_and_page_show_the_same_numbers(walker):
     status, out, err = walker.run("--steps", "0,4,8", wandb="auto")
     assert status == 0, err
@@ -277,6 +280,7 @@ def test_interrupted_start_is_reported(walker, moment):
     assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_interrupted_walk_is_resumed(walker, number):
     process = walker.start("--tokens", "all")  # all positions, so that there is time to interrupt
@@ -317,6 +321,7 @@ def test_walk_killed_ten_times_is_completed(walker, tmp_path):
     assert_same_results(walker.directory / "out", uninterrupted)
 
 
+@pytest.mark.slow
 def test_damaged_unit_is_measured_again(walker):
     assert walker.run("--steps", "0,1")[0] == 0
     file = Store(walker.directory / "out").file(1)
@@ -344,6 +349,7 @@ def test_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
     assert "failed: step 2" in err and "missing or damaged" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_finished_units(walker):
     """A limit of 40 kB on the size of files, enforced by the kernel, imitates a full disk."""
     import resource
@@ -484,6 +490,7 @@ def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
             shutil.copy(snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name)
 
 
+@pytest.mark.slow
 def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, suite, tmp_path, capsys):
     """One line for all of them; --tokenizer and --inputs measure them, and the results are those of their own tokenizer."""
     run, tokenizer = tmp_path / "run", str(snapshots(suite) / commit(suite, 0))
