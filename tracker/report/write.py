@@ -132,6 +132,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
+    from tracker.report.findings import findings
     from tracker.report.picture import picture
     from tracker.report.texts import texts
     from tracker.results import Store
@@ -174,7 +175,14 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
-        summary=_items([_summary(name if several else "", ds) for name, ds in summaries.items()]),
+        summary=_items(
+            [
+                f"{f'{name}: ' if several else ''}{line}"
+                for name, ds in summaries.items()
+                for line in (_summary(ds), findings(models[name]))
+                if line
+            ]
+        ),
         doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
         lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
         carried=_text(notes.carried(models)),
@@ -219,16 +227,13 @@ def _named(directory: str, ds: "xr.Dataset") -> str:
     return str(ds.attrs.get("suite") or ds.attrs.get("model_name") or directory)
 
 
-def _summary(name: str, ds: "xr.Dataset") -> str:
+def _summary(ds: "xr.Dataset") -> str:
     from tracker.report.contents import layers
 
     steps, count = ds["step"].values, len(ds["step"])
     span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
     blocks, prompts = layers(ds), ds.sizes["prompt"]
-    return (
-        f"{f'{name}: ' if name else ''}{counted(blocks, 'block')}, {counted(count, 'checkpoint')} "
-        f"{span}, {counted(prompts, 'prompt')}."
-    )
+    return f"{counted(blocks, 'block')}, {counted(count, 'checkpoint')} {span}, {counted(prompts, 'prompt')}."
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:

@@ -53,7 +53,7 @@ function onsetSaid(begun) {
   return begun.map(([m, , o]) => {
     const who = several ? ` of ${m.name}` : "",
       other = state.measure !== PAPERS && m.onset[PAPERS] && m.onset[PAPERS][state.k];
-    return ` Onset${who}: ${o.words}.` + (other ? ` Onset${who} by ${MEASURES[PAPERS].label}, as in Fig. 1b: ${other.words}.` :
+    return ` Onset${who}: ${o.words}.` + (other ? ` Onset${who} by ${MEASURES[PAPERS].label}, as in the paper's Fig. 1b: ${other.words}.` :
       "");
   }).join("");
 }
