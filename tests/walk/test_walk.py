@@ -17,6 +17,7 @@ import xarray as xr
 import tracker
 from checkpoints.errors import CheckpointError
 from checkpoints.load import load
+from tests import processes
 from tracker import pythia
 from tracker.analysis.statistics import scalars
 from tracker.measures.families import CERTIFICATE
