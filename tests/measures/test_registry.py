@@ -86,7 +86,7 @@ def names_before() -> set[str]:
 
 
 def test_metric_names(ds):
-    assert set(scalars(ds)) == names_before() | NEW_METRICS
+    assert set(scalars(ds)) == names_before() | NEW_METRICS, "add a new measure to OF_STATES or OF_BLOCKS"
 
 
 OF_BLOCKS = ("symmetric_share", "mean_alignment", "departure", "amplification", "effective_rank")
