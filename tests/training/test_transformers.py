@@ -201,4 +201,4 @@ def test_two_ranks_share_the_probe(tmp_path):
     store, model = Store(tmp_path / "store"), make(tmp_path).model
     assert store.steps() == [0, 3, STEPS]
     alone = tracker.measure(model, torch.stack([row["input_ids"] for row in data()[:3]]), k=K)
-    np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-6)
+    np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-5)

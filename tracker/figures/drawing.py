@@ -68,7 +68,7 @@ def label_y(axes: "Sequence[Axes]", label: str) -> None:
     """Label the y axis that panels share, once for each row of panels."""
     for panel in axes:
         place = panel.get_subplotspec()
-        if place is None or place.is_first_col():
+        if len(axes) == 1 or place is None or place.is_first_col():
             panel.set_ylabel(label, fontsize=8)
 
 
