@@ -188,7 +188,7 @@ def test_last(): pass
 def test_a_test_that_crashes_or_hangs_loses_itself_alone(tmp_path):
     (tmp_path / "test_planted.py").write_text(TESTS)
     out, tests = tmp_path / "out.json", {}
-    assert suite.run([str(tmp_path)], out, tests, patience=20) == 1
+    assert suite.run([str(tmp_path)], out, tests, patience=6) == 1
     written = json.loads(out.read_text())
     assert written["tests"] == tests
     outcomes = {name.partition("::test_")[2]: test for name, test in tests.items()}
