@@ -29,10 +29,8 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "training/step"
-NAMING = {
-    names.ATTRIBUTE: names.VERSION,
-    "axis": AXIS,
-}  # a run whose metrics have other meanings or axes is not continued
+# A run whose metrics have other meanings, or another axis, is not continued.
+NAMING = {names.ATTRIBUTE: names.VERSION, "axis": AXIS}
 FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
 UNITS = 10.0  # seconds for a server to take the units, and a second more for each megabyte
 ASK = 10  # seconds for a server to state how much it has
