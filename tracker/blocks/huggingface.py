@@ -128,7 +128,7 @@ def _tower_role(owner: nn.Module) -> str | None:
     """Describe how a vision-language model's text tower reaches its output; None for towers in parallel (CLIP)."""
     if owner.get_output_embeddings() is not None:  # type: ignore[operator]
         return "gives the logits"
-    if "past_key_values" in inspect.signature(owner.forward).parameters:
+    if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):  # renamed in transformers 5.24
         return "gives the last hidden state"
     return None
 
