@@ -2,6 +2,7 @@
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
 # make test: install, run the tests that take less than 15 s each
 # make test-all: install, run every test
+# make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make lint: run ruff, pyright and import-linter
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
@@ -12,7 +13,7 @@ BIN := .venv/bin
 
 PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo demo-vit test test-all test-oldest lint docs package gpu .venv
+.PHONY: demo demo-vit test test-all test-shapes test-oldest lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -39,6 +40,9 @@ test: .venv/installed
 
 test-all: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+
+test-shapes: .venv/installed
+	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow" tests/linalg tests/jacobians tests/measures tests/test_measure.py
 
 test-oldest: .venv/installed
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/oldest

@@ -1,15 +1,20 @@
-"""Fixtures of all tests; jaxtyping annotations of the package are checked at run time."""
+"""Fixtures of all tests.
+
+CHECK_SHAPES=1 checks the package's jaxtyping annotations at every call, which doubles the time; of a test with parameters, it
+then runs the first case alone.
+"""
 
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
-from jaxtyping import install_import_hook
+CHECK_SHAPES = os.environ.get("CHECK_SHAPES") == "1"
+if CHECK_SHAPES:
+    from jaxtyping import install_import_hook
 
-install_import_hook(
-    [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")], "beartype.beartype"
-)
+    packages = [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")]
+    install_import_hook(packages, "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -97,6 +102,15 @@ class Walker:
 @pytest.fixture
 def walker(suite, tmp_path) -> Walker:
     return Walker(suite, tmp_path)
+
+
+def pytest_collection_modifyitems(config, items):
+    if CHECK_SHAPES:
+        first = {}
+        for item in items:
+            first.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), item)
+        config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
+        items[:] = first.values()
 
 
 def pytest_collection_finish(session):
