@@ -194,6 +194,7 @@ def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     assert "anonymous, GB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(pretend, tmp_path):
     settings = streaming.Streaming(
         "31m", blocks=2, prompts=1, tokens=4, memory_budget=1 << 22, device=str(pretend.device)
@@ -226,6 +227,7 @@ def test_environment_without_the_files_of_linux(monkeypatch):
 
 
 class TestThroughput:
+    @pytest.mark.slow
     def test_every_pipeline_is_timed(self, tmp_path):
         quick = ["--batch_size", "2", "--batches", "1", "--workers", "1", "--device", "cpu"]
         assert vit_throughput.main([*quick, "--out", str(tmp_path / "new" / "vit.json")]) == 0

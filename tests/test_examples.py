@@ -21,6 +21,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STEPS, "coupling_penalty", "smollm2"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path):
     command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
@@ -47,6 +48,7 @@ def test_example(name, tmp_path):
     assert (tmp_path / "results" / name / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, monkeypatch, capsys):
     def tiny(step):
         return load(cached_snapshot(nano.REPO, f"step{step}", suite))

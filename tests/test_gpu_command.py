@@ -125,6 +125,7 @@ def test_a_file_of_something_else_is_left_alone(steps, content, capsys):
     assert "give another --out" in capsys.readouterr().err and steps.read_text() == content
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_the_message_names_the_test_on_the_cpu(tmp_path, capsys):
     assert command.main(["--out", str(tmp_path / "gpu.json")]) == 2
@@ -185,6 +186,7 @@ def test_last(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_crashes_or_hangs_loses_itself_alone(tmp_path):
     (tmp_path / "test_planted.py").write_text(TESTS)
     out, tests = tmp_path / "out.json", {}
@@ -224,6 +226,7 @@ def test_next(record_property):
 """
 
 
+@pytest.mark.slow
 def test_after_an_error_that_the_gpu_does_not_survive_another_process_goes_on(tmp_path):
     (tmp_path / "test_planted.py").write_text(UNUSABLE)
     tests = {}

@@ -454,12 +454,14 @@ def test_overflow_names_the_block():
         tracker.measure(model, tokens())
 
 
+@pytest.mark.slow
 def test_import_loads_no_heavy_module():
     heavy = "{'torch', 'lightning', 'transformers', 'wandb', 'matplotlib', 'xarray'} & set(sys.modules)"
     code = f"import sys, tracker; assert not {heavy}, {heavy}; tracker.measure; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_python_random_state_is_unchanged():
     """The check runs in a separate process, since the tests' type checker draws random numbers."""
     code = (

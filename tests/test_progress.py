@@ -97,6 +97,7 @@ def run_script(terminal, delay=0.0, shown=None):
     return written.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "terminal, delay, shown, expected",
     [

@@ -9,6 +9,7 @@ import tomllib
 from importlib.metadata import version
 from types import ModuleType
 
+import pytest
 import torch
 
 import tracker
@@ -35,6 +36,7 @@ sys.exit("the metadata of the distribution is still found")
 """
 
 
+@pytest.mark.slow
 def test_a_checkout_without_metadata_measures(tmp_path):
     for package in ("tracker", "checkpoints", "benchmarks"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "results"))

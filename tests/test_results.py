@@ -163,6 +163,7 @@ def test_identical_weights_are_flagged(store):
     assert list(tracker.open_results(store.path).repeats.values) == [-1, 0, -1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [(0,), (2,), (0, 1), (1, 2)])
 def test_steps_without_scores_have_none(tmp_path, without):
     store = Store(generated(tmp_path / "store", [0, 1, 2]))

@@ -48,6 +48,7 @@ def test_missing_blocks_are_detected(monkeypatch, llama):
     assert outcome(monkeypatch, llama, fewer).outcome == "wrong"
 
 
+@pytest.mark.slow
 def test_refusals_exceptions_and_changed_models_are_detected(monkeypatch, llama):
     def refuses(*args, **settings):
         raise UsageError("not this model\nas it is")
@@ -148,6 +149,7 @@ def test_tiny_configurations_keep_each_type_of_layer():
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
 
 
+@pytest.mark.slow
 def test_each_class_is_in_one_group():
     groups = [set(catalogue.classes(group)) for group in catalogue.GROUPS]
     assert all(len(group) > 50 for group in groups)

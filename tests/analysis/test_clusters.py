@@ -40,6 +40,7 @@ def results(stores):
     return {path.name: open_results(path) for path in stores}
 
 
+@pytest.mark.slow
 def test_variants_of_one_model_are_recognised_by_name_and_sizes(results):
     assert cluster_labels(results).tolist() == LABELS
     ds = results["70m"]
@@ -105,6 +106,7 @@ def test_without_clusters_nothing_is_averaged(results):
     assert compare_models({name: summary(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None
 
 
+@pytest.mark.slow
 def test_the_page_has_both_fits(results):
     found = compare_models({name: summary(ds) for name, ds in results.items()})
     assert found["clusters"] == LABELS and found["independence"] == independence_note(results)
@@ -118,6 +120,7 @@ def test_the_page_has_both_fits(results):
     assert at["size_fits"]["width"]["averaged"]["p"] == pytest.approx(fit.pvalue)
 
 
+@pytest.mark.slow
 def test_clusters_on_the_command_lines(stores, tmp_path, capsys):
     given = "70m=a,70m-deduped=b,410m=c,1b=c"
     paths = list(map(str, stores))

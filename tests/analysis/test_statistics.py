@@ -102,6 +102,7 @@ def test_optional_measures_in_logs():
     assert not [name for name in flat if "." in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair_layers", [0, [(1, 1), (3, 2)]])
 def test_no_jacobian_in_its_own_basis_counts(pair_layers):
     ds = tracker.measure(neox(), tokens(2), k=4, measures="tokenwise", pair_tokens=3, pair_layers=pair_layers)

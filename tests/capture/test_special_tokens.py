@@ -197,6 +197,7 @@ def bert_checkpoints(directory, steps):
         of_bert().save_pretrained(directory / f"step{step}")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:If you want to use")
 def test_a_walk_measures_the_last_word_and_an_older_store_keeps_its_separator(tmp_path):
     bert_checkpoints(tmp_path / "run", (1, 2))

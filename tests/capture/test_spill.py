@@ -56,6 +56,7 @@ def test_a_part_of_something_larger_is_copied_out():
     assert Spill(10_000).keep(whole[1]).untyped_storage().nbytes() == 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gpt_neox", "llama, grouped keys", "timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"]
 )
@@ -75,6 +76,7 @@ def in_use() -> int:
     return status("RssAnon")
 
 
+@pytest.mark.slow
 def test_memory_in_use_does_not_grow_with_the_recording():
     model = shapes.model("70m", 12, "cpu", vocabulary=128)
     inputs = torch.randint(128, (1, 2048))

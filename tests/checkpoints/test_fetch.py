@@ -379,6 +379,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
     environment = {**os.environ, **fetcher.server.environment, "TRACKER_CACHE": str(fetcher.cache.parent / "ours")}
     command = [sys.executable, "-c", FETCH_IN_THREADS, str(fetcher.cache)]

@@ -59,6 +59,7 @@ def test_scores_are_joined_by_exact_step():
     assert scores.load_published("pythia-14m") == {} == scores.load_published("nano")
 
 
+@pytest.mark.slow
 def test_seed_determines_nano(suite, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
     assert not nano.is_trained(recipe=TINY)

@@ -95,6 +95,7 @@ def off_diagonal(matrices):
     return np.stack([matrices[..., l, m] for l in range(L) for m in range(L) if l != m]).mean(0)
 
 
+@pytest.mark.slow
 def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
@@ -283,6 +284,7 @@ def few_points(monkeypatch):
         monkeypatch.setattr(module, "FEWEST_POINTS", 4)
 
 
+@pytest.mark.slow
 def test_33_and_34(one, tmp_path, few_points):
     from scipy import stats
 
@@ -318,6 +320,7 @@ def test_products(one, tmp_path):
     np.testing.assert_allclose(exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_effective_rank_normality_and_depth_use(one, tmp_path):
     ds = open_results(one)
     for name, variable in (
@@ -360,6 +363,7 @@ def test_null_levels_are_drawn_by_depth(one):
     assert ["null level" in legend for legend in legends] == [False, True, True]
 
 
+@pytest.mark.slow
 def test_of_several_models(several, tmp_path):
     couplings, scores = [], []
     for path in several:
@@ -399,6 +403,7 @@ def test_fits_of_few_points_are_not_drawn(several, tmp_path):
     assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {"n = 5"}
 
 
+@pytest.mark.slow
 def test_31(several, tmp_path, capsys, few_points):
     from scipy import stats
 
@@ -496,6 +501,7 @@ def test_definitions(several, tmp_path):
     close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_too_few_results_with_scores(several, tmp_path, capsys):
     unscored = []
     for path in several[:2]:
@@ -515,6 +521,7 @@ def test_too_few_results_with_scores(several, tmp_path, capsys):
     assert "3 of 5 results have coupling, K = 4, score" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
     alone = []
     for path in several:
@@ -560,6 +567,7 @@ def test_every_figure_has_a_test_here_or_elsewhere():
     assert set(FIGURES) == tested | set(SCORED)
 
 
+@pytest.mark.slow
 def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
     assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
     printed = capsys.readouterr().out
@@ -639,6 +647,7 @@ def test_mixed_conventions_are_refused(one, tmp_path, capsys):
     assert "the results differ in final_norm (toy: include, other: exclude)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
     other = store(tmp_path / "other", seed=9, measures=["coupling", "trajectory"], steps=(0, 2000))
     made = Store(other)
@@ -656,6 +665,7 @@ def test_untrained_is_step_0(tmp_path, capsys):
     assert "late starts at step 8, but the figure shows the untrained model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_that_share_no_k(one, tmp_path, capsys):
     other = tmp_path / "other"
     made = Store(other)

@@ -223,6 +223,7 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
     assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).diagnostics_sliced.all()
 
 
+@pytest.mark.slow
 def test_chunks_do_not_change_the_numbers(monkeypatch):
     model, inputs = build("llama, grouped keys")
     whole = tracker.measure(model, inputs, k=4, tokens="all", dtype=torch.float64)

@@ -83,6 +83,7 @@ def replayed(store, tmp_path_factory) -> list[dict]:
 
 
 class TestReplay:
+    @pytest.mark.slow
     def test_every_step_once_with_the_numbers_of_the_store(self, replayed, store):
         rows = [row["item"] for row in of("history", replayed)]
         assert [row[AXIS] for row in rows] == list(STEPS)
@@ -119,6 +120,7 @@ class TestReplay:
         assert "tokens/self/offdiag_normalized/k2" in shown
         assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 20
 
+    @pytest.mark.slow
     def test_the_summary_has_the_last_step_and_the_strongest_coupling(self, replayed, store):
         values = [scalars(store.read(step))[MEAN_OFFDIAG] for step in STEPS]
         summary = of("summary", replayed)[-2]["update"]
@@ -134,6 +136,7 @@ class TestReplay:
         assert replay.main([str(store.path), "--wandb", "online"]) == 2
         assert "needs a key" in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_where_no_server_answers_it_is_logged_offline(self, store, tmp_path):
         results = copied(store, tmp_path / "results").path
         done = command("tracker.replay", str(results), "--wandb", "auto", home=tmp_path, **UNREACHABLE)
@@ -154,6 +157,7 @@ def scalars_logged(among: list[dict]) -> list[str]:
     return [name for name in row if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name]
 
 
+@pytest.mark.slow
 def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
     """A resumed walk may measure steps between those it has."""
     copy = copied(store, tmp_path / "late")
@@ -202,6 +206,7 @@ class TestWorkspace:
         ]  # fmt: skip
         assert training["config"]["xAxis"] == "trainer/global_step"
 
+    @pytest.mark.slow
     def test_what_is_saved_is_what_the_dry_run_prints(self, tmp_path):
         """Send real requests of the client to a server that answers like W&B's GraphQL API."""
         arguments = ["--entity", "e", "--project", "p"]
@@ -238,6 +243,7 @@ class TestWorkspace:
             status = stopped.code
         assert status == 2 and message in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_a_server_that_is_not_there(self, tmp_path):
         done = command("tracker.dashboards", "--entity", "e", home=tmp_path, **UNREACHABLE)
         assert done.returncode == 1 and "nothing was saved to e/block-coupling" in done.stderr

@@ -36,6 +36,7 @@ def unit(step: int, **options):
     return tracker.measure(neox(), tokens(2), k=[2, 4], **options).assign_coords(step=step)
 
 
+@pytest.mark.slow
 def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
     store = Store(tmp_path / "run")
     store.check_settings({})
@@ -50,6 +51,7 @@ def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
         assert len(line["coupling/heatmap/k2"]) == len(line["coupling/heatmap/k4"]) == 3
 
 
+@pytest.mark.slow
 def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path, monkeypatch):
     for step in (4, 8):
         (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)

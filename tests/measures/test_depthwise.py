@@ -38,6 +38,7 @@ def test_matrix_free_equals_dense(name, dtype, tolerance):
         np.testing.assert_allclose(free[variable], dense[variable], rtol=2e-2, err_msg=variable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("svd_by", ["full", "krylov", "matrix-free"])
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2, soft cap", "bloom"])
 def test_both_conventions_of_the_final_norm(name, svd_by):
@@ -98,6 +99,7 @@ def test_one_jacobian_more_for_both_conventions(monkeypatch):
         assert asked == [(l, False) for l in range(1, 4 - (other == "drop"))]
 
 
+@pytest.mark.slow
 def test_what_does_not_converge_is_decomposed_in_full(monkeypatch):
     monkeypatch.setitem(svd.TOLERANCE, torch.float64, 0.0)
     dense, free = both("gpt_neox", torch.float64)
@@ -105,6 +107,7 @@ def test_what_does_not_converge_is_decomposed_in_full(monkeypatch):
     np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_rows_of_several_samples_a_few_at_a_time():
     dense, free = both("gpt_neox", torch.float64, tokens(5), tokens=[0, -1], memory_budget=1 << 22)
     np.testing.assert_allclose(free.miscoupling, dense.miscoupling, atol=1e-7)

@@ -32,6 +32,7 @@ def together(monkeypatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_auto_forms_the_jacobians_on_an_accelerator_that_holds_them(pretend, monkeypatch):
     """By a CPU's costs the matrix-free method is chosen where its products have few columns."""
     monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)

@@ -28,6 +28,7 @@ def dry_run(model, inputs, **options) -> Cost:
     return cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES)
 def test_the_estimate_is_within_a_factor_of_four(case):
     model, x = neox(**WIDE), tokens(1)

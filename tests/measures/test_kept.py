@@ -59,6 +59,7 @@ def test_the_measures_follow_from_them():
     np.testing.assert_allclose(expected.transpose(*measured_ones.dims), measured_ones, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"svd": "matrix-free"}, {"memory_budget": 20_000}, {"svd": "krylov"}])
 def test_they_are_kept_by_every_method(options):
     _, _, expected = measured("gpt_neox")

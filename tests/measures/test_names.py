@@ -86,6 +86,7 @@ def test_older_units_have_other_values_under_the_plain_name(units):
     np.testing.assert_array_equal(before[4].expodistance_raw, present[4].expodistance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_of_older", [(0, 4, 8), (0,), (4, 8)])
 def test_every_reader_renames(units, steps_of_older, tmp_path):
     present, before = units
@@ -101,6 +102,7 @@ def test_every_reader_renames(units, steps_of_older, tmp_path):
     assert contents(Reader().read(mixed.path)) == contents(summary(expected))
 
 
+@pytest.mark.slow
 def test_a_replayed_older_store_is_logged_under_the_present_names(units, tmp_path, monkeypatch):
     present, before = units
     stored(tmp_path / "older", before)
@@ -114,6 +116,7 @@ def test_a_replayed_older_store_is_logged_under_the_present_names(units, tmp_pat
     assert ("trajectory/alpha_mean_normed/median" in str(logged)) == ("norm_normed" in present[0])
 
 
+@pytest.mark.slow
 def test_figures_of_older_results(units, tmp_path):
     present, before = units
     for name, of in (("older", before), ("new", present)):
@@ -133,6 +136,7 @@ def test_plot_of_an_older_dataset(units):
     assert heights(before) == heights(present)
 
 
+@pytest.mark.slow
 def test_a_unit_is_stored_with_the_version_of_its_names(units, tmp_path):
     store = stored(tmp_path / "older", units[1])
     store.write(4, store.read(4))

@@ -107,6 +107,7 @@ def test_the_headline_numbers_are_metrics(ds):
     assert scalars(ds)[UNDEFINED] == 10
 
 
+@pytest.mark.slow
 def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     """`update_ratio`, of states before the final norm: in the Dataset, the counts, the logs, the dashboard, the page."""
     states = ds.norm.isel(depth=slice(0, -1)).values
@@ -131,6 +132,7 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     assert "update_ratio" in contents(summary(open_results(store.path)))["depth"]
 
 
+@pytest.mark.slow
 def test_old_units_and_new_ones_join(ds, tmp_path):
     """A store that was begun before variables had attributes, and before `update_ratio`."""
     store = Store(tmp_path / "toy")

@@ -125,6 +125,7 @@ def test_token_wise_couplings_against_brute_force(name, choice):
             np.testing.assert_allclose(abs(at[f"{kind}_matrix"][0, 1]), A, atol=1e-8 * max(1, float(A.max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
 def test_no_jacobian_is_computed_twice(choice, monkeypatch):
     given, of_layers = PAIRS_OF_LAYERS[choice]

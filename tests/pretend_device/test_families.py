@@ -47,6 +47,7 @@ def test_every_measure(pretend, name):
     compare(model, inputs, pretend, 1e-7, k=3, tokens=[1, -1], measures="all,tokenwise", dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("svd", ["auto", "full", "krylov", "matrix-free"])
 @pytest.mark.parametrize("memory_budget", [None, 200_000])
 def test_methods_and_budgets(pretend, svd, memory_budget):

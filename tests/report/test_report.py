@@ -279,6 +279,7 @@ class TestNumbers:
         r2 = np.corrcoef(layers, 1 / s)[0, 1] ** 2
         assert f"R² = {r2:.2f} over 8 blocks" in page.inner_text("#singular-figure figcaption")
 
+    @pytest.mark.slow
     def test_tokens(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
         page.select_option("#kind", "fixed_output")
@@ -311,6 +312,7 @@ class TestNumbers:
         )
         assert "layers compared across tokensl' = l + 1" in page.text_content("body")
 
+    @pytest.mark.slow
     def test_undefined_values_are_gaps(self, page, results):
         lines = shown(page, "lss")
         assert [value is None for value in named(lines, "median")["y"]] == [False, False, True, False]
@@ -319,6 +321,7 @@ class TestNumbers:
         data = contents(summary(tracker.open_results(results)))
         assert [median is None for median in data["trajectory"]["lss"]["median"]] == [False, False, True, False]
 
+    @pytest.mark.slow
     def test_csv_holds_the_numbers(self, page, results):
         shown(page, "coupling")
         with page.expect_download() as downloaded:
@@ -335,6 +338,7 @@ class TestNumbers:
             )
             assert float(table["null level", step]["value"]) == stored.miscoupling_null.values[i]
 
+    @pytest.mark.slow
     def test_every_chart_gives_its_numbers(self, page, results):
         tables = page.evaluate(
             """() => Object.fromEntries(Object.keys(figures).filter((id) => !$(`${id}-figure`).hidden)
@@ -414,6 +418,7 @@ class TestFirstLook:
 class TestChoices:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_the_slider_changes_the_matrix_by_mouse_and_by_keyboard(self, page, results):
         stored = tracker.open_results(results).miscoupling.sel(k=4).astype(float).mean(("prompt", "token")).values
 
@@ -430,6 +435,7 @@ class TestChoices:
         page.locator("#step").fill("0")
         assert_step(0)
 
+    @pytest.mark.slow
     def test_measure_k_and_pairs(self, page, results):
         ds = tracker.open_results(results)
         page.select_option("#measure", "offdiag_normalized_vju")
@@ -442,6 +448,7 @@ class TestChoices:
         drawn = named(shown(page, "coupling"), "mean over prompts")["y"]
         assert drawn == contents(summary(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
 
+    @pytest.mark.slow
     def test_before_the_final_norm_the_last_row_and_column_are_others(self, page, results):
         stored = tracker.open_results(results).isel(step=3).sel(k=4)
         drawn = []
@@ -458,6 +465,7 @@ class TestChoices:
         )
         assert np.nanmax(abs(drawn[0] - drawn[1])[:-1, :-1]) < 1e-4 < np.nanmax(abs(drawn[0] - drawn[1])[-1])
 
+    @pytest.mark.slow
     def test_a_pair_is_picked_by_click_by_keyboard_and_by_number(self, page, results):
         ds = tracker.open_results(results)
         stored = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
@@ -491,6 +499,7 @@ class TestChoices:
         page.select_option("#l", "2")
         assert_picked(2, 2)
 
+    @pytest.mark.slow
     def test_a_score_stands_on_a_second_axis(self, page, results):
         assert "yaxis2" not in page.evaluate("(id) => Object.keys(document.getElementById(id).layout)", "coupling")
         page.select_option("#score", "piqa")
@@ -550,6 +559,7 @@ class TestChoices:
 class TestSeveral:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_curves_stand_together_and_the_chooser_changes_the_rest(self, shared, results, other):
         page = shared("two")
         names = distinct_names([results, other])
@@ -627,6 +637,7 @@ class TestBetween:
             assert f"R² = {fit.rvalue**2:.2f} " in said and f"p = {fit.pvalue:.2g}" in said
             assert_line(page, "sizes", x, couplings)
 
+    @pytest.mark.slow
     def test_as_the_figures_have_it(self, shared, several):
         from tracker.figures.model_comparisons import definitions, subsets
 
@@ -651,6 +662,7 @@ class TestBetween:
         np.testing.assert_allclose(numbers(trace["z"]), ordered.values)
         assert f"corrected for all {len(MISCOUPLINGS) * 2 * 3} definitions" in page.inner_text("#fit-caption")
 
+    @pytest.mark.slow
     def test_twins_are_averaged_in_a_second_fit(self, open_page, several, tmp_path):
         given = ",".join(f"model{i}={'twins' if i < 2 else i}" for i in range(6))
         page = open_page(write_report(several, tmp_path / "twins.html", given), "#measure=offdiag_normalized")
@@ -671,6 +683,7 @@ class TestBetween:
         assert "With clusters averaged, n = 5" in page.inner_text("#sizes-caption")
         assert "all, clusters averaged (n = 5)" in shown(page, "subsets")[0]["y"]
 
+    @pytest.mark.slow
     def test_where_nothing_can_be_fitted(self, shared, several, other, tmp_path):
         page = shared("two")
         steps_through(page)
@@ -748,6 +761,7 @@ class TestHonesty:
         ):
             assert said in foot
 
+    @pytest.mark.slow
     def test_onset_is_no_more_precise_than_the_steps(self, open_page, tmp_path):
         """Mis-coupling falls from its null level between steps 64 and 1,024, in prompts of two sources."""
         store = Store(generated(tmp_path / "run", (0, 8, 64, 1024, 4096), layers=3, prompts=4))
@@ -773,6 +787,7 @@ class TestHonesty:
         assert label.replace("\n", " ") == f"onset: {words}"
         assert (table.onset_after == 64).all() and (table.onset_by == 1024).all()
 
+    @pytest.mark.slow
     def test_an_onset_before_the_first_step_is_drawn_from_step_0(self, open_page, tmp_path):
         store = Store(generated(tmp_path / "run", (64, 128, 256), layers=3, prompts=4))
         for step in store.steps():
@@ -861,6 +876,7 @@ class TestHonesty:
 class TestSize:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_large_arrays_are_thinned_and_the_page_says_so(self, open_page, tmp_path, monkeypatch):
         monkeypatch.setattr("tracker.report.contents.ABSOLUTE", 4 * 36 * 16)
         path = generated(tmp_path / "run", range(9), matrices=True)
@@ -913,6 +929,7 @@ class TestCommandLine:
         code = "import sys, tracker.report; sys.exit('torch' in sys.modules or 'xarray' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
+    @pytest.mark.slow
     def test_read_unit_by_unit_gives_the_same_numbers(self, results):
         from tracker.report.write import Reader
 

@@ -83,6 +83,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_training_is_bit_identical(case):
     options = dict(RUNS[case])
@@ -126,6 +127,7 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
 # The unit of step s equals the measurement of the checkpoint of step s.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
 def test_live_equals_the_checkpoint(tmp_path, precision):
     watch, keep = Watch(3), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
@@ -152,6 +154,7 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
         assert_same_units(Store(tmp_path / "live").read(step), walked.read(step).drop_vars("score"))
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
     """Checkpoints of a run with averaging contain the averaged weights."""
     raw, averaged = Watch(3, ends=False), Watch(3, weights="averaged", ends=False)
@@ -226,6 +229,7 @@ def test_validation_alone_measures_nothing():
 # Resumed runs.
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_units(tmp_path):
     whole, first, second = (Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b"))
     fit(trainer([whole], max_steps=-1, max_epochs=2))
@@ -252,6 +256,7 @@ class WithFinalNorm(Classifier):
         return self.head(self.norm(x).mean(1))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
     """Units written by a version that included the norm of this model; now "auto" would leave it out."""
     first, second = (Watch(4, save_dir=tmp_path / "store") for _ in range(2))
@@ -294,6 +299,7 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
     assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
 
 
+@pytest.mark.slow
 def test_another_run_in_the_same_directory(tmp_path):
     fit(trainer([Watch(4, save_dir=tmp_path)], max_steps=1))
     with pytest.raises(UsageError, match="holds the units of another run"):
@@ -304,6 +310,7 @@ def test_another_run_in_the_same_directory(tmp_path):
         fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
 
 
+@pytest.mark.slow
 def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
     for measures, expected in ((None, None), (["trajectory", "tokenwise"], 1)):
         place = tmp_path / str(expected)
@@ -516,6 +523,7 @@ def test_bad_settings(options, message):
 # Loggers, metrics, stores.
 
 
+@pytest.mark.slow
 def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
     def stop_below_zero(**options):
         return EarlyStopping("coupling/mean_offdiag", patience=1, min_delta=100.0, **options)
@@ -612,6 +620,7 @@ def test_a_name_that_is_no_metric_is_refused_at_the_first_measurement():
         fit(trainer([Watch(4, log=["coupling/seconds", "trajectory/lsss/*"])]))
 
 
+@pytest.mark.slow
 def test_wandb_by_default(tmp_path):
     """What is logged is what the automatic workspace shows."""
     logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
@@ -635,6 +644,7 @@ def offline_records(directory: Path) -> list[dict]:
     return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_wandb(tmp_path):
     watch = Watch(4, log="all")
     logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
@@ -654,6 +664,7 @@ def test_wandb(tmp_path):
     assert quartile["options"]["hidden"]
 
 
+@pytest.mark.slow
 def test_the_page_during_a_run(tmp_path):
     pages = []
 
@@ -671,6 +682,7 @@ def test_the_page_during_a_run(tmp_path):
 # Errors skip a measurement, and the training continues.
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_skipped(monkeypatch):
     real, watch = measurement.measure_samples, Watch(2)
 
@@ -685,6 +697,7 @@ def test_out_of_memory_is_skipped(monkeypatch):
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     real, watch, budgets = measurement.measure_samples, Watch(4, memory_budget=1 << 20), []
 
@@ -715,6 +728,7 @@ def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
     assert len(kept) == 3
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_skipped():
     class Diverging(Classifier):
         def on_train_batch_end(self, *_):
@@ -747,6 +761,7 @@ def test_a_full_disk_is_skipped(tmp_path):
 # Overhead.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [dict(every_n_steps=1), dict(schedule="log2")], ids=["regular", "log2"])
 def test_the_overhead_warning_appears_once(monkeypatch, every):
     monkeypatch.setattr(overhead, "MIN_SECONDS", 0.0)
@@ -755,6 +770,7 @@ def test_the_overhead_warning_appears_once(monkeypatch, every):
     assert len([w for w in caught if "more than max_overhead=0.05" in str(w.message)]) == 1
 
 
+@pytest.mark.slow
 def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(overhead.time, "perf_counter", lambda: now[0])

@@ -228,6 +228,7 @@ def test_a_plain_encoder_with_gradient_checkpoints_and_a_mask():
     torch.testing.assert_close(again, both)
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_gradient_descent_lower_it():
     torch.manual_seed(0)
     model = gpt_neox(initializer_range=0.1)

@@ -80,6 +80,7 @@ def test_a_training_that_ended_in_an_error_is_continued_in_the_same_process(tmp_
     assert not (tmp_path / ".training").exists()
 
 
+@pytest.mark.slow
 def test_of_two_trainings_that_start_together_one_has_the_store(tmp_path):
     both = [start(TRAIN, tmp_path) for _ in range(2)]
     for process in both:

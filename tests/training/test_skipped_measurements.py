@@ -48,6 +48,7 @@ def failing_at(monkeypatch, step, error, watch):
     monkeypatch.setattr(Jacobians, "__call__", planted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ERRORS)
 def test_a_skipped_measurement_does_not_change_the_training(pretend, monkeypatch, kind):
     error, watch = ERRORS[kind], Watch(2)
@@ -80,6 +81,7 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
     assert list(watch.units) == [0, 2] and not watch.skipped.reasons
 
 
+@pytest.mark.slow
 def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     """What a failed attempt allocated is free before the next, although its frames form cycles."""
     real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1], ends=False), [], []
@@ -108,6 +110,7 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     assert min(peaks[1:]) > 20_000  # each attempt has allocated more than what its error holds
 
 
+@pytest.mark.slow
 def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
     """Its error's frames hold the tensors, and are part of a cycle; the training may need the memory."""
     real, watch, starts = measurement.measure_samples, Watch(2), []
@@ -130,6 +133,7 @@ def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
     assert len(set(starts[1:])) == 1  # from the second step on, the optimizer has its state
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_before_the_measurement_skips_the_step(pretend, monkeypatch):
     """Whether the device has float64 is asked on the device."""
     real, watch = run.has_float64, Watch(2)
@@ -147,6 +151,7 @@ def test_memory_that_runs_out_before_the_measurement_skips_the_step(pretend, mon
     assert list(watch.units) == [0, 2, 6, 8] and list(watch.skipped.reasons) == [4]
 
 
+@pytest.mark.slow
 def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     def failing(*arguments):
         raise RuntimeError("no kernel for this shape")
@@ -163,6 +168,7 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
     import lightning
 

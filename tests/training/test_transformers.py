@@ -54,6 +54,7 @@ def assert_same(ours, theirs):
     assert torch.equal(ours[2], theirs[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}],
@@ -80,6 +81,7 @@ def test_training_is_bit_identical(tmp_path, options):
     assert_store_is_like_any_other(tmp_path / "store", [0, 2, 4, 6])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical_and_continues_its_store(tmp_path):
     """Compared with a run that was resumed without the callback, and its units with those of a whole run."""
     plain = make(tmp_path / "plain", save_strategy="steps", save_steps=3)
@@ -111,6 +113,7 @@ def test_a_resumed_run_is_bit_identical_and_continues_its_store(tmp_path):
         again.train()
 
 
+@pytest.mark.slow
 def test_another_probe_does_not_continue_a_store(tmp_path):
     first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
     first.add_callback(tracker.TransformersCallback(3, k=K, save_dir=str(tmp_path / "store")))
@@ -169,6 +172,7 @@ def test_data_without_first_samples_needs_a_probe(tmp_path):
             assert trainer.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_the_last_step_of_a_run_that_loads_its_best_is_measured_with_its_own_weights(tmp_path):
     trainer, units = make(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
                           load_best_model_at_end=True, learning_rate=1.0), []  # fmt: skip

@@ -18,6 +18,7 @@ from tracker.results import Store
 K = 2
 
 
+@pytest.mark.slow
 def test_training_is_bit_identical(tmp_path):
     expected, rows = train(), {}
     watch = tracker.Watch(
@@ -54,6 +55,7 @@ def test_what_a_call_returns(tmp_path):
             watch(2, model)
 
 
+@pytest.mark.slow
 def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
     model = neox()
 

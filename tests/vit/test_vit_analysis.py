@@ -130,6 +130,7 @@ def test_coupling_at_equal_loss_is_read_off_the_curve():
     assert np.isnan(tests.p[tests.question == statistics.QUESTIONS[3].name]).all()
 
 
+@pytest.mark.slow
 def test_analysis_writes_tables_figures_and_page(tmp_path):
     grid = synthetic_grid()
     page = write_analysis(grid, correlations(grid), AT, tmp_path / "out", "a <grid>").read_text()
@@ -173,6 +174,7 @@ def measured(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     for cell in ("cell0", "cell1"):
         shutil.copytree(measured / cell, tmp_path / cell)
@@ -185,6 +187,7 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     assert grid.attrs["unfinished"] == ["cell1: not measured at step 4: OutOfMemoryError: CUDA out of memory"]
 
 
+@pytest.mark.slow
 def test_64_cells_of_17_units_are_analysed_in_20_seconds(measured):
     """Of CPU time, which other processes on the machine change less."""
     started = time.process_time()
@@ -205,11 +208,13 @@ def test_command_line_reports_missing_cells(tmp_path, capsys):
     assert "no finished cell" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_is_refused(measured, capsys):
     assert main([str(measured), "--token", "class token"]) == 2
     assert "--token class token was not measured; choose from last patch" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measured, tmp_path, capsys):
     whole = read_grid(measured)
     halves = [tmp_path / "first", tmp_path / "second"]
@@ -230,6 +235,7 @@ def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measu
     assert "is no grid.nc that vit.analysis wrote" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
     write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
     assert main([str(measured), str(tmp_path / "grid.nc")]) == 2

@@ -189,6 +189,7 @@ def test_statistics_are_those_of_float64():
     torch.testing.assert_close(std, pixels.std(1), rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_preparing_cifar10_takes_little_more_memory_than_its_images():
     """60,000 images of 32 pixels are 184 MB; a float32 copy would take 740 MB."""
     code = (

@@ -180,6 +180,7 @@ def test_run_resumed_on_a_device_equals_an_uninterrupted_run(pretend, tmp_path, 
     assert_same_training(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_training_on_a_device_equals_training_on_the_cpu(pretend, tmp_path):
     """Without random numbers on the device, which has its own."""
     recipe = replace(TINY, drop_path=0.0, epochs=2)
@@ -191,6 +192,7 @@ def test_training_on_a_device_equals_training_on_the_cpu(pretend, tmp_path):
             assert one[name] == pytest.approx(other[name], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_device_without_float64_trains_and_the_cpu_measures(pretend, tmp_path):
     """Augmentation, metrics and the loss at the measured steps are in float32, as MPS needs."""
     with pretend.without_float64():

@@ -51,6 +51,7 @@ def seconds(text: str) -> float:
     return float(value) * {"s": 1, "min": 60, "h": 3600}[unit]
 
 
+@pytest.mark.slow
 def test_the_estimate_is_within_a_factor_of_two(tmp_path):
     """Of the steps, tests and measurements of a training of 60 steps; loading and set-up are timed with them."""
     recipe = replace(TINY, epochs=20, test_every=5, measure_at="every:10", out=tmp_path / "one")

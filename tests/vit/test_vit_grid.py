@@ -43,6 +43,7 @@ def trained_grid(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_cell_equals_a_single_training(trained_grid, tmp_path):
     assert sorted(path.name for path in (trained_grid / "grid").iterdir()) == sorted(CELLS)
     from vit.training import train
@@ -51,6 +52,7 @@ def test_cell_equals_a_single_training(trained_grid, tmp_path):
     assert_same_training(trained_grid / "grid" / "wd0.01_sd0.1_seed0", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_finished_cells_are_not_run_again(trained_grid):
     times = {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
     status, out, err = run(trained_grid)
@@ -58,6 +60,7 @@ def test_finished_cells_are_not_run_again(trained_grid):
     assert times == {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
 
 
+@pytest.mark.slow
 def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     ds = read_grid(trained_grid / "grid")
     assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
@@ -131,6 +134,7 @@ def test_killed_worker_is_retried_or_recorded(trained_grid, tmp_path):
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
 
+@pytest.mark.slow
 def test_failing_cells_do_not_stop_the_others(trained_grid, tmp_path):
     """The first cell's checkpoint is damaged; all others diverge at a learning rate of 1e30."""
     first = tmp_path / "grid" / CELLS[0]

@@ -82,6 +82,7 @@ class TestDatasets:
         few = given_data((pairs(), pairs()), replace(self.recipe, train_size=8)).train
         assert torch.bincount(few.labels).tolist() == [2] * 4
 
+    @pytest.mark.slow
     def test_any_torchvision_dataset_trains(self, tmp_path):
         fake = [FakeData(size, (3, 40, 40), 3, random_offset=size) for size in (64, 12)]
         result = vit.train(replace(SMALL, out=tmp_path / "fake"), data=fake)
@@ -158,6 +159,7 @@ def encoded(image: Image.Image) -> bytes:
 
 
 class TestHuggingFace:
+    @pytest.mark.slow
     def test_data_set_of_the_hub_has_the_folders_images(self, hub, folder, tmp_path):
         code = (
             "import json, sys; from vit.data import fingerprint, load; from vit.recipe import Recipe\n"
@@ -234,6 +236,7 @@ class Raising(nn.Module):
 class TestModels:
     data = (pairs(64), pairs(8))
 
+    @pytest.mark.slow
     def test_module_is_trained_in_place_and_measured(self, tmp_path):
         model = transformer()
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -243,6 +246,7 @@ class TestModels:
         units = tracker.open_results(tmp_path / "own" / "coupling")
         assert units.sizes["layer"] == 2 and units.sizes["token"] == 1
 
+    @pytest.mark.slow
     def test_interrupted_training_of_a_module_resumes_exactly(self, tmp_path, monkeypatch):
         vit.train(replace(SMALL, out=tmp_path / "whole"), data=self.data, model=transformer())
         with monkeypatch.context() as patch:
@@ -283,6 +287,7 @@ class TestModels:
             vit.train(recipe, data=self.data, model=model)
         assert not cells.is_done(recipe.directory)
 
+    @pytest.mark.slow
     def test_timm_model_takes_the_recipes_image_and_patch_size(self, tmp_path, capsys):
         arguments = (
             "--data digits --model vit_tiny_patch16_224 --epochs 2 --warmup_epochs 1 --train_size 32 --batch_size 32"
@@ -330,6 +335,7 @@ def stop_after_first_epoch(directory, name, content):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_package_imports_nothing_heavy_and_names_what_it_has():
     code = (
         "import sys, vit; assert not {'torch', 'timm', 'lightning'} & set(sys.modules)\n"

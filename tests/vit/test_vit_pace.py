@@ -86,6 +86,7 @@ def advancing(clock, seconds, function):
     return call
 
 
+@pytest.mark.slow
 def test_parts_are_timed_apart(timed):
     _, _, pace, _ = timed
     assert pace.parts == Parts(step=1.0, epoch=3.0, test=20.0, measurement=100.0)

@@ -75,6 +75,7 @@ def trained(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_result_history_and_coupling(trained):
     result = cells.read(trained, "result")
     assert result["status"] == "finished" and result["images"] == {"train": 96, "test": 360}
@@ -103,6 +104,7 @@ def test_training_loss_is_recorded_at_each_measured_step(trained):
     assert progress[-1]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_tests_are_rarer_on_request(trained, tmp_path):
     result = train(replace(TINY, out=tmp_path, test_every=0))
     assert ["test/accuracy" in row for row in result["history"]] == [False, False, True]
@@ -131,6 +133,7 @@ def test_learning_rate_follows_warmup_and_cosine():
     assert set(decayed) == {0.0, 0.05}
 
 
+@pytest.mark.slow
 def test_seed_determines_the_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "again"))
     assert_same_training(trained, tmp_path / "again")
@@ -150,6 +153,7 @@ HARD = replace(
 )
 
 
+@pytest.mark.slow
 def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(tmp_path, monkeypatch):
     """Every random operation is enabled: crop, RandAugment, erasing, mixup and stochastic depth."""
     from vit.module import Classifier
@@ -171,6 +175,7 @@ def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(tmp_path, monkey
     assert_same_training(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
     result = train(replace(TINY, out=tmp_path / "ema", ema=0.9))
     ds = tracker.open_results(tmp_path / "ema" / "coupling")
@@ -331,6 +336,7 @@ class TestCommandLine:
             main(["--weight_dekay", "1"])
         assert stopped.value.code == 2
 
+    @pytest.mark.slow
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
         process = start(*arguments, cold=True)

@@ -44,6 +44,7 @@ def on_cpu(runs, suite, tmp_path_factory):
     return tracker.open_results(walker.directory / "out").load()
 
 
+@pytest.mark.slow
 def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(pretend, walker, runs, on_cpu):
     names = ("miscoupling", "singular_value", "lss")
     stored, before = {}, pretend.live_bytes()

@@ -13,6 +13,7 @@ from tracker.walk.command import Walk
 ray = pytest.importorskip("ray")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gpus, driver, device, expected",
     [

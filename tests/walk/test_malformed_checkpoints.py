@@ -68,6 +68,7 @@ def test_code_of_a_tokenizer_that_is_not_needed_is_not_run(suite, tmp_path):
     assert walk(tmp_path) == 0 and not (checkpoint / "executed").exists()
 
 
+@pytest.mark.slow
 def test_approved_code_of_a_directory_runs(suite, tmp_path, capsys):
     checkpoint = copy_of(suite, tmp_path / "step1")
     FOREIGN["configuration and model"](checkpoint)
@@ -130,6 +131,7 @@ def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
     assert line.startswith("failed: step 2: ") and "is not valid UTF-8" in line
 
 
+@pytest.mark.slow
 def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys):
     copy_of(suite, tmp_path / "step1")
     assert walk(tmp_path) == 0

@@ -77,6 +77,7 @@ def test_prompts_are_fetched_formatted_drawn_and_cached(served, tmp_path):
     assert again.stdout == process.stdout
 
 
+@pytest.mark.slow
 def test_wikitext_draws_the_same_hundred_paragraphs(served, tmp_path):
     sets = [
         json.loads(load_in_process("wikitext", tmp_path / which, **served.environment).stdout)

@@ -92,6 +92,7 @@ def walk(walker, units, suite, tmp_path, monkeypatch):
     return walk
 
 
+@pytest.mark.slow
 def test_walk_keeps_one_unit_in_memory_and_reads_each_at_most_once(walk, tmp_path):
     """Its page also equals the page made from the store."""
     out = tmp_path / "out"
@@ -117,6 +118,7 @@ def peak(work, *arguments) -> int:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_units(tmp_path):
     store, size = Store(tmp_path), large_unit(1).nbytes
     store.check_settings({})
@@ -153,6 +155,7 @@ def numbers(page: str) -> dict:
     return model
 
 
+@pytest.mark.slow
 def test_page_is_the_same_from_memory_and_from_files(tmp_path):
     """Units of all measures give the same page from memory and when read back."""
     store = Store(tmp_path)
@@ -264,6 +267,7 @@ def small(tmp_path) -> Store:
     return store
 
 
+@pytest.mark.slow
 def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
     steps = small.steps()
     for step in steps:
@@ -274,6 +278,7 @@ def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
     assert [int(small.read(step)["step"]) for step in steps] == steps
 
 
+@pytest.mark.slow
 def test_walks_with_different_scores_add_all_of_them(small):
     run_together(ADD_SCORES, *([str(small.path), task] for task in ("arc", "piqa", "sciq")))
     for step in small.steps():

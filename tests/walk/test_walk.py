@@ -49,6 +49,7 @@ def commit(cache: Path, step: int) -> str:
     return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
 
 
+@pytest.mark.slow
 def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
     """The model has one checkpoint, and its prompts have difficulties."""
     trained = tmp_path / "trained"
@@ -202,6 +203,7 @@ def damaged(suite, tmp_path):
     return copy, snapshots(copy) / commit(copy, 2)
 
 
+@pytest.mark.slow
 def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, suite, tmp_path):
     """Units without the final norm, by a version that did not find it; "auto" would now include it."""
     steps = tmp_path / "steps"
@@ -222,6 +224,7 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
     assert tracker.open_results(older.path).step.values.tolist() == [4, 8]
 
 
+@pytest.mark.slow
 def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     status, out, err = walker.run("--steps", "0,2", cold=True)
     assert status == 0, err
@@ -530,6 +533,7 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
     assert "no such tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_damaged_unit_whose_walk_was_killed_is_measured_again(walker, suite, monkeypatch, capsys):
     """Another walk claimed it, so that this one leaves it alone, and was killed before it removed the file."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))

@@ -17,6 +17,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "measured"), [("device", [0, 1]), ("memory", [0, 1, 4])])
 def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
@@ -44,6 +45,7 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     assert pythia.main(command) == 0 and store.steps() == [0, 1, 2, 4]
 
 
+@pytest.mark.slow
 def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -66,6 +66,7 @@ def plant(root: Path, step: int, *shards: str) -> None:
         shutil.copy(snapshots(root) / commit(root, STEPS[-1]) / name, snapshots(root) / commit(root, step) / name)
 
 
+@pytest.mark.slow
 def test_suspect_revisions_are_left_out_before_any_download(walker, served, capsys):
     plant(served.root, 2, *SHARDS)
     plant(served.root, 4, SHARDS[0])
@@ -97,6 +98,7 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
     assert "as published" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, served, capsys):
     served.fail(f"GET .*{commit(served.root, 0)}/{SHARDS[0]}", drop_after=30_000)
     served.fail(f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"})
@@ -117,6 +119,7 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     assert len(list((cache / "models--block-coupling--nano" / "snapshots").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypatch):
     from tracker import pythia as module
 
@@ -138,6 +141,7 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
     assert arrived == {1: True, 2: True}
 
 
+@pytest.mark.slow
 def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(walker, served, capsys, monkeypatch):
     assert pythia.main(walker.arguments("--steps", "0")) == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -159,6 +163,7 @@ def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monke
     assert all("trying again" in line for line in printed.out.splitlines())
 
 
+@pytest.mark.slow
 def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_line(walker, served, capsys, monkeypatch):
     assert pythia.main(walker.arguments("--steps", "0,2")) == 0
     for step in (1, 4, 8):
@@ -174,6 +179,7 @@ def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_li
     assert "FAILED" not in printed.out and printed.out.count("note: can't get the branches") == 1
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys):
     """Each revision is tried: the hub may come back."""
     served.fail("GET .*safetensors", status=503, times=10_000)
@@ -182,6 +188,7 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
     assert line.startswith("failed: 5 checkpoints, steps 0, 1, 2, 4, 8: can't get model") and "503" in line
 
 
+@pytest.mark.slow
 def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, capsys, tmp_path):
     """Its weights are no longer in the cache either, so nothing tells whether they have changed."""
     assert pythia.main(walker.arguments("--steps", "0,1")) == 0
@@ -194,6 +201,7 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     assert "step1 can't be compared with the others; step1: can't get the files of" in out and not err
 
 
+@pytest.mark.slow
 def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     run = tmp_path / "run"
     for step in (1, 4):
@@ -209,6 +217,7 @@ def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     assert "steps 1 and 4 hold the same weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_own_scores_are_added_to_existing_units(walker, suite, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
     assert pythia.main(walker.arguments("--steps", "0,8")) == 0
@@ -233,6 +242,7 @@ class Toy(lightning.LightningModule):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
+@pytest.mark.slow
 def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp_path):
     trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
     for step in (10, 200):
@@ -372,6 +382,7 @@ def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     assert "no published hash to compare with" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_code_of_a_repository_runs_if_its_commit_is_approved(walker, served, capsys):
     """Other revisions may run it if their files equal those of the commit."""
     directories = {step: snapshots(served.root) / commit(served.root, step) for step in (2, 4, 8)}
