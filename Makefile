@@ -1,6 +1,6 @@
 # make demo: install, train the small model `nano`, measure its checkpoints, write results/nano/report.html
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
-# make test: install, run the tests that take less than 3 s each
+# make test: install, run the tests that take less than 2 s each
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest

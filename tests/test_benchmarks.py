@@ -63,6 +63,7 @@ def test_the_result_records_settings_and_environment(compared):
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
 
 
+@pytest.mark.slow
 def test_two_methods_in_turn(directory):
     result = run(directory, "--published", "false", "--svd", "matrix-free", "--beside", "full", "--repeats", "2")
     beside = result["beside"]

@@ -85,6 +85,7 @@ def test_other_errors(error):
     raise_device_errors(error)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("operator", ["mm", "bmm", "mul", "_softmax"])
 @pytest.mark.parametrize("svd", ["full", "krylov", "matrix-free"])

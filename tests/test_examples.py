@@ -79,6 +79,7 @@ def test_the_example_of_smollm2_says_what_to_install(lacking, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(suite, tmp_path):
     model, tokenizer = load(cached_snapshot(nano.REPO, "step8", suite))
     example = runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="example")

@@ -48,6 +48,7 @@ def run(out: Path, *arguments: str) -> tuple[int, dict]:
     return code, json.loads(out.read_text())["steps"] if out.exists() else {}
 
 
+@pytest.mark.slow
 def test_whatever_ends_a_step_the_others_run_and_results_so_far_are_kept(steps, capsys):
     code, found = run(steps)
     assert code == 1
@@ -66,6 +67,7 @@ def test_whatever_ends_a_step_the_others_run_and_results_so_far_are_kept(steps, 
     assert "crashing          crashed (SIGSEGV)" in printed and "1 passed" in printed
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_with_what_is_not_done(steps):
     assert run(steps, "--steps", "well,raising")[0] == 1
     before = json.loads(steps.read_text())["steps"]
@@ -78,6 +80,7 @@ def test_the_same_command_continues_with_what_is_not_done(steps):
     assert again["well"]["started"] > before["well"]["started"] and again["crashing"] == found["crashing"]
 
 
+@pytest.mark.slow
 def test_steps_for_which_no_time_is_left_are_recorded(steps, monkeypatch):
     slow = Step("hanging", "the hanging one", "hanging", limit=3, least=1)
     monkeypatch.setattr(command, "STEPS", (slow, *(step for step in command.STEPS if step.name != "hanging")))
@@ -154,6 +157,7 @@ def test_wheels_are_installed_for_the_steps(steps, tmp_path):
     assert run(steps, "--steps", "well", "--wheels", str(wheels))[1]["well"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_step_ends_with_all_its_processes(tmp_path):
     started = tmp_path / "started"
     child = f"import pathlib, time; pathlib.Path({str(started)!r}).write_text(''); time.sleep(5); print('ran on')"
@@ -237,6 +241,7 @@ def test_after_an_error_that_the_gpu_does_not_survive_another_process_goes_on(tm
     assert error["properties"]["process"] != following["properties"]["process"]
 
 
+@pytest.mark.slow
 def test_tests_that_cannot_start_end_the_suite(tmp_path):
     (tmp_path / "test_planted.py").write_text("import no_such_module\n")
     assert suite.run([str(tmp_path)], tmp_path / "out.json", {}) == 1

@@ -162,6 +162,7 @@ def test_random_states_are_as_in_fresh_processes():
     assert not set(first[0].split()) & set(second[0].split()) and first[1] == second[1]
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_the_test_process():
     code = """
 from tests import processes

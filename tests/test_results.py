@@ -120,6 +120,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_claim_is_exclusive_and_ends_with_its_process(store):
     other = subprocess.Popen([sys.executable, "-c", CLAIM, store.path], stdout=subprocess.PIPE, text=True)
     assert other.stdout and other.stdout.readline() == "claimed\n"

@@ -24,6 +24,7 @@ def outcome(monkeypatch, built, measured=measure):
     return judge.judge(built.model.__class__.__name__, "causal", lambda: built)
 
 
+@pytest.mark.slow
 def test_right_measurement_is_accepted(monkeypatch, llama):
     found = outcome(monkeypatch, llama)
     assert found.outcome == "right" and found.error < 1e-12

@@ -76,6 +76,7 @@ def means(values):
     return pd.Series(np.asarray(values, float)).groupby(LABELS, sort=False).mean().to_numpy()
 
 
+@pytest.mark.slow
 def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     monkeypatch.setattr(drawing, "FEWEST_POINTS", 4)
     figure, table = score_against_coupling(results, 4)
@@ -98,6 +99,7 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_without_clusters_nothing_is_averaged(results):
     alone = {name: results[name] for name in ("70m", "160m", "410m", "1b")}
     figure, _ = score_against_coupling(alone, 4)

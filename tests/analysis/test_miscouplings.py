@@ -24,6 +24,7 @@ def store(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_values_are_those_of_the_curves(store):
     read, whole = read_miscouplings(store), tracker.open_results(store)
     assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}

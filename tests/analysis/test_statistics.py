@@ -65,6 +65,7 @@ def test_scalars_are_the_curve_points_under_flat_names(ds):
         assert flat[MEAN_OFFDIAG + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
 
 
+@pytest.mark.slow
 def test_optional_measures_in_logs():
     """Of inputs of different lengths: what a shorter one lacks does not count."""
     ids, mask = tokens(2), torch.ones_like(tokens(2))
@@ -137,6 +138,7 @@ def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
     assert (layers_in_words(older), middle_layers(older)) == ("l' = l", (2, 2))
 
 
+@pytest.mark.slow
 def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_length():
     model, inputs = build("gpt_neox")
     mask = torch.ones_like(inputs)
@@ -172,6 +174,7 @@ def test_what_prompts_were_drawn_from(ds):
     assert "prompt_source" in summary(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
 
 
+@pytest.mark.slow
 def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
     store = Store(tmp_path)
     store.check_settings({})

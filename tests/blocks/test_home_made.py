@@ -190,6 +190,7 @@ def fit(module, tmp_path):
     trainer.fit(module, loader, loader)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_callback_confirms_the_only_list_at_its_first_measurement(tmp_path):
     fit(Module(Flat), tmp_path / "found")

@@ -306,6 +306,7 @@ def test_sequence_first():
         tracker.measure(model, ids(), blocks=blocks, k=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ["Decoder", "Encoder"])
 def test_in_float32_and_bf16(cls):
     model = x_transformer(cls)

@@ -106,6 +106,7 @@ except UsageError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
 def test_a_full_disk(tmp_path, entries, room):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

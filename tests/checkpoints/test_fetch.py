@@ -433,6 +433,7 @@ def test_read_only_cache_is_reported(fetcher):
     fetcher.assert_whole(2, fetcher.fetch(2))
 
 
+@pytest.mark.slow
 def test_killed_downloads_are_completed(fetcher):
     fetcher.server.fail("GET .*model.safetensors", slow=0.02, times=1000)
     for moment in (0.4, 0.5, 0.6, 0.7, 0.8):

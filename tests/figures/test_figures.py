@@ -139,6 +139,7 @@ def test_1b_states_that_there_is_no_onset(one):
     assert table.onset_by.isna().all()
 
 
+@pytest.mark.slow
 def test_1b_and_the_page_state_no_onset_within_two_percent_of_the_null_level(one):
     ds = with_onset(open_results(one), STEPS, np.arange(4) >= 2, by=0.015)
     figure, table = draw("1b", {"toy": ds}, None)
@@ -221,6 +222,7 @@ def test_5_and_25(one, tmp_path):
     close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance.sel(step=0)))
 
 
+@pytest.mark.slow
 def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
@@ -242,6 +244,7 @@ def test_12(one, tmp_path):
     close(row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0))
 
 
+@pytest.mark.slow
 def test_15(one, tmp_path):
     other = store(tmp_path / "other", seed=3, measures=["coupling", "trajectory"], steps=(0, 2000))
     table = drawn("15", [one, other], tmp_path)
@@ -250,6 +253,7 @@ def test_15(one, tmp_path):
     close(table[table.result == "other"].coupling, expected)
 
 
+@pytest.mark.slow
 def test_26_and_30(one, tmp_path):
     table, ds = drawn("26", one, tmp_path), open_results(one)
     row = table[(table.variable == "entropy") & (table.step == 8) & (table.depth == 1)]
@@ -484,6 +488,7 @@ def test_subsets_of_models(several, tmp_path):
     close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
 
 
+@pytest.mark.slow
 def test_definitions(several, tmp_path):
     from scipy import stats
 
@@ -659,6 +664,7 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
     close(table.score, [0.3] * 5 + [0.7])
 
 
+@pytest.mark.slow
 def test_untrained_is_step_0(tmp_path, capsys):
     late = store(tmp_path / "late", measures=["coupling", "trajectory"], steps=(8, 2000))
     assert main(["33", str(late), "--out", str(tmp_path)]) == 2

@@ -370,6 +370,7 @@ def global_state() -> list:
     ]
 
 
+@pytest.mark.slow
 def test_threads_measure_and_leave_the_process_as_it_was():
     from concurrent.futures import ThreadPoolExecutor
 

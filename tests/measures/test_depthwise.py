@@ -24,6 +24,7 @@ def both(name, dtype, prompts=None, **options):
         return tracker.measure(model, **inputs, svd="full"), tracker.measure(model, **inputs, svd="matrix-free")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "timm vit", "bloom"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-3)])
 def test_matrix_free_equals_dense(name, dtype, tolerance):
@@ -136,6 +137,7 @@ def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
     assert not sketches
 
 
+@pytest.mark.slow
 def test_chosen_by_counted_columns(monkeypatch):
     assert 0.2 < depthwise.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
     assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024

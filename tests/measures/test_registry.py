@@ -51,6 +51,7 @@ def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
     assert ds["entropy"].attrs["units"] == "nats" and ds["lss"].attrs["units"] == "1"
 
 
+@pytest.mark.slow
 def test_each_option_enables_its_variables_and_those_of_no_other():
     for option in registry.OPTIONS:
         measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])

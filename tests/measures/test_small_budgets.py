@@ -44,6 +44,7 @@ def test_jacobians_wait_on_the_host_and_blocks_are_gone_through_once(pretend, sk
     np.testing.assert_allclose(again.singular_value, held.singular_value, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_host_without_memory_for_them_has_the_blocks_gone_through_twice(pretend, sketches, monkeypatch):
     monkeypatch.setattr(depthwise, "host_memory", lambda: DEPTH * ONE)  # one less than there are
     model, given = model_on(pretend.device)
@@ -53,6 +54,7 @@ def test_a_host_without_memory_for_them_has_the_blocks_gone_through_twice(preten
     np.testing.assert_allclose(again.miscoupling, held.miscoupling, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_matrices_of_all_pairs_of_blocks_count_in_the_budget(pretend):
     """In a narrow model with many rows they are larger than the Jacobians."""
     model, _ = build("gpt_neox", Size(width=16, depth=8))

@@ -84,6 +84,7 @@ def links(kind, tokens):
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
 @pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "timm vit", "bert"])
 def test_token_wise_couplings_against_brute_force(name, choice):
@@ -173,6 +174,7 @@ def test_the_null_level_is_that_of_an_unrelated_basis():
         assert level == pytest.approx(float(squares.mean().sqrt()), rel=5 * float(squares.std() / squares.mean()) / 20)
 
 
+@pytest.mark.slow
 def test_untrained_blocks_are_unrelated_and_a_block_is_related_to_itself():
     """The paper's claim about untrained models is of two blocks; two tokens in one block share its weights."""
     torch.manual_seed(0)

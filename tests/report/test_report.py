@@ -239,6 +239,7 @@ class TestNumbers:
                         expected = points[of].sel(k=k, pairs=pairs).values
                         np.testing.assert_array_equal(numbers(carried[str(k)][pairs][part]), expected)
 
+    @pytest.mark.slow
     def test_by_distance_by_depth_and_by_prompt(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
         matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
@@ -267,6 +268,7 @@ class TestNumbers:
         noise = ds.noise_similarity.sel(depth=1).mean(("prompt", "position"))
         np.testing.assert_allclose(numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6)
 
+    @pytest.mark.slow
     def test_the_fit_of_singular_values_is_drawn_with_its_r2(self, shared, other):
         page = shared("two")
         page.select_option("#model", "1")
@@ -366,6 +368,7 @@ class TestFirstLook:
         before = "document.querySelector('.introduction').compareDocumentPosition(document.getElementById('controls'))"
         assert page.evaluate(before) == 4  # follows
 
+    @pytest.mark.slow
     def test_titles_are_there_before_their_charts_are_drawn(self, open_page, written):
         page = open_page(written["one"])
         titles = page.evaluate(f"{VISIBLE}.map((c) => [c.id, document.getElementById(`${{c.id}}-title`).textContent])")
@@ -373,6 +376,7 @@ class TestFirstLook:
         assert len(titles) > 20 > len(drawn)
         assert all(title for _, title in titles) and len({title for _, title in titles}) == len(titles)
 
+    @pytest.mark.slow
     def test_prompts_are_listed(self, open_page, page, several, tmp_path):
         assert "2 inputs; the results hold no text of them. Jacobians" in page.inner_text("#of-prompts")
         store = Store(generated(tmp_path / "run", (0, 8), prompts=23))
@@ -391,6 +395,7 @@ class TestFirstLook:
         assert "Question 21" in page.inner_text("#of-prompts")
         assert page.locator("#prompts-listed li").count() == 23
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("which", ["one", "six"])
     def test_prints_whole(self, shared, which):
         page = shared(which, color_scheme="dark")
@@ -507,6 +512,7 @@ class TestChoices:
         assert drawn["yaxis"] == "y2" and drawn["y"] == tracker.open_results(results).score.values[:, 0].tolist()
         assert page.evaluate("document.getElementById('coupling').layout.yaxis2.side") == "right"
 
+    @pytest.mark.slow
     def test_the_theme_follows_the_system_until_one_is_chosen(self, open_page, written):
         page = open_page(written["one"], color_scheme="dark")
         background = "getComputedStyle(document.body).backgroundColor"
@@ -526,6 +532,7 @@ class TestChoices:
         assert page.evaluate(background) == in_dark[0]
         page.evaluate("localStorage.clear()")
 
+    @pytest.mark.slow
     def test_the_address_keeps_the_choices(self, open_page, page, written):
         page.select_option("#k", "8")
         page.locator("#step").fill("1")
@@ -538,6 +545,7 @@ class TestChoices:
             wrong.input_value("#k") == "4" and wrong.inner_text("#step-shown") == "8" and wrong.input_value("#l") == "3"
         )
 
+    @pytest.mark.slow
     def test_tab_goes_through_everything_in_order(self, page):
         reached = []
         for _ in range(80):
@@ -608,6 +616,7 @@ class TestSeveral:
 class TestBetween:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_score_against_coupling_and_sizes(self, shared, several):
         from scipy import stats
 
@@ -716,6 +725,7 @@ def assert_line(page, chart, x, y):
 class TestAccess:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("which", ["one", "two", "six"])
     @pytest.mark.parametrize("width", [1280, 800, 400])
     @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -731,6 +741,7 @@ class TestAccess:
         serious = [v for v in Axe().run(page).response["violations"] if v["impact"] in ("serious", "critical")]
         assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in serious] == []
 
+    @pytest.mark.slow
     def test_every_chart_has_a_name_and_says_what_it_shows(self, page):
         steps_through(page)
         labels = page.evaluate(f"{VISIBLE}.map((c) => [c.id, c.getAttribute('aria-label')])")
@@ -806,6 +817,7 @@ class TestHonesty:
         bands = page.evaluate("document.getElementById('coupling').layout.shapes.map((shape) => [shape.x0, shape.x1])")
         assert bands == [[32, 64], [32, 64]]
 
+    @pytest.mark.slow
     def test_fallbacks_and_certificates(self, tmp_path):
         store = Store(generated(tmp_path / "run", (0, 5), layers=3))
         for step in (0, 5):
@@ -820,6 +832,7 @@ class TestHonesty:
         assert "(value differs by 0.1)" in said and "Probabilistic: 2 of 18 Jacobians" in said
         assert "Incomplete: 2 of 18 sets" in said
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("measures", ["coupling", "trajectory", "tokenwise"])
     def test_results_of_one_measure_at_one_step(self, open_page, tmp_path, measures):
         store = Store(tmp_path / "run")
@@ -865,6 +878,7 @@ class TestHonesty:
         names = [line["name"] for line in shown(both, "token_curves") if line.get("name")]
         assert {"older, l′ = l", "toy, l′ = l + 1"} <= set(names)
 
+    @pytest.mark.slow
     def test_one_block(self, open_page, tmp_path):
         page = open_page(write_report(generated(tmp_path / "run", (0, 5), layers=1), tmp_path / "page.html"))
         steps_through(page)

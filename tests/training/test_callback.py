@@ -172,6 +172,7 @@ def test_averaged_weights_without_averaging():
         fit(trainer([Watch(weights="averaged"), EMAWeightAveraging()]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("averaging", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
 def test_the_last_step_is_not_measured_after_averaging(averaging):
     watch = Watch(5)
@@ -193,6 +194,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULES)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_schedules_count_optimizer_steps(case, accumulate):
@@ -273,6 +275,7 @@ def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
     assert "miscoupling_raw" in second.units[8] and tracker.open_results(store.path).attrs["final_norm"] == "include"
 
 
+@pytest.mark.slow
 def test_another_probe_after_resuming(tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([Watch(3), keep], enable_checkpointing=True))
@@ -282,6 +285,7 @@ def test_another_probe_after_resuming(tmp_path):
     assert torch.equal(again.probe, PROBE)
 
 
+@pytest.mark.slow
 def test_the_same_callback_in_a_second_run():
     watch = Watch(4)
     fit(trainer([watch]))
@@ -446,6 +450,7 @@ def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", ["function", "tuple"])
 def test_a_given_probe(probe):
     given = {"function": lambda trainer, module: PROBE, "tuple": (PROBE, torch.zeros(5))}[probe]
@@ -591,6 +596,7 @@ HEADLINES = {
 COST = {"coupling/seconds", "coupling/share"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log", ["headline", "all", ["coupling/mean_offdiag", "trajectory/*/median"]], ids=str)
 def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
     """By default a dozen, of the smallest K; the store and the metrics of other callbacks have all in each case."""
@@ -712,6 +718,7 @@ def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     assert list(watch.units) == [0, 4, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 3
 
 
+@pytest.mark.slow
 def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
     real, kept = measurement.measure_samples, []
 
@@ -741,6 +748,7 @@ def test_weights_that_are_not_finite_are_skipped():
     assert list(watch.units) == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_skipped(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 

@@ -42,6 +42,7 @@ def ranks(tmp_path_factory):
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.slow
 def test_both_ranks_train_on_as_without_the_callback(ranks):
     for results in ranks:
         assert results["continued"]["error"] is None
@@ -115,6 +116,7 @@ def test_every_schedule_can_be_pickled(options, tmp_path):
     assert copy.run.settings == watch.run.settings and copy.state_key == watch.state_key
 
 
+@pytest.mark.slow
 def test_a_spawned_training_is_measured(tmp_path):
     """`strategy="ddp_spawn"` pickles the callback."""
     ran = run_ranks(tmp_path, "--spawn")

@@ -46,6 +46,7 @@ def watched(directory: Path) -> tracker.Watch:
     return tracker.Watch(1, probe=tokens(2), save_dir=str(directory), measures="trajectory")
 
 
+@pytest.mark.slow
 def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path):
     other = start(HOLD, tmp_path)
     assert other.stdout and other.stdout.readline() == f"{other.pid} None\n"
@@ -58,6 +59,7 @@ def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path)
     assert Store(tmp_path).steps() == [0] and not (tmp_path / ".training").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_a_training_does_not_keep_the_store(tmp_path):
     other = start(HOLD, tmp_path, "fork")
     assert other.stdout

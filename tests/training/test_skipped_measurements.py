@@ -197,6 +197,7 @@ def test_a_resumed_run_forgets_later_skips(tmp_path):
     assert json.loads((tmp_path / "skipped.json").read_text()) == {"3": "RuntimeError: first"}
 
 
+@pytest.mark.slow
 def test_a_training_without_float64_is_measured_on_the_cpu(pretend):
     watch = Watch(4)
     losses, states = trained()

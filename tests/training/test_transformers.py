@@ -135,6 +135,7 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self.at
 
 
+@pytest.mark.slow
 def test_metrics_reach_the_trainer(tmp_path):
     trainer, logs = make(tmp_path, report_to=["tensorboard"], num_train_epochs=2, max_steps=-1), []
     callback = tracker.TransformersCallback(every_n_epochs=1, k=K, trainer=trainer, on_measure=logs.append)
@@ -145,6 +146,7 @@ def test_metrics_reach_the_trainer(tmp_path):
     assert [row["step"] for row in history] == [0, 6, 12] and 12 <= len(history[0]) < 20
 
 
+@pytest.mark.slow
 def test_without_the_trainer_a_warning_says_where_metrics_do_not_go(tmp_path):
     trainer = make(tmp_path, report_to=["tensorboard"])
     trainer.add_callback(tracker.TransformersCallback(100, k=K))
@@ -152,6 +154,7 @@ def test_without_the_trainer_a_warning_says_where_metrics_do_not_go(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_data_without_first_samples_needs_a_probe(tmp_path):
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -196,6 +199,7 @@ class Keep(TrainerCallback):
         self.kept["state"] = {name: value.clone() for name, value in given["model"].state_dict().items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_probe(tmp_path):
     """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
     run_on_two_ranks("tests.training.trainer_ranks", tmp_path)

@@ -102,6 +102,7 @@ def test_unknown_options_are_named():
         tracker.Watch(probe=tokens(), every=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_probe(tmp_path):
     """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
     run_on_two_ranks(plain_loop.__name__, tmp_path)

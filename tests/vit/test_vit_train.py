@@ -203,6 +203,7 @@ def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
     assert result["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
     arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell"), "--lr", "1e30"]
     assert main(arguments) == 1
@@ -211,6 +212,7 @@ def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
     assert result["status"] == "diverged" and result["accuracy"] is None
 
 
+@pytest.mark.slow
 def test_training_stops_above_a_given_loss(tmp_path):
     """Ten classes: the loss is near 2.3, and the first epoch is the warm-up."""
     result = train(replace(TINY, out=tmp_path, diverged_above=0.5))
@@ -304,6 +306,7 @@ def start(*arguments: str, module: str = "vit.train", cold: bool = False, **envi
 
 
 class TestCommandLine:
+    @pytest.mark.slow
     def test_help_takes_less_than_a_second(self):
         for module in ("vit.train", "vit.grid", "vit.analysis"):
             seconds = []

@@ -73,6 +73,7 @@ def checkpoint(pretend, walker, runs):
     return made, last, Path(last.source)
 
 
+@pytest.mark.slow
 def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pretend, checkpoint):
     model = load_model(checkpoint[-1])
     weights = weights_memory(model, find_blocks(model), torch.float32)
@@ -156,6 +157,7 @@ def test_12b_stays_on_a_device_beside_the_default_budget(monkeypatch, pythia_12b
     assert memory.stays_on_device(device, weights, found) == stays
 
 
+@pytest.mark.slow
 def test_precision_and_svd_are_flags_of_the_walk(walker, runs):
     assert pythia.main(walker.arguments("--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8"))) == 0
     found = tracker.open_results(walker.directory / "out")

@@ -122,6 +122,7 @@ def test_debug_prints_the_traceback_of_a_failed_revision(suite, tmp_path, capsys
     assert walk(tmp_path, "--debug") == 1 and "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
     copy_of(suite, tmp_path / "step1")
     copy_of(suite, tmp_path / os.fsdecode(b"step2\xff"))
@@ -143,6 +144,7 @@ def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path,
     assert line.startswith("no page: ") and "number of blocks" in line
 
 
+@pytest.mark.slow
 def test_an_option_that_no_revision_can_be_measured_with_ends_the_walk_early(suite, tmp_path, capsys):
     for step in range(1, 6):
         copy_of(suite, tmp_path / f"step{step}")

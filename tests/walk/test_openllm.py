@@ -68,6 +68,7 @@ def load_in_process(name: str, directory, **environment: str) -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, env=settings | environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_prompts_are_fetched_formatted_drawn_and_cached(served, tmp_path):
     process = load_in_process("openllm", tmp_path, **served.environment)
     assert process.returncode == 0, process.stderr

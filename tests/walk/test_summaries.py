@@ -176,6 +176,7 @@ def test_page_is_the_same_from_memory_and_from_files(tmp_path):
     assert provenance(first, store) == provenance(second, store)
 
 
+@pytest.mark.slow
 def test_unit_replaced_by_another_walk_is_read_again(tmp_path):
     store = Store(tmp_path)
     store.check_settings({})
@@ -186,6 +187,7 @@ def test_unit_replaced_by_another_walk_is_read_again(tmp_path):
     assert contents(measured.reader.read(tmp_path)) == contents(summary(tracker.open_results(tmp_path)))
 
 
+@pytest.mark.slow
 def test_steps_share_equal_texts_of_their_prompts(tmp_path):
     store = Store(tmp_path)
     store.check_settings({})

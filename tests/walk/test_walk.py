@@ -275,6 +275,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
         assert row["coupling/heatmap/k4._type"] == "image-file" and row["coupling/pairs._type"] == "html-file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])
 def test_interrupted_start_is_reported(walker, moment):
     process = walker.start(cold=True)
@@ -336,6 +337,7 @@ def test_damaged_unit_is_measured_again(walker):
     assert Store(walker.directory / "out").read(1).step == 1
 
 
+@pytest.mark.slow
 def test_store_without_settings_is_not_continued(walker):
     assert walker.run("--steps", "0")[0] == 0
     (walker.directory / "out" / "settings.json").unlink()
@@ -343,6 +345,7 @@ def test_store_without_settings_is_not_continued(walker):
     assert status == 2 and "no readable settings.json" in err
 
 
+@pytest.mark.slow
 def test_failing_revision_is_listed_and_the_others_are_kept(walker, damaged):
     copy, directory = damaged
     weights = directory / "model.safetensors"
@@ -406,6 +409,7 @@ def test_bad_usage_is_refused(walker, case, monkeypatch, capsys):
     assert not Store(walker.directory / "out").steps()
 
 
+@pytest.mark.slow
 def test_other_settings_are_not_mixed_into_a_store(walker):
     assert walker.run("--steps", "0")[0] == 0
     for arguments, name in (
@@ -420,6 +424,7 @@ def test_other_settings_are_not_mixed_into_a_store(walker):
     assert Store(walker.directory / "out").steps() == [0]
 
 
+@pytest.mark.slow
 def test_prompt_longer_than_the_context_is_refused_or_cut(walker):
     walker.prompts.write_text("import os " * 60 + "\n")
     status, _, err = walker.run("--steps", "0")
@@ -476,6 +481,7 @@ def test_legacy_masks_in_a_checkpoint_are_accepted(damaged):
     load(damaged[1])
 
 
+@pytest.mark.slow
 def test_directory_of_checkpoints_is_walked(walker, suite, tmp_path):
     for step in (1, 4):
         shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "run" / f"checkpoint-{step}")
@@ -551,6 +557,7 @@ def test_a_damaged_unit_whose_walk_was_killed_is_measured_again(walker, suite, m
     assert not list(store.units.glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_walk_that_is_about_to_start_keeps_others_from_its_store(walker, suite, monkeypatch, capsys):
     """It has measured and claimed nothing yet: it sets up its loggers, or trains nano."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))

@@ -87,6 +87,7 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
     assert list(starts) == [0, 1, 2, 4] and len(set(starts.values())) == 1
 
 
+@pytest.mark.slow
 def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.walk.malformed import configured
@@ -39,6 +40,7 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
     assert found["blocks"].startswith("3 blocks") and "per checkpoint" in found["in all"]
 
 
+@pytest.mark.slow
 def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):  # noqa: F811
     one = sum(file.stat().st_size for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file())
     listed = dry_run(capsys, *walker.arguments("--disk_budget", "1MB"))

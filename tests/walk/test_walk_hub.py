@@ -275,6 +275,7 @@ def test_unusable_modules_are_refused(walker, tmp_path, capsys, module):
     assert MODULES[module] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     first, second = walker.start("--tokens", "all"), walker.start("--tokens", "all")
     assert first.stdout
@@ -294,6 +295,7 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     assert not list(Store(walker.directory / "out").units.glob(".*"))
 
 
+@pytest.mark.slow
 def test_walks_of_two_stores_share_one_cache(walker, served, tmp_path):
     walker.cache = tmp_path / "cache"
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
