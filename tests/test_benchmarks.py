@@ -73,6 +73,7 @@ def test_two_methods_in_turn(directory):
     assert "of the time of full" in tables.coupling(result)
 
 
+@pytest.mark.slow
 def test_images_agree_and_cost_is_per_image(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)

@@ -90,6 +90,7 @@ def test_steps_for_which_no_time_is_left_are_recorded(steps, monkeypatch):
     assert run(steps, "--limit", "60", "--steps", "well")[1]["well"]["status"] == "ok"
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_step_and_keeps_the_results(steps):
     script = f"""
 import sys
@@ -143,6 +144,7 @@ def test_missing_packages_are_named(monkeypatch, capsys):
     assert "packages are missing: no_such_package; install them" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_wheels_are_installed_for_the_steps(steps, tmp_path):
     pytest.importorskip("pip")  # environments made by uv have none
     wheels = tmp_path / "wheels"

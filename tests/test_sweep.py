@@ -31,6 +31,7 @@ def test_right_measurement_is_accepted(monkeypatch, llama):
     assert found.blocks.startswith("4: model.layers.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["singular_value", "miscoupling", "offdiag_normalized", "lss", "norm"])
 def test_wrong_numbers_are_detected(monkeypatch, llama, variable):
     def wrong(*args, **settings):

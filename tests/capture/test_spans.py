@@ -268,6 +268,7 @@ def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
     assert of_spans.attrs["final_norm_module"] == of_modules.attrs["final_norm_module"]
 
 
+@pytest.mark.slow
 def test_pairs_of_boundaries_are_the_same_as_boundaries_in_order():
     model = x_transformer("Encoder")
     options = dict(k=4, dtype=torch.float64)
@@ -511,6 +512,7 @@ class Vision(Classifier):
         self.stages = nn.ModuleList([Transformer(16, L, 2, 8, 32)])
 
 
+@pytest.mark.slow
 def test_the_callback_measures_spans():
     blocks = [f"input of stages.0.layers.{i}.0" for i in range(L)] + ["input of stages.0.norm"]
     watch = Watch(4, blocks=blocks)

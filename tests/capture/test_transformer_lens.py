@@ -149,6 +149,7 @@ def test_a_hooked_transformer_without_norms():
     check_against_brute_force(hooked("attention only", normalization_type=None), None)
 
 
+@pytest.mark.slow
 @ROWS
 @pytest.mark.parametrize("name", ["as GPT-2", "as Pythia", "as Llama", "shortformer", "alibi", "local attention"])
 def test_long_sequences_with_a_sink_in_float32(name):

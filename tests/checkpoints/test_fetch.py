@@ -99,6 +99,7 @@ TRANSIENT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TRANSIENT)
 def test_transient_faults_are_retried_and_reported(fetcher, case):
     import re
@@ -259,6 +260,7 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
     assert len(fetcher.server.requested("GET .*model.safetensors")) == 3
 
 
+@pytest.mark.slow
 def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10**9)
     monkeypatch.setattr("checkpoints.fetch.WINDOW", 0.2)

@@ -315,6 +315,7 @@ def test_33_and_34(one, tmp_path, few_points):
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
 
 
+@pytest.mark.slow
 def test_products(one, tmp_path):
     table, ds = drawn("products", one, tmp_path), open_results(one)
     s = ds.from_first_singular_value.isel(step=-1).median(("prompt", "token"))
@@ -338,6 +339,7 @@ def test_effective_rank_normality_and_depth_use(one, tmp_path):
         np.testing.assert_allclose(found, ds[variable].sel(step=8).median(("prompt", "token")), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_residual_alignment(one, tmp_path):
     table, ds = drawn("residual_alignment", one, tmp_path), open_results(one)
     A = abs(ds.mlp_matrix.isel(step=-1, prompt=0, token=0).sel(layer=2))
@@ -427,6 +429,7 @@ def test_31(several, tmp_path, capsys, few_points):
     assert "compares at least 4 results (directories); 3 given" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_table_1(several, tmp_path):
     unscored = Store(tmp_path / "unscored")
     unscored.check_settings({})
@@ -646,6 +649,7 @@ def test_figures_of_a_single_result(name, several, capsys):
     assert "it shows a single result; 2 given: name one directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_mixed_conventions_are_refused(one, tmp_path, capsys):
     other = store(tmp_path / "other", measures=["coupling", "trajectory"], steps=(0, 2000), final_norm="exclude")
     assert main(["1b", str(one), str(other), "--out", str(tmp_path)]) == 2

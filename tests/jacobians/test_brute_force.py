@@ -46,6 +46,7 @@ def oracle(name, dtype):
     return model, inputs, ds, brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom")
 
 
+@pytest.mark.slow
 @PRECISIONS
 @pytest.mark.parametrize("name", FAMILIES)
 def test_jacobians_and_mis_couplings(name, dtype):

@@ -45,6 +45,7 @@ def test_auto_forms_the_jacobians_on_an_accelerator_that_holds_them(pretend, mon
     assert measured(pretend.device, memory_budget=budget - 8).attrs["completeness"] == "probabilistic"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "krylov", "matrix-free"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_measures_equal_those_of_the_cpu(pretend, method, dtype):
@@ -55,6 +56,7 @@ def test_measures_equal_those_of_the_cpu(pretend, method, dtype):
     assert there.diagnostics_complete.all() and there.attrs["completeness"] == here.attrs["completeness"]
 
 
+@pytest.mark.slow
 def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):
     samples = 2
     roomy = measured(pretend.device, svd="full")
@@ -69,6 +71,7 @@ def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):
     assert together == [samples] * DEPTH, "layers go to separate cores"
 
 
+@pytest.mark.slow
 def test_links_of_a_block_are_decomposed_together(pretend, together):
     options = {"svd": "full", "measures": "tokenwise", "pair_tokens": 2, "pair_layers": 1}
     there = measured(pretend.device, **options)

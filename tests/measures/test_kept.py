@@ -86,6 +86,7 @@ def test_nothing_else_changes():
     assert "jacobian" not in vectors and "left_singular_vector" in vectors
 
 
+@pytest.mark.slow
 def test_they_are_written_to_a_file_and_read(tmp_path):
     _, _, ds = measured("gpt_neox")
     ds.to_netcdf(tmp_path / "kept.nc")

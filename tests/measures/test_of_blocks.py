@@ -86,6 +86,7 @@ def test_against_brute_force(name):
         np.testing.assert_allclose(exponents[resolved], np.log(s[resolved]) / L, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "options"),
     [(32, {"memory_budget": 60_000}), (64, {"svd": "matrix-free", "measures": ("coupling", "products")})],

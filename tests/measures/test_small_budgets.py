@@ -29,6 +29,7 @@ def model_on(device):
     return model.to(device), given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_jacobians_wait_on_the_host_and_blocks_are_gone_through_once(pretend, sketches, monkeypatch, at_once):
     model, given = model_on(pretend.device)

@@ -82,6 +82,7 @@ def test_a_prompt_waits_a_few_times(pretend):
     assert (many.launches - few.launches) / 4 <= 800
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["a read of each row's result", "a read of each row of a check"])
 def test_a_wait_for_each_row_is_noticed(pretend, monkeypatch, planted):
     def by_row(values):

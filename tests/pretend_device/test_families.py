@@ -41,6 +41,7 @@ def test_every_architecture(pretend, name):
     compare(model, inputs, pretend, 1e-6, k=3, tokens=[1, -1], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
 def test_every_measure(pretend, name):
     model, inputs = build(name, Size(depth=2, tokens=5))

@@ -27,6 +27,7 @@ def changed(shown, values, null=1.0):
     return {**shown, "curves": {name: {k: {"mean_offdiag": curve}}}, "onset": {name: {k: begins}}}
 
 
+@pytest.mark.slow
 def test_onset_maximum_and_end(shown):
     k = min(shown["ks"])
     assert findings(changed(shown, [1, 0.999, 0.8, 0.93])) == (

@@ -592,10 +592,12 @@ class TestSeveral:
         assert line["x"] == [3, 1, 4]
         np.testing.assert_allclose(line["y"], couplings, atol=1e-6)
 
+    @pytest.mark.slow
     def test_what_differs_is_said(self, shared):
         page = shared("two")
         said = page.inner_text("#differences")
         assert said.startswith("Not measured alike: these results differ in final norm (") and "exclude" in said
+        shown(page, "coupling")
         assert "not measured alike" in page.inner_text("#coupling-caption")
         page.select_option("#k", "8")
         shown(page, "coupling")

@@ -204,6 +204,7 @@ def test_schedules_count_optimizer_steps(case, accumulate):
     assert list(watch.units) == expected
 
 
+@pytest.mark.slow
 def test_every_n_epochs():
     watch = Watch(every_n_epochs=2)
     fit(trainer([watch], max_steps=-1, max_epochs=5))  # of 8 batches
@@ -373,6 +374,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
 # Probes and targets.
 
 
+@pytest.mark.slow
 def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
     watch = Watch(probe=None, max_samples=3)
     lightning.seed_everything(0, verbose=False)
@@ -387,6 +389,7 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
     assert watch.units[0].sizes["prompt"] == 3
 
 
+@pytest.mark.slow
 def test_without_a_sanity_check_the_probe_is_the_first_training_batch():
     watch, seen = Watch(probe=None), []
 
@@ -565,6 +568,7 @@ def test_undefined_values_do_not_end_the_training():
     assert runner.global_step == 16 and watch.units[0].miscoupling.isnull().all()
 
 
+@pytest.mark.slow
 def test_csv_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -72,6 +72,7 @@ def test_a_worker_that_outlives_a_training_does_not_keep_the_store(tmp_path):
     os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_training_that_ended_in_an_error_is_continued_in_the_same_process(tmp_path):
     with pytest.raises(KeyError), watched(tmp_path) as watch:
         watch(0, neox())

@@ -150,6 +150,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     assert cell_table(grid).shape == (64, 8 + 2 * len(MISCOUPLINGS) * 3 * 3)
 
 
+@pytest.mark.slow
 def test_grid_of_one_cell_is_analysed(tmp_path):
     grid = synthetic_grid().isel(cell=[3])
     page = write_analysis(grid, correlations(grid), AT, tmp_path, "one").read_text()

@@ -129,6 +129,7 @@ def test_erasing_has_timms_distribution():
     assert len(areas[0]) == pytest.approx(len(areas[1]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_both_pipelines_have_the_same_distribution():
     """Compare each pixel's mean and standard deviation over 1,500 draws of the whole pipeline on one image."""
     recipe, image = Recipe(), photographs(1)

@@ -126,6 +126,7 @@ class Budget(lightning.Callback):
         self.counting = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ema, waits", [(None, 0), (0.9, 1)])
 def test_a_training_batch_does_not_wait_for_the_device(pretend, tmp_path, monkeypatch, ema, waits):
     """With a moving average, the number of its steps is sent to the device."""

@@ -13,6 +13,7 @@ from vit.data import load
 from vit.training import train
 
 
+@pytest.mark.slow
 def test_the_report_states_cells_time_memory_and_disk(tmp_path, capsys):
     done = tmp_path / "grid" / "wd0.01_sd0_seed0"
     done.mkdir(parents=True)
@@ -31,6 +32,7 @@ def test_the_report_states_cells_time_memory_and_disk(tmp_path, capsys):
     assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_the_parts_add_up_to_the_total(tmp_path):
     """With one test at the end, as with one after every epoch; `trial.start` is there once."""
     data = load(TINY)

@@ -88,6 +88,7 @@ def test_result_history_and_coupling(trained):
     assert ds.sizes["prompt"] == 2 and ds.attrs["final_norm"] == "exclude"
 
 
+@pytest.mark.slow
 def test_training_loss_is_recorded_at_each_measured_step(trained):
     """Class token and last patch are measured; the loss is that of the plain training images, in evaluation mode."""
     from vit.data import load

@@ -116,6 +116,7 @@ def rename_head(checkpoint: Path) -> None:
     save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 def test_debug_prints_the_traceback_of_a_failed_revision(suite, tmp_path, capsys):
     FAULTS["no heads"][0](copy_of(suite, tmp_path / "step1"))
     assert walk(tmp_path) == 1 and "Traceback" not in capsys.readouterr().err

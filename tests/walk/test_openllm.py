@@ -88,6 +88,7 @@ def test_wikitext_draws_the_same_hundred_paragraphs(served, tmp_path):
     assert all(len(text.split()) > openllm.PARAGRAPH for text, *_ in sets[0])
 
 
+@pytest.mark.slow
 def test_difficulty_is_read_and_cached_with_the_question(served, tmp_path):
     for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
         process = load_in_process("easy2hard", tmp_path, **environment)
