@@ -11,10 +11,24 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 CHECK_SHAPES = os.environ.get("CHECK_SHAPES") == "1"
 if CHECK_SHAPES:
+    from typing import no_type_check
+
     from jaxtyping import install_import_hook
 
     packages = [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")]
     install_import_hook(packages, "beartype.beartype")
+
+    from tracker.capture.replicas import guard
+    from tracker.linalg import linear, precision
+
+    # PyTorch calls these at every operation: if their annotations were checked each time, tests would take a third longer.
+    for function in (
+        precision._sizes,
+        precision.Roundings.__torch_function__,
+        linear.FrozenLinear.__torch_function__,
+        guard.WriteGuard.__torch_dispatch__,
+    ):
+        no_type_check(function)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -27,21 +41,9 @@ def seeded():
 
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import no_type_check  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
 from tests import pretend_device, processes  # noqa: E402
-from tracker.capture.replicas import guard  # noqa: E402
-from tracker.linalg import linear, precision  # noqa: E402
-
-# PyTorch calls these at every operation: if their annotations were checked each time, tests would take a third longer.
-for function in (
-    precision._sizes,
-    precision.Roundings.__torch_function__,
-    linear.FrozenLinear.__torch_function__,
-    guard.WriteGuard.__torch_dispatch__,
-):
-    no_type_check(function)
 
 ROOT = processes.ROOT
 TINY = nano.Recipe(
