@@ -30,21 +30,16 @@ if CHECK_SHAPES:
     ):
         no_type_check(function)
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from checkpoints import nano  # noqa: E402
-from tests import pretend_device, processes  # noqa: E402
+import pytest  # noqa: E402
+from _pytest.doctest import DoctestModule  # noqa: E402
 
+from checkpoints import nano  # noqa: E402
+from tests import processes  # noqa: E402
+
+# torch is imported where it is used: the process that distributes tests to others reads this file and needs none of it.
 ROOT = processes.ROOT
 TINY = nano.Recipe(
     characters=120_000,
@@ -57,6 +52,13 @@ TINY = nano.Recipe(
     length=32,
     steps=(0, 1, 2, 4, 8),
 )
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    import torch
+
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +108,12 @@ def walker(suite, tmp_path) -> Walker:
     return Walker(suite, tmp_path)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Look for doctests outside of tests/ alone: here are none, and helpers would be imported twice."""
+    return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
+
+
 def pytest_collection_modifyitems(config, items):
     if CHECK_SHAPES:
         first = {}
@@ -119,6 +127,8 @@ def pytest_collection_finish(session):
     """Register the pretend device before the first backward pass of the process, at which autograd counts the devices."""
     wanted = any("pretend" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and not session.config.option.collectonly:
+        from tests import pretend_device
+
         with suppress(pretend_device.NoCompilerError):
             pretend_device.load()
 
@@ -126,6 +136,8 @@ def pytest_collection_finish(session):
 @pytest.fixture
 def pretend():
     """Register a second device without hardware; skip the test where there is no compiler."""
+    from tests import pretend_device
+
     try:
         device = pretend_device.load()
     except pretend_device.NoCompilerError as error:

@@ -223,7 +223,7 @@ def serve(root: Path) -> Iterator[Hub]:
     handler = type("BoundHandler", (Handler,), {"root": root, "hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     try:
         yield hub

@@ -45,7 +45,7 @@ def test_it_waits_for_threads_and_runs_what_is_registered_for_its_exit(cold):
     code = """
 import atexit, sys, threading, time
 atexit.register(print, "at exit", file=sys.stderr)
-threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
 """
     done = run(code, cold=cold)
     assert (done.returncode, done.stdout, done.stderr) == (0, "thread\n", "at exit\n")
@@ -124,7 +124,7 @@ def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read(cold):
     assert [int(process.stdout.readline()) for _ in range(2)] == [process.pid] * 2
     os.killpg(process.pid, signal.SIGKILL)
     assert process.stdout.read() == ""  # neither of the two has it open
-    time.sleep(0.2)
+    time.sleep(0.05)
     os.kill(process.pid, 0)
     assert process.poll() == -signal.SIGKILL
     deadline = time.monotonic() + 30

@@ -164,7 +164,7 @@ def serve() -> Iterator[WandbServer]:
 
     server = Server(("127.0.0.1", 0), Handler)
     state.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield state
     finally:

@@ -48,7 +48,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
     meta = {**CIFAR10.meta, "md5": hashlib.md5((source / "batches.meta").read_bytes()).hexdigest()}
     handler = partial(SilentHandler, directory=archive.parent)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     members = {
         "url": f"http://127.0.0.1:{server.server_port}/{archive.name}",
@@ -60,6 +60,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CIFAR10", type("Tiny", (CIFAR10,), members))
     yield archive
     server.shutdown()
+    server.server_close()
 
 
 def cifar10(root) -> Recipe:
