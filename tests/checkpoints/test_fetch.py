@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def publish(root: Path, step: int, content: bytes) -> None:
 def fetcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(retries, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(retries, "LONGEST_WAIT", 0.001)
     for step in STEPS:
         publish(tmp_path / "hub", step, hashlib.shake_128(bytes([step])).digest(SIZE))
     with serve(tmp_path / "hub") as server:
@@ -437,14 +438,17 @@ def test_read_only_cache_is_reported(fetcher):
 
 @pytest.mark.slow
 def test_killed_downloads_are_completed(fetcher):
-    fetcher.server.fail("GET .*model.safetensors", slow=0.02, times=1000)
-    for moment in (0.4, 0.5, 0.6, 0.7, 0.8):
-        running = process(fetcher, "step0", "step1", "step2", "step4")
-        try:
-            running.communicate(timeout=moment)
-        except subprocess.TimeoutExpired:
+    fetcher.server.fail("GET .*model.safetensors", slow=0.1, times=1000)
+    parts = 0
+    for seconds in (0.1, 0.2, 0.3, 0.4, 0.5):
+        fetcher.server.requests.clear()
+        with process(fetcher, "step0", "step1", "step2", "step4") as running:
+            while running.poll() is None and not fetcher.server.requested("GET .*model.safetensors"):
+                time.sleep(0.01)
+            time.sleep(seconds)
             running.kill()
-            running.communicate()
+        parts += len(list(fetcher.cache.rglob("*.incomplete")))
+    assert parts, "no download was killed in the middle"
     fetcher.server.faults.clear()
     # All are fetched before any is compared, since the kills may have left parts of several files.
     for step, directory in {step: fetcher.fetch(step) for step in STEPS}.items():
