@@ -541,40 +541,6 @@ def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
     assert len(table) == 5 and table[f"coupling, K = {K} low"].isna().all()
 
 
-def test_every_figure_has_a_test_here_or_elsewhere():
-    tested = {
-        "curves",
-        "heatmap",
-        "1b",
-        "1c",
-        "3",
-        "4",
-        "5",
-        "9",
-        "12",
-        "15",
-        "18",
-        "19",
-        "25",
-        "26",
-        "27",
-        "28",
-        "29",
-        "30",
-        "32",
-        "33",
-        "34",
-        "table1",
-        "products",
-        "effective_rank",
-        "normality",
-        "depth_use",
-        "halves",
-        "residual_alignment",
-    }
-    assert set(FIGURES) == tested | set(SCORED)
-
-
 @pytest.mark.slow
 def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys):
     assert main(["all", str(one), "--out", str(tmp_path / "all")]) == 0
