@@ -43,6 +43,7 @@ def test_wrong_numbers_are_detected(monkeypatch, llama, variable):
     assert found.outcome == "wrong" and found.detail.startswith(variable.replace("singular_value", "singular values"))
 
 
+@pytest.mark.slow
 def test_missing_blocks_are_detected(monkeypatch, llama):
     def fewer(model, inputs, **settings):
         return measure(model, inputs, blocks=[f"model.layers.{l}" for l in range(3)], **settings)

@@ -36,6 +36,7 @@ def test_values_are_those_of_the_curves(store):
                 np.testing.assert_allclose(read[kind].sel(measure=name).isel(token=token), expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_measures_can_be_chosen_and_damage_is_named(store, tmp_path):
     read = read_miscouplings(store, ["offdiag", "unknown"])
     assert read.measure.values.tolist() == ["offdiag"]

@@ -17,6 +17,7 @@ import torch
 import tracker
 from tests import processes
 from tests.models import neox, tokens
+from tests.stores import generated
 from tracker import dashboards, replay
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import LoggedRun, Row
@@ -95,6 +96,7 @@ class TestReplay:
             assert row["coupling/heatmap/k2._type"] == "image-file"
         assert [row["training/suspect"] for row in rows] == [0, 1, 0]
 
+    @pytest.mark.slow
     def test_the_run_says_what_it_is(self, replayed):
         (run,) = of("run", replayed)
         assert (run["project"], run["display_name"]) == ("p", "toy run")
@@ -102,6 +104,7 @@ class TestReplay:
         assert config["prompts"] == "few" and config["k"] == [2, 4] and config["device"] == "cpu"
         assert config["model"].endswith("GPTNeoXForCausalLM")
 
+    @pytest.mark.slow
     def test_the_store_is_an_artifact(self, replayed, store):
         (artifact,) = [artifact for artifact in of("artifact", replayed) if artifact["type"] == "results"]
         assert artifact["name"] == "results-toy-run"
@@ -109,6 +112,7 @@ class TestReplay:
         expected = [store.settings, *map(store.file, STEPS)]
         assert files == {str(file.relative_to(store.path)): file.stat().st_size for file in expected}
 
+    @pytest.mark.slow
     def test_the_automatic_workspace_shows_curves_and_hides_the_rest(self, replayed):
         metrics = {metric["name"]: metric for metric in of("metric", replayed) if "name" in metric}
         logged = set(scalars_logged(replayed))
@@ -131,9 +135,9 @@ class TestReplay:
         assert replay.main([str(tmp_path), "--wandb", "offline"]) == 2
         assert "give a walk's --out directory" in capsys.readouterr().err
 
-    def test_online_needs_a_key(self, store, tmp_path, capsys, monkeypatch):
+    def test_online_needs_a_key(self, tmp_path, capsys, monkeypatch):
         without_a_key(monkeypatch, tmp_path)
-        assert replay.main([str(store.path), "--wandb", "online"]) == 2
+        assert replay.main([str(generated(tmp_path / "toy", (0,))), "--wandb", "online"]) == 2
         assert "needs a key" in capsys.readouterr().err
 
     @pytest.mark.slow
@@ -176,6 +180,7 @@ def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
 
 
 class TestWorkspace:
+    @pytest.mark.slow
     def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, capsys):
         """Compare with a run of all measures; not scores (a pattern) or the accuracy of the ViT (logged by its training)."""
         assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
@@ -279,7 +284,7 @@ def answering() -> Iterator[tuple[str, list[dict]]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", requests
     finally:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -86,13 +87,9 @@ def several(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(results, other, several, tmp_path_factory):
-    """The page of one store, that of two, and that of enough to compare models."""
-    directory = tmp_path_factory.mktemp("pages")
-    return {
-        "one": write_report(results, directory / "one.html"),
-        "two": write_report([results, other], directory / "two.html"),
-        "six": write_report(several, directory / "six.html"),
-    }
+    """A function that writes the page of one store, that of two, or that of enough to compare models, once each."""
+    directory, stores = tmp_path_factory.mktemp("pages"), {"one": results, "two": [results, other], "six": several}
+    return cache(lambda which: write_report(stores[which], directory / f"{which}.html"))
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +141,7 @@ def opened(browser, written):
             page.on("console", lambda message: said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))
             page.on("request", lambda request: said.append(request.url))
-            page.goto(written[which].as_uri())
+            page.goto(written(which).as_uri())
             pages[which] = page, said
         return pages[which]
 
@@ -359,6 +356,7 @@ class TestFirstLook:
 
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_the_page_begins_with_what_coupling_is(self, page):
         said = page.locator("header .introduction > div").first
         assert said.locator("p").count() == 3
@@ -370,7 +368,7 @@ class TestFirstLook:
 
     @pytest.mark.slow
     def test_titles_are_there_before_their_charts_are_drawn(self, open_page, written):
-        page = open_page(written["one"])
+        page = open_page(written("one"))
         titles = page.evaluate(f"{VISIBLE}.map((c) => [c.id, document.getElementById(`${{c.id}}-title`).textContent])")
         drawn = page.evaluate(f"{VISIBLE}.filter((c) => c.data).map((c) => c.id)")
         assert len(titles) > 20 > len(drawn)
@@ -514,7 +512,7 @@ class TestChoices:
 
     @pytest.mark.slow
     def test_the_theme_follows_the_system_until_one_is_chosen(self, open_page, written):
-        page = open_page(written["one"], color_scheme="dark")
+        page = open_page(written("one"), color_scheme="dark")
         background = "getComputedStyle(document.body).backgroundColor"
         ink = "document.getElementById('coupling').layout.font.color"
         shown(page, "coupling")
@@ -540,7 +538,7 @@ class TestChoices:
         page.reload()
         assert page.input_value("#k") == "8" and page.input_value("#m") == "3"
         assert page.inner_text("#step-shown") == "1"
-        wrong = open_page(written["one"], "#k=999&step=7&l=99&m=x&measure=nothing&model=5&theme=pink")
+        wrong = open_page(written("one"), "#k=999&step=7&l=99&m=x&measure=nothing&model=5&theme=pink")
         assert (
             wrong.input_value("#k") == "4" and wrong.inner_text("#step-shown") == "8" and wrong.input_value("#l") == "3"
         )
@@ -584,6 +582,7 @@ class TestSeveral:
         (line,) = [line["name"] for line in shown(page, "history") if "null" not in line["name"]]
         assert line == names[1]  # the other has as many blocks only by chance: it has not
 
+    @pytest.mark.slow
     def test_prompts_against_their_difficulty(self, shared, several):
         page, ds = shared("six"), tracker.open_results(several[0]).isel(step=-1)
         line = named(shown(page, "difficulty"), "prompts")
@@ -608,6 +607,7 @@ class TestSeveral:
             page.is_hidden("#matrix-figure") and page.is_hidden("#prompts-figure") and page.is_visible("#norm-figure")
         )
 
+    @pytest.mark.slow
     def test_what_is_lacking_is_said_with_its_command(self, shared):
         foot = shared("two").inner_text("footer")
         assert (
@@ -754,6 +754,7 @@ class TestAccess:
 class TestHonesty:
     pytestmark = browser_test
 
+    @pytest.mark.slow
     def test_doubts_are_named_and_marked(self, page):
         top, foot = page.inner_text("header"), page.inner_text("footer")
         assert "Step 1 is suspect: another shard's weights." in top
@@ -941,7 +942,7 @@ class TestCommandLine:
         assert main([str(damaged), "--out", str(tmp_path / "page.html")]) == 2
         assert "step00000004.nc can't be read" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
 
-    def test_help_is_quick_and_loads_no_torch(self):
+    def test_the_package_loads_neither_torch_nor_xarray(self):
         code = "import sys, tracker.report; sys.exit('torch' in sys.modules or 'xarray' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

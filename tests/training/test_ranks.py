@@ -52,6 +52,7 @@ def test_both_ranks_train_on_as_without_the_callback(ranks):
     assert ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]  # each trains on its own batches
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
     reasons = {
         "1": "RuntimeError on rank 0: planted",
@@ -70,6 +71,7 @@ def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
     assert {int(step) for step in reasons} == CONTINUED.keys() - {4}  # rank 1 does not call on_measure
 
 
+@pytest.mark.slow
 def test_only_what_failed_is_missing(ranks):
     first, second = (results["continued"] for results in ranks)
     assert first["stored"] == [0, 3, 4, 7, 10]
@@ -77,6 +79,7 @@ def test_only_what_failed_is_missing(ranks):
     assert first["metric"] == second["metric"]
 
 
+@pytest.mark.slow
 def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
     said, silent = (results["continued"]["warnings"] for results in ranks)
     assert len(said) == 8 and silent == []
@@ -85,6 +88,7 @@ def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
     assert said[3].startswith("step 5 is measured but not stored (OSError on rank 0: [Errno 28]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ENDED)
 def test_both_ranks_end_for_the_same_reason(ranks, case):
     step, place, (failing, error) = ENDED[case]

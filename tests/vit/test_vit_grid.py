@@ -169,13 +169,18 @@ class TestUsage:
             (["--address", "auto"], "a cluster needs Ray"),
         ],
     )
-    def test_bad_usage_prints_one_message_and_starts_nothing(self, more, message, tmp_path, capsys):
+    def test_bad_usage_prints_one_message_and_starts_nothing(self, more, message, tmp_path, capsys, monkeypatch):
+        monkeypatch.setattr(grid.processes, "start_server", lambda: None)  # it imports for 10 s, beside other tests
         assert grid.main([*arguments(tmp_path), *more]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "grid").exists()
 
-    def test_other_settings_are_refused(self, trained_grid, capsys):
-        assert grid.main([*arguments(trained_grid), "--epochs", "5"]) == 2
+    def test_other_settings_are_refused(self, tmp_path, capsys):
+        decays, rates = "0.01,0.1", "0,0.1"
+        first = grid.cells(grid.Grid(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY)[0]
+        first.directory.mkdir(parents=True)
+        cells.write(first.directory, "recipe", first.identity)
+        assert grid.main([*arguments(tmp_path), "--epochs", "5"]) == 2
         assert "epochs was 3, now 5" in capsys.readouterr().err
 
 

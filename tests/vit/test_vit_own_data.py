@@ -347,7 +347,8 @@ def test_package_imports_nothing_heavy_and_names_what_it_has():
     assert process.stdout == "module 'vit' has no attribute 'nothing'\n", process.stderr
 
 
-def test_grid_reports_an_unsuitable_model_once(tmp_path, capsys):
+def test_grid_reports_an_unsuitable_model_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(grid.processes, "start_server", lambda: None)  # it imports for 10 s, beside other tests
     command = f"--data digits --model vgg11 --drop_paths 0,0.1 --weight_decays 1 --engine processes --wandb off --out {tmp_path}"
     assert grid.main(command.split()) == 2
     assert capsys.readouterr().err == "error: --drop_path 0.1: vgg11 has no stochastic depth; give 0\n"

@@ -93,6 +93,7 @@ def test_parts_are_timed_apart(timed):
     assert pace.times == {"start": 1, "step": 40 - WARM_UP, "epoch": 9, "test": 1}
 
 
+@pytest.mark.slow
 def test_what_is_left_is_written_after_the_first_steps(timed):
     """A test that was not timed yet is taken to be a third of a step for as many images."""
     recipe, images, _, written = timed
@@ -167,9 +168,12 @@ def test_a_grid_prints_its_cost_once_and_goes_on(grid, monkeypatch, capsys):
         for cell in grid:
             cell.directory.mkdir()
         pace(grid[0], 120.0, 60.0)
-        time.sleep(1)
+        printed, deadline = "", time.monotonic() + 30
+        while "from the first steps" not in printed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            printed += capsys.readouterr().out
         (grid[0].directory / "result.json").write_text(json.dumps({"status": "finished", "accuracy": 0.5}))
         ended(grid[0])
-    lines = capsys.readouterr().out.splitlines()
+    lines = (printed + capsys.readouterr().out).splitlines()
     assert lines[0].startswith("about 2.0 min per cell and 3.7 min in all, 3 at a time, from the first steps")
     assert lines[1] == f"[1/6] {grid[0].cell}: 0.5000  about 3.3 min left" and len(lines) == 2

@@ -142,6 +142,7 @@ def test_seed_determines_the_training(trained, tmp_path):
     assert not torch.equal(weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"])
 
 
+@pytest.mark.slow
 def test_measuring_does_not_change_the_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "off", measure_at="off"))
     for name, value in weights(tmp_path / "off").items():
@@ -230,6 +231,7 @@ def test_augmentation_in_worker_processes(tmp_path):
     assert result["status"] == "finished" and len(result["history"]) == 2
 
 
+@pytest.mark.slow
 def test_run_is_not_resumed_with_other_settings(trained):
     with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
         train(replace(TINY, out=trained, epochs=4, weight_decay=0.2))
