@@ -1,7 +1,7 @@
 """Train nano with a penalty on uncoupled blocks, and compare: python examples/coupling_penalty.py [--steps 150]
 
-Three trainings from nano's untrained weights on Python's documentation, which differ in the weight of
-`tracker.coupling_penalty` in the loss alone. The script downloads nothing; the first run trains nano, whose tokenizer and
+Three trainings from nano's untrained weights on Python's documentation, that differ in one thing, the weight
+of `tracker.coupling_penalty` in the loss. The script downloads nothing; the first run trains nano, whose tokenizer and
 initial weights it needs. It takes some minutes on two CPU cores, prints a table and writes results/coupling_penalty/.
 """
 

@@ -31,8 +31,9 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
         f"{timm.__version__}. Every class that builds from a tiny random configuration is measured in float64 (float32 "
         "where the note says so) and compared with gradients between the hidden states of one forward pass of the model.",
         "",
-        "- **right**: the blocks are all the blocks that lead to the output, in order; singular values, the four "
-        "mis-couplings and the trajectory measures agree with the comparison. *Error* is the largest: of singular values "
+        "- **right**: the blocks are all the blocks that lead to the output, in order; singular values, "
+        "mis-couplings (all but `miscoupling_release_trace`) "
+        "and the trajectory measures agree with the comparison. *Error* is the largest: of singular values "
         "relative to the largest one, of mis-couplings relative to their conditioning (Wedin's bound).",
         "- **refused**: a `UsageError`; the table shows its first line.",
         "- **wrong**: other numbers, blocks or tokens. **raw exception**: another exception, although the model itself runs. "

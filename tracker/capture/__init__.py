@@ -4,10 +4,14 @@ Input: a model, its `Blocks` (`tracker.blocks`) and its inputs. Output: a `Recor
 arguments, its input and output states, and the keys and values of its attentions.
 
 - `inputs`: prompts, tensors and mappings as checked forward calls.
+- `arguments`: the arguments of a block's call, by name.
+- `special_tokens`: special tokens of text encoders, and the positions that are measured.
 - `global_state`: process-wide PyTorch state that a measurement sets and restores.
 - `activation_checkpointing`: run checkpointed functions without recomputation.
 - `replicas`: the copy of the model that runs, and how it holds weights.
 - `attention`: hooks on a model's attention functions.
+- `hooked_attention`: attention of TransformerLens models.
+- `head`: the final norm, the logits and the unembedding, found during the pass.
 - `recorder`: the hooks that record a pass.
 - `recording`: the recorded calls.
 - `outputs`: the hidden state in a block's output.

@@ -43,7 +43,7 @@ class Walk:
         suffix: text appended to every prompt, such as " Let's think step by step.".
         max_tokens: cut longer prompts to this many tokens; without it a prompt beyond the context is refused.
         out: directory of the results; an existing one is completed, by one walk or several at once. Default:
-            results/MODEL.
+            results/SUITE, such as results/pythia-12b.
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
         loggers: loggers of the curves, names with commas between them: wandb. --loggers= disables logging.
         wandb: auto is online where a key is set up, else offline.
