@@ -133,11 +133,21 @@ def test_undefined_values_are_counted():
         for name, parameter in model.gpt_neox.layers[1].named_parameters():
             if "dense." in name or "dense_4h_to_h" in name:
                 parameter.zero_()
-    ds = tracker.measure(model, tokens(), k=4)
+    measures = ["coupling", "trajectory", "products", "normality", "eigenvalues", "depth_use", "directions", "halves"]
+    ds = tracker.measure(model, tokens(), k=4, measures=measures)
     assert np.isnan(ds.lss).all() and int(ds.diagnostics_undefined.sel(quantity="lss")) == ds.lss.size
     assert np.isnan(ds.miscoupling.sel(layer=2)).all() and np.isnan(ds.miscoupling.sel(layer_other=2)).all()
     assert int(ds.diagnostics_undefined.sel(quantity="offdiag")) == 2 * (2 * DEPTH - 1)
     assert ds.diagnostics_complete.all() and np.isnan(ds.diagnostics_residual.sel(layer=2)).all()
+    arbitrary = ("mean_alignment", "departure", "attention_coupling", "mlp_coupling", "direction_out_score")
+    assert all(
+        np.isnan(ds[name].sel(layer=2)).all() and not np.isnan(ds[name].sel(layer=1)).any() for name in arbitrary
+    )
+    assert (ds.direction_in_words.sel(layer=2) == "").all() and (ds.direction_in_words.sel(layer=1) != "").all()
+    assert int(ds.diagnostics_undefined.sel(quantity="lyapunov_exponent")) == int(ds.lyapunov_exponent.isnull().sum())
+    alone = tracker.measure(model, tokens(), k=4, measures=["coupling", "depth_use"])
+    counts = (int(one.diagnostics_undefined.sel(quantity="update_cosine")) for one in (ds, alone))
+    assert len(set(counts)) == 1 and np.isnan(alone.update_cosine.sel(layer=2)).all()
 
 
 def snapshot(model):
@@ -342,6 +352,7 @@ BAD_INPUTS = {
     "a list of tensors": ([torch.tensor([1, 2])], "inputs of type list"),
     "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
+    "a mask alone": ({"attention_mask": torch.ones(1, 3)}, r"holds no tensor .* but \['attention_mask'\]"),
     "masked out": ({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)}, "no token"),
 }
 
@@ -351,6 +362,27 @@ def test_bad_inputs(case):
     inputs, message = BAD_INPUTS[case]
     with pytest.raises(UsageError, match=message):
         tracker.measure(neox(), inputs, tokenizer=tokenizer())
+
+
+def test_a_mask_before_embeddings_is_not_taken_for_token_ids():
+    model, mask = neox(), torch.ones(1, 5, dtype=torch.long)
+    embeddings = torch.randn(1, 5, Size().width)
+    ds = [
+        tracker.measure(model, given, k=2)
+        for given in (
+            {"attention_mask": 60 * mask, "inputs_embeds": embeddings},  # 60: beyond the vocabulary
+            {"inputs_embeds": embeddings, "attention_mask": 60 * mask},
+        )
+    ]
+    np.testing.assert_array_equal(ds[0].miscoupling, ds[1].miscoupling)
+
+
+def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():
+    with pytest.raises(UsageError, match=r"the tokenizer returns \['ids'\]; it has to return .* input_ids"):
+        tracker.measure(neox(), ["the"], tokenizer=lambda text, **_: {"ids": [1]})
+    blocks = find_blocks(timm_vit(), class_token=500)
+    with pytest.raises(UsageError, match="class_token=500, but the shortest sample has 5 tokens"):
+        tracker.measure(timm_vit(), images(), blocks=blocks, tokens="cls")
 
 
 IMAGE_MODELS = {
@@ -405,7 +437,7 @@ def test_prompts_need_a_tokenizer():
 
 def test_max_tokens_cuts_long_prompts():
     with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
-        ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=32, k=2)
+        ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=np.int64(32), k=2)
     assert ds.sizes["position"] == 32
 
 

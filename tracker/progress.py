@@ -13,7 +13,7 @@ FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
 class Progress:
-    """Counts the steps of a measurement: one for each token row, block and stage (Jacobian, singular vectors).
+    """Count the steps of a measurement: one for each token row, block and stage (Jacobian, singular vectors).
 
     Args:
         bar: shows the share of the steps that are done; None: nothing is shown.

@@ -184,10 +184,10 @@ class Store:
         steps = self.steps()
         if not steps:
             return settings
-        with self._opened(steps[-1]) as opened:
+        with self._opened(steps[-1]) as unit:
             if settings.final_norm == "auto":
-                settings = replace(settings, final_norm=opened.attrs.get("final_norm", "auto"))
-            if settings.tokens in (None, "last") and opened.attrs.get("tokens") == "last":
+                settings = replace(settings, final_norm=unit.attrs.get("final_norm", "auto"))
+            if settings.tokens in (None, "last") and unit.attrs.get("tokens") == "last":
                 settings = replace(settings, tokens=(-1,))
         return settings
 
@@ -272,8 +272,8 @@ def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
     }
     repeated = find_repeats(prints)
     for name in ("prompt_source", "task"):  # absent in steps measured before prompts had sources, or without scores
-        if labelled := [unit.coords[name].variable for unit in units if name in unit.coords]:
-            units = [unit if name in unit.coords else unit.assign_coords({name: labelled[0]}) for unit in units]
+        if present := [unit.coords[name].variable for unit in units if name in unit.coords]:
+            units = [unit if name in unit.coords else unit.assign_coords({name: present[0]}) for unit in units]
     names = {name: None for unit in units for name in unit.attrs}
     for name in names:
         values = [unit.attrs.get(name, "") for unit in units]

@@ -126,6 +126,7 @@ def test_an_exponential_is_fitted_in_y_not_in_its_logarithm():
 
 def test_no_exponential_through_values_of_both_signs():
     assert np.isnan(exponential_fit(np.arange(5.0), np.array([-1.0, 1, 2, 3, 4]))["b"])
+    assert np.isnan(exponential_fit(np.array([np.nan, 1, 2, 3, 4]), np.arange(1.0, 6))["b"])
 
 
 def test_coverage_of_the_interval_of_the_mean():

@@ -1,5 +1,6 @@
 """Recordings beyond their budget are in files: the same numbers, in less memory, and no file is left."""
 
+import copy
 import ctypes
 import os
 import resource
@@ -10,11 +11,14 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
-from tests.models import build
+from tests.capture.test_residual_pair import Model
+from tests.jacobians.test_rows import Stack
+from tests.models import build, neox, tokens
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
@@ -69,6 +73,50 @@ def test_the_same_numbers(name, svd, directory):
     assert set(little) == set(usual)
     for variable in ("miscoupling", "singular_value", "lss", "expodistance", "norm", "alpha_mean", "lss_window"):
         np.testing.assert_allclose(little[variable], usual[variable], rtol=1e-8, atol=1e-10)
+
+
+OF_BLOCKS = ["coupling", "products", "normality", "depth_use", "directions", "halves"]
+
+
+def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pretend, monkeypatch):
+    model, inputs = neox().to(pretend.device), [tokens(1), tokens(1, 5)]
+    options = dict(tokenizer=lambda text, **_: {"input_ids": inputs[int(text)]}, measures=OF_BLOCKS, k=4)
+    usual = tracker.measure(model, ["0", "1"], **options)
+    made, init = [], Spill.__init__
+    monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, (1 << 30, 0)[len(made)]) or made.append(self))
+    spilled = tracker.measure(model, ["0", "1"], **options)
+    assert len(made) == 2 and set(spilled) == set(usual)
+    for name in ("lyapunov_exponent", "mean_alignment", "linear_error", "direction_out_score", "attention_coupling"):
+        np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-4, atol=1e-5)
+
+
+class Remembering(nn.Module):
+    """A block that makes a table at its first call and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(8, dtype=x.dtype, device=x.device)
+        return x + self.linear(x * self.table)
+
+
+@pytest.mark.parametrize(
+    "make, blocks",
+    [(lambda: Stack([Remembering(), Remembering()]), "blocks"), (lambda: Model("from the first"), "layers")],
+    ids=["table", "two tensors"],
+)
+def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch, make, blocks):
+    torch.manual_seed(0)
+    model, inputs = make().to(pretend.device), torch.randn(2, 5, 8)
+    again = copy.deepcopy(model)
+    usual = tracker.measure(model, inputs, k=4, blocks=blocks)
+    init = Spill.__init__
+    monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, 0))
+    spilled = tracker.measure(again, inputs, k=4, blocks=blocks)
+    np.testing.assert_allclose(spilled.singular_value, usual.singular_value, rtol=1e-4)
 
 
 def in_use() -> int:

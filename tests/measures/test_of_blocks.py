@@ -176,7 +176,11 @@ def test_normality_of_known_matrices():
             assert float(normality.symmetric_share(J)) == pytest.approx(share, abs=1e-12), name
         # A defective matrix, such as the nilpotent one, has eigenvalues that rounding moves by eps^(1/d).
         assert float(normality.departure(J)) == pytest.approx(departure, abs=1e-4 if departure else 1e-7), name
-    assert normality.symmetric_share(0 * Q).isnan().all()
+    assert normality.symmetric_share(0 * Q).isnan().all() and normality.departure(0 * Q).isnan().all()
+    together = normality.departure(torch.cat([0 * Q, nilpotent]))
+    assert together.isnan().tolist() == [True, False]
+    assert normality.alignment(top_singular_triplets(0 * Q, 3)).isnan().all()
+    assert normality.alignment(top_singular_triplets(u @ u.mT, 3)).isnan().tolist() == [[False, True, True]]
     alignment = normality.alignment(top_singular_triplets(torch.cat([symmetric, -symmetric]), 3))
     torch.testing.assert_close(alignment, torch.tensor([[1.0] * 3, [-1.0] * 3]).double())
 
@@ -186,7 +190,7 @@ def test_the_null_level_of_the_symmetric_share():
     for seed in range(400):
         U, V = orthogonal(seed), orthogonal(1000 + seed)
         shares.append(float(normality.symmetric_share(U @ torch.diag(torch.arange(1.0, 7).double()) @ V.mT)))
-    assert np.mean(shares) == pytest.approx(normality.symmetric_share_null(6), abs=3 * np.std(shares) / 20)
+    assert np.mean(shares) == pytest.approx((1 + 1 / 6) / 2, abs=3 * np.std(shares) / 20)
 
 
 @settings(max_examples=20, deadline=None)

@@ -141,11 +141,14 @@ def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:
         x, y: (n,).
 
     Returns:
-        n, a, b, r2. All but n are NaN for fewer than `MIN_POINTS` points, where x or y is constant, or where y has both signs.
+        n, a, b, r2. All but n are NaN for fewer than `MIN_POINTS` points, where x or y is constant or not finite, or where y
+        has both signs.
     """
     x, y = np.asarray(x, float), np.asarray(y, float)
     out = dict.fromkeys(("a", "b", "r2"), float("nan")) | {"n": len(x)}
-    if len(x) < MIN_POINTS or np.ptp(x) == 0 or np.ptp(y) == 0 or (y * y[0] <= 0).any():
+    if len(x) < MIN_POINTS or not np.isfinite([x, y]).all():
+        return out
+    if np.ptp(x) == 0 or np.ptp(y) == 0 or (y * y[0] <= 0).any():
         return out
     middle, width = x.mean(), x.std()  # standardised x keeps a and b of moderate size
     b, log_a = np.polyfit((x - middle) / width, np.log(abs(y)), 1)

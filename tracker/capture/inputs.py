@@ -68,10 +68,15 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
-        first = next((value for value in inputs.values() if isinstance(value, Tensor)), None)
-        if first is None:
-            raise UsageError("the mapping given as inputs holds no tensor; give what the model's forward takes")
-        main = inputs.get("input_ids", first)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        if not tensors.keys() - {"attention_mask"}:
+            raise UsageError(
+                f"the mapping given as inputs holds no tensor for the model, such as input_ids, but {shortened(list(inputs))}"
+            )
+        preferred = [
+            name for name in ("input_ids", "inputs_embeds", *tensors) if name in tensors and name != "attention_mask"
+        ]
+        main = tensors[preferred[0]]
         calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None and inputs:
@@ -109,7 +114,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 def _check_max_tokens(max_tokens: Any, inputs: Any) -> None:
     if max_tokens is None:
         return
-    if type(max_tokens) is not int or max_tokens < 1:
+    if not isinstance(max_tokens, (int, np.integer)) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
     if isinstance(inputs, (Tensor, Mapping)):
         raise UsageError(
@@ -129,7 +134,12 @@ def _is_list_of_ids(inputs: Any) -> bool:
 def _encoded(prompt: str, i: int, tokenizer: Any) -> dict[str, Any]:
     if not prompt.strip():
         raise UsageError(f"prompt {i} is empty; every prompt needs at least one token")
-    return dict(tokenizer(prompt, return_tensors="pt"))
+    encoded = dict(tokenizer(prompt, return_tensors="pt"))
+    if not isinstance(encoded.get("input_ids"), Tensor):
+        raise UsageError(
+            f"the tokenizer returns {shortened(list(encoded))}; it has to return a mapping with a tensor input_ids (1, tokens)"
+        )
+    return encoded
 
 
 def _cut(encoded: list[dict[str, Any]], max_tokens: int | None) -> list[dict[str, Any]]:
@@ -251,9 +261,15 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
         return valid[-1:]
     if isinstance(tokens, str) and tokens == "all":
         return valid
+    n = len(valid)
     if isinstance(tokens, str) and tokens == "cls" and class_token is not None:
+        if not -n <= class_token < n:
+            raise UsageError(
+                f"class_token={class_token}, but the shortest sample has {n} tokens; give its index: "
+                "blocks=find_blocks(model, class_token=...)"
+            )
         return [valid[class_token]]
-    indices, n = whole_numbers(tokens), len(valid)
+    indices = whole_numbers(tokens)
     if not indices:
         raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
     outside = [t for t in indices if not -n <= t < n]

@@ -139,7 +139,8 @@ class _Recorder:
                 assert second is not None
                 before.second_argument = second
                 residual_pair.set_argument(before.arguments, second, None)
-                before.x = self.spill.keep(before.x + (given if before.batch_first else given.transpose(0, 1)))
+                given = given if before.batch_first else given.transpose(0, 1)
+                before.x = self.spill.keep(before.x.to(given.device) + given)
         return place, second
 
     def leave_inner_norm(self, norm: nn.Module, args: tuple, output: Any) -> None:
@@ -192,6 +193,7 @@ class _Recorder:
 
         Both calls are on another input than the recorded one: a cached output would agree on that.
         """
+        call = call.to(self.replica.dtype, self.replica.device)  # from a file
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         after = ModuleState(call.block)
         found = call(x)

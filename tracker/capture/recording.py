@@ -125,6 +125,11 @@ class Recording:
         recorded = (self.calls[0].x, *(call.y for call in self.calls))
         return torch.stack([x[samples, tokens].flatten(0, 1).to(device) for x in recorded])
 
+    @property
+    def head(self) -> str | None:
+        """The name of the module that maps a normed state to logits over the vocabulary; None if none is known."""
+        return self.calls[0].replica.description.unembedding or self.unembedding
+
     def scalars(self) -> int:
         """Count the recorded scalars: hidden states, keys and values."""
         calls = [*self.calls, *([self.raw_last] if self.raw_last else [])]
@@ -132,7 +137,7 @@ class Recording:
 
     def without_last_block(self) -> "Recording":
         """Return the same pass up to the last block's input."""
-        return Recording(self.calls[:-1], None, None, unembedding=self.unembedding)
+        return Recording(self.calls[:-1], self.final_norm, None, unembedding=self.unembedding)
 
     def fold_final_norm(self) -> "Recording":
         """Return the same pass with the final norm counted as part of the last block (paper eq. 7)."""

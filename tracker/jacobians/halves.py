@@ -16,7 +16,7 @@ products as the block.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,11 +36,10 @@ Matrices = Float[Tensor, "R d d"]
 
 @dataclass(frozen=True)
 class Halves:
-    """The Jacobians of attention and MLP, and how the block adds them."""
+    """The Jacobians of attention and MLP."""
 
     attention: Matrices
     mlp: Matrices
-    form: Literal["parallel", "sequential"]
 
 
 class HalfJacobians:
@@ -72,10 +71,9 @@ class HalfJacobians:
                 return self._none(
                     call.layer, f"it can't be differentiated by {name} alone ({error.__cause__ or error})"
                 )
-        form = _form(J, parts["attention"], parts["mlp"])
-        if form is None:
+        if not _add_up(J, parts["attention"], parts["mlp"]):
             return self._none(call.layer, "its Jacobian is neither the sum nor the product of those of the two modules")
-        return Halves(parts["attention"], parts["mlp"], form)
+        return Halves(parts["attention"], parts["mlp"])
 
     def _none(self, layer: int, reason: str) -> None:
         self.missing[layer] = reason
@@ -102,11 +100,9 @@ def _detached(module: nn.Module | None) -> Iterator[None]:
         handle.remove()
 
 
-def _form(J: Matrices, attention: Matrices, mlp: Matrices) -> Literal["parallel", "sequential"] | None:
-    """Return how the block adds its halves, or None if it does neither at some row."""
+def _add_up(J: Matrices, attention: Matrices, mlp: Matrices) -> bool:
+    """Whether the block adds its halves in parallel at every row, or in sequence at every row."""
     allowed = tolerance(J.dtype, rounded=True) * torch.linalg.matrix_norm(J)
     rest = J - attention - mlp
-    if (torch.linalg.matrix_norm(rest) <= allowed).all():
-        return "parallel"
-    # I + J = (I + J_M) (I + J_A), without the identity, beside which J may be small
-    return "sequential" if (torch.linalg.matrix_norm(rest - mlp @ attention) <= allowed).all() else None
+    # In sequence: I + J = (I + J_M) (I + J_A), without the identity, beside which J may be small
+    return any(bool((torch.linalg.matrix_norm(left) <= allowed).all()) for left in (rest, rest - mlp @ attention))

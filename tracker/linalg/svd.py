@@ -62,6 +62,16 @@ class Triplets:
     complete: Bool[Tensor, " B"]  # no larger singular value was missed
     full: Bool[Tensor, " B"]  # found by full decomposition
 
+    @property
+    def determined(self) -> Bool[Tensor, "B K"]:
+        """Whether each singular value is above 0; the vectors of one that is 0 are arbitrary."""
+        return above_rounding(self.S, self.U.shape[-2])
+
+
+def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
+    """Return whether singular values of (d, d) matrices, largest first, differ from 0 by more than rounding."""
+    return S > d * torch.finfo(S.dtype).eps * S[..., :1]
+
 
 def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = MEMORY) -> Triplets:
     """Return the K largest singular triplets of each matrix.

@@ -10,7 +10,7 @@ from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures.calls import record_call
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings, depthwise_steps, rows_at_once
-from tracker.measures.directions import check_directions, in_words
+from tracker.measures.directions import in_words
 from tracker.measures.final_norm import warn_of_missing_norm
 from tracker.measures.kept import check_kept
 from tracker.measures.post_norm import warn_of_post_norm
@@ -37,10 +37,9 @@ def measure_batches(
         available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
         if i == 0:
-            check_directions(settings, jacobians.replica)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
-            warn_of_missing_unembedding(jacobians.replica, recording, settings)
+            warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
             check_reachability(

@@ -185,6 +185,7 @@ def _of_products() -> tuple[Measure, ...]:
         formula="ln(sₖ) / L, P = (I + Jᴸ) … (I + J¹) = U S Vᵀ",
         reference="Pennington et al. (2017)",
         text="Mean logarithmic growth, in a block, of each of the d directions of a small change of the token's state.",
+        counted=True,
     )
     return (*measures, exponents)
 

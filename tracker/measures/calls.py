@@ -75,7 +75,8 @@ def record_call(
         "width": d,
         "blocks": ", ".join(call.name for call in recording.calls),
     }
-    samples = [Sample(label, n, at, ks, NOISE, attributes) for label, at in zip(batch.labels, chosen, strict=True)]
+    of_each = zip(batch.labels, chosen, valid, strict=True)
+    samples = [Sample(label, n, at, ks, NOISE, attributes, present) for label, at, present in of_each]
     if len(batch.token_texts) == n:  # the blocks may take more positions than the prompt has tokens
         samples[0].token_texts = batch.token_texts
     samples[0].decode = batch.decode

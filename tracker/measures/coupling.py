@@ -25,6 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tracker.linalg.svd import above_rounding
+
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
 Values = Float[Tensor, "*#pairs"]
@@ -194,7 +196,7 @@ def miscouplings(
         s_basis: top K singular values of the Jacobians that the M bases come from; None: `s`.
     """
     s_basis = s if s_basis is None else s_basis
-    determined = s_basis[..., -1] > d * torch.finfo(s.dtype).eps * s_basis[..., 0]
+    determined = above_rounding(s_basis, d)[..., -1]
     defined = (s[..., 0] > 0)[..., None] & determined[..., None, :]
     return {
         definition.name: torch.where(defined, definition.formula(A, s[..., None, :]), torch.nan)

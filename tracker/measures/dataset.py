@@ -24,6 +24,7 @@ class Sample:
         noise: the levels of noise.
         token_texts: the text of each token of a prompt; empty if there is none.
         attributes: the resolved conventions, equal for all samples of a measurement.
+        valid: the positions that are not padding.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
         without_halves: layer -> why its attention and MLP were not measured apart.
         decode: token ids -> text, while the sample is measured.
@@ -36,6 +37,7 @@ class Sample:
     ks: tuple[int, ...]
     noise: tuple[float, ...]
     attributes: dict[str, Any]
+    valid: Sequence[int]
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)
     without_halves: dict[int, str] = field(default_factory=dict)
@@ -76,7 +78,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    dataset[UNDEFINED] = _count_undefined(dataset)
+    dataset[UNDEFINED] = _count_undefined(dataset, samples)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
     if "attention_gain" in dataset:
@@ -107,11 +109,12 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)
 
 
-def _count_undefined(dataset: xr.Dataset) -> xr.DataArray:
+def _count_undefined(dataset: xr.Dataset, samples: Sequence[Sample]) -> xr.DataArray:
     """Count the undefined values of each measure, without those that a shorter prompt lacks."""
     expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
-    if "norm" in dataset:
-        expected["position"] = dataset["norm"].isel(depth=0, drop=True).notnull()
+    if "position" in dataset.dims:
+        at = np.stack([np.isin(dataset["position"], sample.valid) for sample in samples])
+        expected["position"] = xr.DataArray(at, dims=("prompt", "position"))
     if "token_position" in dataset:
         expected["token"] = dataset["token_position"].notnull()
     if "pair_position" in dataset:

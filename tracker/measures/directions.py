@@ -24,37 +24,24 @@ from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
 from tracker.jacobians.rows import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import standard_normal
-from tracker.measures.settings import Settings
 
 DIRECTIONS, WORDS, RANDOM = 5, 5, 256
 PARTS = ("out", "in")  # u_k, v_k
 QUANTILE = 0.95
+NO_WORD = -1  # in place of an id, for a direction whose singular value is 0
 
 Logits = Callable[[Float[Tensor, "R m d"]], Float[Tensor, "R m vocabulary"]]
 
 
-def check_directions(settings: Settings, replica: Replica) -> None:
-    """Check that the model has an unembedding, if words for directions are requested by name.
-
-    Raises:
-        UsageError: if it does not.
-    """
-    if "directions" in settings.measures and replica.description.unembedding is None:
-        raise UsageError(
-            "measures='directions', but no unembedding was found in this model: name the module that maps a hidden state to "
-            "logits, blocks=find_blocks(model, unembedding=...)"
-        )
-
-
 @dataclass(frozen=True)
 class Head:
-    """The final norm and the unembedding of a model, at the last states x (R, d) of some rows."""
+    """The unembedding, by name, and the final norm of a model, at the last states x (R, d) of some rows."""
 
     replica: Replica
+    unembedding: str
     norm: nn.Module | None
     x: Float[Tensor, "R d"]
 
@@ -64,21 +51,19 @@ class Head:
             x = self.x[:, None].expand_as(directions).contiguous()
             changes: Any = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())[1]
             directions = changes
-        name = self.replica.description.unembedding
-        assert name is not None
-        unembedding = self.replica.module.get_submodule(name)
+        unembedding = self.replica.module.get_submodule(self.unembedding)
         return unembedding(directions) - unembedding(torch.zeros_like(directions[:1, :1]))  # without a bias
 
 
 def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
     """Return the head of the model that was recorded, at its last states; None if it has no unembedding."""
     first = recordings[0][0]
-    replica = first.calls[0].replica
-    if replica.description.unembedding is None:
+    replica, unembedding = first.calls[0].replica, first.head
+    if unembedding is None:
         return None
     last = [((recording.raw_last or recording.calls[-1]).y, rows) for recording, rows in recordings]
-    x = torch.cat([rows.select(y) for y, rows in last]).to(replica.device)
-    return Head(replica, first.final_norm[1] if first.final_norm else None, x)
+    x = torch.cat([rows.select(y).to(replica.device) for y, rows in last])
+    return Head(replica, unembedding, first.final_norm[1] if first.final_norm else None, x)
 
 
 def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
@@ -88,7 +73,7 @@ def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) ->
         memory: scalars that logits may take.
     """
     replica = head.replica
-    unembedding = replica.module.get_submodule(str(replica.description.unembedding))
+    unembedding = replica.module.get_submodule(head.unembedding)
     with torch.no_grad(), replica.guard(), replica.materialize(unembedding), replica.materialize(head.norm):
         of_random = _scores(head.logits, standard_normal((len(head.x), RANDOM, head.x.shape[-1]), head.x), memory)
         both, one = torch.maximum(*of_random["score"].unbind(-1)), of_random["score"][..., 0]
@@ -102,10 +87,15 @@ def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) ->
             pairs = [getattr(of_block, part).mT[:, :DIRECTIONS] for part in "UV"]
             out, into = (_scores(head.logits, directions, memory) for directions in pairs)
             sign = out["score"].argmax(-1, keepdim=True)  # 0: as decomposed, 1: both reversed
+            determined = of_block.determined[:, :DIRECTIONS]
             for part, found in zip(PARTS, (out, into), strict=True):
-                by_part.setdefault(f"direction_{part}_score", []).append(found["score"].gather(-1, sign)[..., 0])
+                score = found["score"].gather(-1, sign)[..., 0]
+                by_part.setdefault(f"direction_{part}_score", []).append(torch.where(determined, score, torch.nan))
                 at = sign[..., None].expand(*sign.shape, found["ids"].shape[-1])
-                by_part.setdefault(f"direction_{part}_words", []).append(found["ids"].gather(-2, at)[..., 0, :])
+                ids = found["ids"].gather(-2, at)[..., 0, :]
+                by_part.setdefault(f"direction_{part}_words", []).append(
+                    torch.where(determined[..., None], ids, NO_WORD)
+                )
     return values | {name: torch.stack(blocks, 1) for name, blocks in by_part.items()}
 
 
@@ -125,7 +115,7 @@ def _scores(logits: Logits, directions: Float[Tensor, "R m d"], memory: int) -> 
 
 
 def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
-    """Return values in which the ids of words are texts; without a tokenizer, they are numbers: "#17, #4"."""
+    """Return values in which the ids of words are texts; without a tokenizer, they are numbers: "#17, #4"; "" is no word."""
     import numpy as np
 
     def word(token: int) -> str:
@@ -136,7 +126,7 @@ def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) 
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
     def text(ids: Any) -> str:
-        return ", ".join(word(int(i)) for i in ids)
+        return ", ".join(word(int(i)) for i in ids if i != NO_WORD)
 
     def texts(ids: np.ndarray) -> np.ndarray:
         flat = [text(one) for one in ids.reshape(-1, ids.shape[-1])]

@@ -106,7 +106,7 @@ def estimate(
         total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
         check_kept(settings, recording, total_rows)
         case = _Case(jacobians, recording, rows, samples[0], settings, total_rows, count)
-        for measure in measures_of_states(jacobians.replica, recorded, settings):
+        for measure in measures_of_states(recorded, settings):
             one = replace(states_alone, measures=(measure,))
             stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
         if settings.includes("coupling"):
@@ -199,7 +199,10 @@ def _coupling(case: _Case) -> dict[str, float]:
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds
-    timed = seconds_of_blocks(case.jacobians, recording, [(middle, row)] * R, layer, settings.extras(), _timed_again)
+    selections = [(middle, row)] * R
+    timed = seconds_of_blocks(
+        case.jacobians, recording, selections, layer, min(case.sample.ks), settings.extras(), _timed_again
+    )
     return stages | {choice: factor * seconds for choice, seconds in timed.items()}
 
 

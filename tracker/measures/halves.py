@@ -9,7 +9,8 @@ With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K t
     alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
                         diagonal where a half acts along the block's own directions
 
-NaN for blocks that do not show their halves. Cost: as much as the Jacobians of the blocks, and two sets of singular triplets.
+NaN for blocks that do not show their halves, and for couplings where a half has a rank below K. Cost: as much as the Jacobians
+of the blocks, and two sets of singular triplets.
 """
 
 import torch
@@ -40,10 +41,12 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
         J, basis, s = getattr(halves, half), triplets[other], triplets[half].S
         norm = torch.linalg.matrix_norm(J)
         A = U.mT @ (J @ V)
+        in_basis = coupling.in_bases(basis.U[:, None], J @ basis.V)
+        mutual = coupling.miscouplings(in_basis[:, None], s[:, None], d, basis.S[:, None])
         found |= {
             f"{half}_gain": jacobian_gain(norm, d),
             f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
-            f"{half}_coupling": coupling.page(basis.U.mT @ J @ basis.V, s),
+            f"{half}_coupling": mutual["miscoupling"][:, 0, 0],
             f"{half}_coupling_null": coupling.page_null(s, norm, d),
             f"{half}_matrix": A,
         }

@@ -21,7 +21,7 @@ def with_kept(settings: Settings, keep: str | Sequence[str]) -> Settings:
     Raises:
         UsageError: for another name, or if no Jacobians of blocks are measured.
     """
-    names = (keep,) if isinstance(keep, str) else tuple(keep)
+    names = (keep,) if isinstance(keep, str) else tuple(keep) if isinstance(keep, Sequence) else (keep,)
     if set(names) - {*KEPT}:
         raise UsageError(f"keep={keep!r}; choose from {', '.join(KEPT)}")
     if names and not settings.includes("coupling"):

@@ -29,25 +29,21 @@ def symmetric_share(J: Jacobian) -> Values:
     return torch.linalg.matrix_norm((unit + unit.mT) / 2) ** 2
 
 
-def symmetric_share_null(d: int) -> float:
-    """Return the expected symmetric share for independent, Haar-random singular vectors."""
-    return (1 + 1 / d) / 2
-
-
 def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
-    """Return u_k . v_k of the top K singular triplets."""
-    return (triplets.U * triplets.V).sum(-2)
+    """Return u_k . v_k of the top K singular triplets; NaN where s_k is 0, and its vectors arbitrary."""
+    return torch.where(triplets.determined, (triplets.U * triplets.V).sum(-2), torch.nan)
 
 
 def departure(J: Jacobian) -> Values:
     """Return Henrici's departure from normality relative to |J|_F, in float64; NaN for a zero matrix."""
-    unit = _unit(J.double())
+    zero = J.abs().amax((-2, -1)) == 0
+    unit = torch.where(zero[..., None, None], 0, _unit(J.double()))  # LAPACK may end the process if it is given NaN
     if unit.shape[-1] > SMALL:
         eigenvalues = torch.linalg.eigvals(unit)
     else:
         (eigenvalues,) = batch_on_cores(lambda part: (torch.linalg.eigvals(part),), unit.cpu())
     normal = (eigenvalues.real**2 + eigenvalues.imag**2).sum(-1)
-    return (1 - normal).clamp_min(0).sqrt().to(J)
+    return torch.where(zero, torch.nan, (1 - normal).clamp_min(0).sqrt()).to(J)
 
 
 def _unit(J: Jacobian) -> Jacobian:

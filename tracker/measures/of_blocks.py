@@ -94,7 +94,7 @@ def measure_blocks(
     forms = bool(FORMING & set(choices))
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
-        x, y = (torch.cat([rows.select(getattr(call, of)) for call, rows in selections]).to(like) for of in "xy")
+        x, y = (torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections]) for of in "xy")
         block = BlockRows(layer, x, y - x, forms)
         for measure in declared:
             assert measure.compute is not None

@@ -17,6 +17,7 @@ def seconds_of_blocks(
     recording: Recording,
     selections: Sequence[Selection],
     layer: Layer,
+    K: int,
     choices: Sequence[str],
     timed: Callable[[Callable[[], Any]], tuple[float, Any]],
 ) -> dict[str, float]:
@@ -25,6 +26,7 @@ def seconds_of_blocks(
     Args:
         selections: the call of that block, with each row.
         layer: its Jacobians there.
+        K: the smallest number of singular vectors.
         timed: function -> its seconds and its result.
     """
     L, halves = len(recording.calls), HalfJacobians(jacobians)
@@ -37,7 +39,7 @@ def seconds_of_blocks(
             whole, _ = timed(lambda: products.of_matrices([layer.jacobian()], 1))
             stages[choice] = (2 * L - 1) * step + decompositions * max(0.0, whole - step)
             continue
-        how = ([layer], [selections], [choice], head, 1 << 24, halves)
+        how = ([layer], [selections], [choice], head, 1 << 24, halves, K)
         seconds, _ = timed(lambda how=how: of_blocks.measure_blocks(*how))
         # Random directions are taken once, not for each block.
         of_each = 2 * DIRECTIONS

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.linalg.products import Chain
-from tracker.linalg.svd import SMALL
+from tracker.linalg.svd import SMALL, above_rounding
 
 WIDE_DEPTHS, DEPTHS = 4, 8  # depths that are decomposed, of models wider than SMALL and of others
 
@@ -47,8 +47,7 @@ def effective_rank(S: SingularValues) -> Float[Tensor, "*B"]:
 
 def lyapunov_exponents(S: SingularValues, n: int) -> SingularValues:
     """Return the exponents of a product of n blocks; NaN for a singular value that is 0 to the rounding of the decomposition."""
-    resolved = S > S.shape[-1] * torch.finfo(S.dtype).eps * S[..., :1]
-    return torch.where(resolved, S, torch.nan).log() / n
+    return torch.where(above_rounding(S, S.shape[-1]), S, torch.nan).log() / n
 
 
 class Products:

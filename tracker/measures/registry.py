@@ -173,7 +173,7 @@ TRAJECTORY = (
         "update ratio",
         compute=trajectory.update_ratio,
         formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
-        reference="this package",
+        reference=OURS,
         raw=True,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state, before the final norm.",
         curve="quartiles",

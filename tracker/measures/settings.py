@@ -89,7 +89,7 @@ class Settings:
         USUAL,
         values.NAMES,
         f"any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}; all means all of them but "
-        f"{', '.join(choices.expensive())}, which cost many times as much as the rest and are added by name "
+        f"{', '.join(choices.expensive())}, which cost more than coupling itself and are added by name "
         f"({','.join(choices.everything())}). Default: {', '.join(USUAL)}.",
     )
     window: int | None = _option(
@@ -178,7 +178,7 @@ class Settings:
         return self.includes("coupling") or self.includes("tokenwise")
 
     def extras(self) -> tuple[str, ...]:
-        """The measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
+        """Return the measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
         names = ("vju", "matrices", *(option.name for option in choices.OPTIONS if option.of_jacobians))
         return tuple(measure for measure in names if self.includes(measure))
 

@@ -51,14 +51,15 @@ def measure_states(
         valid: the positions of each sample that are not padding.
 
     Raises:
-        UsageError: if entropy is requested by name and the model has no unembedding.
+        UsageError: if entropy or words for directions are requested by name and the model has no unembedding.
     """
-    device, head = replica.device, unembedding_of(replica, raw)
-    if head is None and "entropy" in settings.measures:
-        raise UsageError(
-            "measures='entropy', but no unembedding was found in this model: name the module that maps a hidden state to "
-            "logits, blocks=find_blocks(model, unembedding=...)"
-        )
+    device, head = replica.device, raw.head
+    for name in ("entropy", "directions"):
+        if head is None and name in settings.measures:
+            raise UsageError(
+                f"measures={name!r}, but no unembedding was found in this model: name the module that maps a hidden state to "
+                "logits, blocks=find_blocks(model, unembedding=...)"
+            )
     _, n, d = raw.calls[0].x.shape
     scalars = d
     requested: list[StateMeasure] = []
@@ -103,20 +104,15 @@ def measure_states(
         return samples
 
 
-def unembedding_of(replica: Replica, recording: Recording) -> str | None:
-    """Return the name of the module that maps a normed state to logits over the vocabulary; None if none is known."""
-    return replica.description.unembedding or recording.unembedding
-
-
-def measures_of_states(replica: Replica, recording: Recording, settings: Settings) -> list[str]:
+def measures_of_states(recording: Recording, settings: Settings) -> list[str]:
     """Return the requested measures that are read off states; "all" leaves out entropy where there is no unembedding."""
-    lacking = unembedding_of(replica, recording) is None and "entropy" not in settings.measures
+    lacking = recording.head is None and "entropy" not in settings.measures
     return [name for name in OF_STATES if settings.includes(name) and not (name == "entropy" and lacking)]
 
 
-def warn_of_missing_unembedding(replica: Replica, recording: Recording, settings: Settings) -> None:
+def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> None:
     """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
-    lacking = settings.includes("entropy") and "entropy" not in measures_of_states(replica, recording, settings)
+    lacking = settings.includes("entropy") and "entropy" not in measures_of_states(recording, settings)
     if lacking and recording.logits is not None:
         warn_caller(
             f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "

@@ -96,8 +96,7 @@ def entropy(
     X: States, norm: Callable[[Tensor], Tensor], unembedding: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, "depth n"]:
     """Return the entropy of the next-token distribution predicted from each state, in nats."""
-    log_p = unembedding(norm(X)).log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
+    return torch.special.entr(unembedding(norm(X)).softmax(-1)).sum(-1)
 
 
 def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d 2"]]:
