@@ -78,7 +78,11 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
         for step, of_step in found.items():
             for task in of_step:
                 _check_name(task)
-            scores.setdefault(step, {}).update(of_step)
+            for task, value in of_step.items():
+                if scores.setdefault(step, {}).setdefault(task, value) != value:
+                    raise ValueError(
+                        f"--scores {file}: {task} at step {step} has another value in another file of {path}; keep one setting"
+                    )
     if not scores:
         about = f"it is about {join_names(sorted(seen))}" if seen else "it contains no scores"
         raise ValueError(f"--scores {path} has no scores of {suite.name} ({suite.source}): {about}")
@@ -110,6 +114,7 @@ def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
             step = int(row.pop("step"))
             entries = {row["task"]: row["value"]} if {"task", "value"} <= row.keys() else row
             of_step = {task: float(value) for task, value in entries.items() if value}
+            of_step = {task: value for task, value in of_step.items() if not math.isnan(value)}
         except ValueError as error:
             raise ValueError(f"--scores, line {line} of {file}: {error}") from error
         for task, value in of_step.items():

@@ -269,8 +269,8 @@ def _workers(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         try:
-            alike = replace(walk, out=plan.output.store.path)
-            stack.enter_context(walkers(pythia.run, alike, str(plan.measurement.device)))
+            of_worker = replace(walk, out=plan.output.store.path)
+            stack.enter_context(walkers(pythia.run, of_worker, str(plan.measurement.device)))
         except ValueError as error:
             raise UsageError(str(error)) from error
         yield

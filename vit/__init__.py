@@ -21,7 +21,7 @@ and units of coupling over training; and an analysis of the grid: tables, figure
 | `model`, `module` | timm's DeiT, or another model; the LightningModule that trains it |
 | `averaging` | the moving average of the weights |
 | `analysis` | the command `python -m vit.analysis`: tables, figures (`figures`) and page of a grid |
-| `statistics` | regressions of accuracy on coupling |
+| `results`, `statistics` | what the analysis reads of a grid; regressions of accuracy on coupling |
 """
 
 from importlib import import_module

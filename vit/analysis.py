@@ -51,7 +51,8 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     """
     from tracker.figures.palette import css_variables
     from vit import figures
-    from vit.statistics import GRID_FILE, cell_table, named_tests, write_grid
+    from vit.results import GRID_FILE, write_grid
+    from vit.statistics import cell_table, named_tests
 
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
@@ -178,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--token", type=str, help="position: 'class token' or 'last patch'; default: the last patch")
     parsed = parser.parse_args(arguments)
     from tracker.errors import UsageError
-    from vit.statistics import correlations, primary, read_grid
+    from vit.results import read_grid
+    from vit.statistics import correlations, primary
 
     first = parsed.grid[0]
     grid = read_grid(*parsed.grid)
@@ -188,7 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if value not in grid[name].values:
             raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")
     out = parsed.out or (first.parent if first.is_file() else first) / "analysis"
-    print(write_analysis(grid, correlations(grid), at, out, first.stem))
+    place = first.resolve()
+    if place.is_file():
+        place = place.parent
+    print(write_analysis(grid, correlations(grid), at, out, (place.parent if place.name == "analysis" else place).name))
     return OK
 
 

@@ -9,11 +9,12 @@ Random choices are drawn on the CPU, so they are the same on every device, and s
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
-from timm.data.auto_augment import rand_augment_transform
+from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms import v2
@@ -49,7 +50,11 @@ def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "
         [
             v2.RandomCrop(recipe.image_size, padding=recipe.crop_padding or None),
             v2.RandomHorizontalFlip(recipe.flip),
-            *([] if recipe.rand_augment == "off" else [rand_augment_transform(recipe.rand_augment, settings)]),
+            *(
+                []
+                if recipe.rand_augment == "off"
+                else [auto_augment.rand_augment_transform(recipe.rand_augment, settings)]
+            ),
             v2.PILToTensor(),
             v2.ToDtype(torch.float32, scale=True),
             v2.Normalize(mean.tolist(), std.tolist()),
@@ -103,18 +108,33 @@ class RandAugment:
     spread: float
 
 
+def check_policy(recipe: Recipe) -> None:
+    """Check the notation of RandAugment.
+
+    Raises:
+        ValueError: if it is invalid, or the recipe's way to augment does not have its operations.
+    """
+    if recipe.rand_augment != "off":
+        (parse if recipe.augment == "batched" else _timm_policy)(recipe.rand_augment)
+
+
+def _timm_policy(notation: str) -> auto_augment.RandAugment:
+    try:
+        return auto_augment.rand_augment_transform(notation, {})
+    except (AssertionError, ValueError) as error:
+        raise ValueError(
+            f"--rand_augment {notation!r}: give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
+        ) from error
+
+
+@cache
 def parse(notation: str) -> RandAugment:
     """Parse timm's notation, such as rand-m9-mstd0.5-inc1.
 
     Raises:
         ValueError: if the notation is invalid, or names an operation without a batched implementation.
     """
-    try:
-        timm = rand_augment_transform(notation, {})
-    except (AssertionError, ValueError) as error:
-        raise ValueError(
-            f"--rand_augment {notation!r}: give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
-        ) from error
+    timm = _timm_policy(notation)
     first, names = timm.ops[0], tuple(op.name for op in timm.ops)
     if not set(names) <= _CHANGES.keys() | _MOVES.keys() or timm.choice_weights is not None or first.magnitude_max:
         raise ValueError(

@@ -33,7 +33,7 @@ def read(directory: Path, name: str) -> Any:
     """Read a JSON file of a cell; return None if it is missing or invalid."""
     try:
         return json.loads((directory / f"{name}.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # also bytes that are no text
         return None
 
 

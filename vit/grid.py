@@ -102,14 +102,18 @@ def run(grid: Grid, recipe: Recipe) -> int:
 
         share = tune.connect(grid.address, grid.cpus_per_cell, use.share)
     from tracker.loggers.wandb import resolve_mode
+    from vit.augment import check_policy
     from vit.data import load
 
     resolve_mode(recipe.wandb)
+    check_policy(recipe)
     data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
     if recipe.model is not None:
         from vit.model import build, check_output
 
         check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
+    for cell in missing:
+        (cell.directory / "failed.json").unlink(missing_ok=True)  # of an earlier run of the grid
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
     with shown(recipes, missing, use.jobs, use.on_a_gpu) as ended:
@@ -160,7 +164,8 @@ def _use(grid: Grid, recipe: Recipe, engine: str) -> Use:
         return Use(grid.jobs, (), share, 1 / (share or 1.0))
     check_accelerator(recipe.accelerator)
     gpus = processes.visible_gpus() if on_gpus else []
-    jobs = grid.jobs or max(1, int(len(gpus) / (share or 1.0)))
+    on_one = max(1, int(1 / share + 1e-9)) if share else 1  # cells share a GPU, but none is spread over two
+    jobs = grid.jobs or max(1, len(gpus) * on_one)
     return Use(jobs, gpus, share, jobs / max(len(gpus), 1))
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.v2.functional import to_pil_image
 
 from tracker.linalg.transfer import copies_beside_work
-from vit.augment import augment, erase, pil_transform
+from vit.augment import augment, check_policy, erase, pil_transform
 from vit.data import Data
 from vit.images import Split
 from vit.recipe import Recipe
@@ -32,6 +32,7 @@ class Batches(lightning.LightningDataModule):
 
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
+        check_policy(recipe)
         self.data, self.recipe = data, recipe
         self.mixup = None
         if recipe.mixup or recipe.cutmix:

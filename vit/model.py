@@ -2,6 +2,8 @@
 
 import hashlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 import torch
@@ -70,6 +72,17 @@ def _named(name: str, recipe: Recipe, classes: int) -> nn.Module:
                 raise ModelError(f"--drop_path {recipe.drop_path}: {name} has no stochastic depth; give 0") from error
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[nn.Module]:
+    """Set a model to evaluation; at the end, set each part back to its own mode."""
+    training = {part: part.training for part in model.modules()}
+    try:
+        yield model.eval()
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+
+
 @torch.no_grad()
 def check_output(model: nn.Module, classes: int, side: int) -> None:
     """Check that a model takes an image and returns one logit for each class.
@@ -77,16 +90,13 @@ def check_output(model: nn.Module, classes: int, side: int) -> None:
     Raises:
         ModelError: if it does not.
     """
-    name, training = type(model).__name__, {part: part.training for part in model.modules()}
-    parameter = next(model.parameters(), torch.zeros(()))
+    name, parameter = type(model).__name__, next(model.parameters(), torch.zeros(()))
     try:
-        logits = model.eval()(torch.zeros(2, 3, side, side, dtype=parameter.dtype, device=parameter.device))
+        with evaluating(model):
+            logits = model(torch.zeros(2, 3, side, side, dtype=parameter.dtype, device=parameter.device))
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise_device_errors(error)
         raise ModelError(f"{name} does not take images of the shape (2, 3, {side}, {side}): {error}") from error
-    finally:
-        for part, mode in training.items():
-            part.training = mode
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
     if shape != (2, classes):
         raise ModelError(f"{name} returns {shape} for 2 images; give a model that returns logits, (2, {classes})")

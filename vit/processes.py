@@ -73,7 +73,7 @@ def run_cells(
                 elif tries:
                     waiting.insert(0, (recipe, tries - 1))
                 else:
-                    write(recipe.directory, "failed", {"reason": _reason(process, recipe.directory)})
+                    _record_failure(recipe, _reason(process, recipe.directory))
                     on_end(recipe)
     finally:
         for process, *_ in running.values():  # safe: every file is written atomically
@@ -81,11 +81,22 @@ def run_cells(
             process.join()
 
 
+def _record_failure(recipe: Recipe, reason: str) -> None:
+    try:
+        recipe.directory.mkdir(parents=True, exist_ok=True)
+        write(recipe.directory, "failed", {"reason": reason})
+    except OSError as error:
+        print(f"{recipe.cell}: {reason} ({error})", file=sys.stderr, flush=True)
+
+
 def _reason(process: BaseProcess, directory: Path) -> str:
     if process.exitcode and process.exitcode < 0:
         name = signal.Signals(-process.exitcode).name
         return f"the process was killed by {name}" + (", often for lack of memory" if name == "SIGKILL" else "")
-    lines = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
+    try:
+        lines = (directory / "log.txt").read_text(errors="replace").strip().splitlines()
+    except OSError as error:
+        return f"exit status {process.exitcode}, without a log ({error})"
     return lines[-1] if lines else f"exit status {process.exitcode}"
 
 

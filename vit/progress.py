@@ -15,6 +15,7 @@ from vit.cells import read, write
 from vit.data import Data
 from vit.images import balanced
 from vit.loaders import TEST_BATCH
+from vit.model import evaluating
 from vit.recipe import Recipe
 
 IMAGES = 1_000  # at most; balanced over classes and the same for every seed
@@ -46,16 +47,10 @@ class TrainingLoss(lightning.Callback):
     @torch.no_grad()
     def _loss(self, module: nn.Module) -> float:
         parameter = next(module.parameters())
-        training = {part: part.training for part in module.modules()}
-        module.eval()
         total = torch.zeros((), device=parameter.device)
-        try:
-            with torch.autocast(parameter.device.type, enabled=False):
-                for images, labels in zip(self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True):
-                    pixels = self.data.normalise(images.to(parameter.device)).to(parameter.dtype)
-                    logits = module(pixels).float()
-                    total += torch.nn.functional.cross_entropy(logits, labels.to(parameter.device), reduction="sum")
-        finally:
-            for part, mode in training.items():
-                part.training = mode
+        with evaluating(module), torch.autocast(parameter.device.type, enabled=False):
+            for images, labels in zip(self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True):
+                pixels = self.data.normalise(images.to(parameter.device)).to(parameter.dtype)
+                logits = module(pixels).float()
+                total += torch.nn.functional.cross_entropy(logits, labels.to(parameter.device), reduction="sum")
         return float(total) / len(self.labels)

@@ -240,7 +240,7 @@ def check(recipe: Recipe) -> None:
     if recipe.test_unused and recipe.train_size is None:
         refuse("test_unused", "no image is unused; give --train_size too")
     if recipe.image_size % recipe.patch_size:
-        divisors = [p for p in range(2, recipe.image_size) if recipe.image_size % p == 0]
+        divisors = [p for p in range(2, recipe.image_size + 1) if recipe.image_size % p == 0]
         refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
     if recipe.model is None and recipe.width % recipe.heads:
         refuse("width", f"it has to be a multiple of --heads {recipe.heads}")

@@ -1,11 +1,12 @@
 """The machines, CPUs and GPUs that a command asks for, compared with those that exist.
 
-Ray waits without end, and without a word, for resources that no machine has, and for a cluster that does not answer.
+Ray waits without end, and prints nothing, for resources that no machine has, and for a cluster that does not answer.
 """
 
 import os
 import socket
 from collections.abc import Iterable, Mapping
+from math import floor
 from typing import Any
 
 from tracker.measures.cost import size
@@ -88,5 +89,5 @@ def recommended_share(memory: int, of_memory: int, on_a_gpu: float = 1.0) -> str
         return ""
     return (
         f"a cell takes {size(memory + CONTEXT)} of the GPU's {size(of_memory)}: {cells} fit beside each other, and a small model "
-        f"alone leaves most of a GPU idle: --gpus_per_cell {1 / cells:.3g}"
+        f"alone leaves most of a GPU idle: --gpus_per_cell {floor(1000 / cells) / 1000:g}"
     )

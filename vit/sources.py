@@ -12,6 +12,7 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torchvision.datasets import CIFAR10, ImageFolder
 
+from checkpoints.errors import first_line
 from checkpoints.files import cache_root
 from vit.images import DataError, Source, Split, balanced, square, stretched
 from vit.recipe import Recipe
@@ -166,7 +167,7 @@ def _hugging_face(name: str) -> Sources:
     try:
         found: Any = datasets.load_dataset(repository)
     except (DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise DataError(
             f"--data hf:{name}: {repository} can't be loaded ({reason}); check the name, go online once, or give a local "
             "directory of that layout"

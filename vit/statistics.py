@@ -11,127 +11,17 @@ training images, and coupling is that at the first step at which a cell has come
 Stochastic depth slows training, and coupling changes while a model trains; equal loss tells the two apart.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from checkpoints.files import write_atomic
-from tracker.analysis.miscouplings import read_miscouplings
 from tracker.analysis.regression import detectable_correlation, holm, linear_fit
-from tracker.errors import UsageError
-from tracker.measures.registry import MISCOUPLINGS
-from tracker.results import Store
-from vit.cells import read
 
-POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}
-GRID_FILE = "grid.nc"  # what the analysis reads of all cells
 # Named before any training (docs/vit.md). K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
-
-
-def read_grid(*sources: str | Path) -> xr.Dataset:
-    """Read all finished cells of a grid, from its directory, from files that the analysis wrote (`GRID_FILE`), or from both.
-
-    Returns:
-        `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` (cell, step, token, measure, k,
-        pairs); `training_loss` (cell, step), NaN where it was not recorded; along `cell` the coordinates weight_decay,
-        drop_path and seed. The attribute `unfinished` lists the cells left out and why, `recipe` is what all cells share.
-
-    Raises:
-        FileNotFoundError: if no finished cell has coupling.
-        UsageError: if cells were trained by different recipes, or a cell is given twice.
-    """
-    paths = map(Path, sources)
-    read_sources = [(path, _read_file(path) if path.is_file() else _read_directory(path)) for path in paths]
-    unfinished = [line for _, part in read_sources for line in part.attrs["unfinished"]]
-    parts = [(source, part) for source, part in read_sources if part.sizes]
-    if not parts:
-        raise FileNotFoundError(
-            f"{' '.join(map(str, sources))} has no finished cell with coupling measured; give a grid's --out directory"
-        )
-    (first, part), *others = parts
-    for source, other in others:
-        _require_same(json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first)
-    grid = _concatenate([one for _, one in parts])
-    names = list(zip(*(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")), strict=True))
-    for decay, rate, seed in {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"weight decay {decay:g}, rate {rate:g}, seed {seed} is given twice; give each cell once")
-    return grid.assign_attrs(part.attrs, unfinished=unfinished)
-
-
-def _concatenate(parts: list[xr.Dataset]) -> xr.Dataset:
-    # Cells measured before a mis-coupling was added lack it.
-    shared = [name for name in MISCOUPLINGS if all(name in part["measure"] for part in parts)]
-    return xr.concat([part.sel(measure=shared) for part in parts], "cell", coords="all", join="exact")
-
-
-def write_grid(grid: xr.Dataset, file: Path) -> None:
-    """Write what the analysis reads of a grid to one file, from which it can be repeated without the trainings."""
-    content = grid.assign_attrs(unfinished=json.dumps(grid.attrs["unfinished"]))
-    write_atomic(file, bytes(content.to_netcdf(engine="h5netcdf")))
-
-
-def _read_file(file: Path) -> xr.Dataset:
-    try:
-        with xr.open_dataset(file, engine="h5netcdf") as opened:
-            grid = opened.load()
-        return grid.assign_attrs(unfinished=json.loads(grid.attrs["unfinished"]))
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{file} is no {GRID_FILE} that vit.analysis wrote ({error})") from error
-
-
-def _read_directory(directory: Path) -> xr.Dataset:
-    """Read the finished cells of a directory; without any, return a Dataset without variables."""
-    finished, unfinished, recipes, images = [], [], {}, 0
-    for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
-        result = read(cell, "result")
-        if result is None or result["status"] != "finished" or not (cell / "coupling" / "units").is_dir():
-            why = "no result yet" if result is None else result["reason"] or "coupling was not measured"
-            unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
-            continue
-        if skipped := Store(cell / "coupling").skipped():
-            unfinished.append(
-                f"{cell.name}: not measured at " + "; ".join(f"step {s}: {why}" for s, why in skipped.items())
-            )
-            continue
-        recipe, images = result["recipe"], result["images"]["test"]
-        varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
-        for name, other in list(recipes.items())[:1]:
-            _require_same(recipe, other, directory / cell.name, directory / name)
-        recipes[cell.name] = recipe
-        points = read_miscouplings(cell / "coupling")
-        losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
-        finished.append(
-            points.assign_coords(varied | {"token": _positions(recipe["tokens"], points.sizes["token"])}).assign(
-                accuracy=result["accuracy"],
-                loss=result["loss"],
-                training_loss=("step", [losses.get(int(step), np.nan) for step in points["step"]]),
-            )
-        )
-    if not finished:
-        return xr.Dataset(attrs={"unfinished": unfinished})
-    recipe = next(iter(recipes.values()))
-    return _concatenate(finished).assign_attrs(
-        unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True)
-    )
-
-
-def _require_same(recipe: dict, other: dict, where: Path, elsewhere: Path) -> None:
-    differing = {key for key in recipe.keys() | other.keys() if recipe.get(key) != other.get(key)}
-    if differing:
-        raise UsageError(
-            f"recipes are mixed: {where} and {elsewhere} differ in {', '.join(sorted(differing))}; analyse cells of one recipe"
-        )
-
-
-def _positions(tokens: Any, count: int) -> list[str]:
-    named = [POSITIONS.get(token, f"position {token}") for token in str(tokens).split(",")]
-    return named if len(named) == count else [f"token {i}" for i in range(count)]
 
 
 def primary(grid: xr.Dataset) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vit.cells import SCHEMA, claim, read, write
+from vit.cells import SCHEMA, check_settings, claim, read, write
 from vit.recipe import GIVEN, Recipe, check
 from vit.resources import check_accelerator
 
@@ -53,6 +53,9 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
     module = None if isinstance(model, str) else model
     recipe, loaded = _named(recipe, given, module)
     directory = recipe.directory
+    check_settings(directory, recipe)
+    if (done := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
+        return done
     from lightning.pytorch.utilities import rank_zero_only
 
     from vit.data import load
@@ -81,6 +84,8 @@ def _named(recipe: Recipe, data: Any, module: "nn.Module | None") -> tuple[Recip
         name = type(data[0] if isinstance(data, (tuple, list)) else data).__name__
         recipe = replace(recipe, data=f"{GIVEN}:{name}:{fingerprint(loaded)}")
     if module is not None:
+        if recipe.drop_path not in (0.0, Recipe.drop_path):
+            raise ValueError(f"drop_path={recipe.drop_path}; a module is trained as it is given: leave drop_path out")
         from vit.model import structure
 
         recipe = replace(recipe, model=f"{GIVEN}:{type(module).__name__}:{structure(module)}")
@@ -92,6 +97,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
     import torch
 
     from checkpoints.nano import quiet_lightning
+    from tracker.loggers.wandb import finish, is_open
     from vit.loaders import Batches
     from vit.module import Classifier, DivergedError
 
@@ -103,6 +109,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
         module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
+        given_run = is_open()
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         checkpoint = recipe.directory / "last.ckpt"
         if first:
@@ -119,6 +126,10 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
             raise KeyboardInterrupt from stopped
         except DivergedError as error:
             reason = str(error)
+        finally:
+            for logger in [] if given_run else trainer.loggers:  # the next training of this process has another one
+                if left := finish(logger.experiment):
+                    print(f"W&B {left}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
@@ -143,6 +154,7 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any
 
     from vit.averaging import MovingAverage
     from vit.bar import Bar
+    from vit.checkpointing import AtomicCheckpoints
     from vit.pace import Pace
 
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -169,6 +181,7 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any
         gradient_clip_val=recipe.clip,
         logger=_wandb(recipe),
         callbacks=callbacks,
+        plugins=[AtomicCheckpoints()],
         enable_progress_bar=progress_bar,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -183,11 +196,15 @@ def _coupling(recipe: Recipe, data: "Data") -> tuple["TrainingLoss", "CouplingCa
     if recipe.schedule is None:
         return None, None
     from tracker import CouplingCallback
+    from tracker.training import schedule as schedules
     from vit.progress import TrainingLoss
 
+    # The last step is in the schedule, so that it is measured before the last checkpoint is written: a training that is resumed
+    # from that one has nothing left to do.
+    last = recipe.epochs * recipe.steps_per_epoch(len(data.train))
     loss = TrainingLoss(data, recipe)
     coupling = CouplingCallback(
-        **recipe.schedule,
+        schedule=schedules.AndStep(schedules.choose(**recipe.schedule), last),
         probe=data.probe(recipe.probe_size),
         **recipe.settings.as_options(),
         weights="raw" if recipe.ema is None else "averaged",

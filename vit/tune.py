@@ -14,7 +14,7 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from ray import tune  # pyright: ignore[reportMissingImports]
 
-from vit.cells import is_done, write
+from vit.cells import is_done, read, write
 from vit.recipe import Recipe
 from vit.resources import check_machines
 
@@ -61,7 +61,11 @@ def connect(address: str | None, cpus: float, gpus: float | None) -> float:
 def run_cells(
     recipes: Sequence[Recipe], storage: Path, cpus: float, gpus: float, retries: int, on_end: Callable[[Recipe], None]
 ) -> None:
-    """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json."""
+    """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json.
+
+    Raises:
+        KeyboardInterrupt: if interrupted.
+    """
     # Absolute paths, because Ray chooses the current directory of a worker.
     by_name = {recipe.cell: replace(recipe, out=recipe.directory.resolve()) for recipe in recipes}
     try:
@@ -82,8 +86,11 @@ def run_cells(
     for result in results:
         recipe = by_name[result.config["cell"]] if result.config else None
         if recipe and result.error and not is_done(recipe.directory):
-            write(recipe.directory, "failed", {"reason": str(result.error).strip().splitlines()[-1]})
+            lines = str(result.error).strip().splitlines() or [type(result.error).__name__]
+            write(recipe.directory, "failed", {"reason": lines[-1]})
             on_end(recipe)
+    if any(not is_done(recipe.directory) and read(recipe.directory, "failed") is None for recipe in recipes):
+        raise KeyboardInterrupt  # Tune returns what it has
 
 
 def _trial(config: dict[str, Any], recipes: dict[str, Recipe]) -> dict[str, Any]:

@@ -281,3 +281,8 @@ def test_detectable_correlation_has_the_power_that_it_states():
         assert power_of_correlation(detectable_correlation(df), df) == pytest.approx(0.8)
         assert power_of_correlation(detectable_correlation(df, 0.5), df) == pytest.approx(0.5)
     assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()
+
+
+def test_values_that_are_constant_but_for_rounding_have_no_correlation():
+    x, groups = np.array([0.1] * 3 + [0.2] * 3), np.array([0] * 3 + [1] * 3)
+    assert np.isnan(linear_fit(x, np.arange(6.0) ** 2, groups)["r"])

@@ -1,6 +1,7 @@
 """The protocol of loggers: one more logger takes one file and one line, and receives what the store has."""
 
 import json
+import sys
 from unittest.mock import MagicMock
 
 import lightning.pytorch.loggers
@@ -16,7 +17,7 @@ from tracker.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row
-from tracker.loggers.wandb import NAMING, WandbRun
+from tracker.loggers.wandb import NAMING, WandbRun, resolve_mode
 from tracker.measures import names
 from tracker.results import Store
 
@@ -105,3 +106,8 @@ def test_a_wandb_run_with_older_names_is_not_continued(naming, continued, monkey
     (store.path / "wandb-run.json").write_text(json.dumps(known))
     run = WandbRun("online", LoggedRun(store, "p", "n", {}))
     assert (started.call_args.kwargs["id"], run.logged) == (("before", [0, 4]) if continued else (None, []))
+
+
+def test_no_run_needs_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert resolve_mode("off") == "disabled"

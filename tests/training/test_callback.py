@@ -801,3 +801,10 @@ def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):
     steps = list(watch.units)
     assert steps[0] == 0 and steps[-1] == 40 and 5 <= len(steps) <= 8
     assert 2 * len(steps[:-1]) / (40 + 2 * len(steps[:-1])) <= 0.25
+
+
+def test_two_callbacks_of_one_store_are_refused(tmp_path):
+    both = [CouplingCallback(probe=PROBE, name=name, save_dir=str(tmp_path / "a")) for name in "ab"]
+    with pytest.raises(UsageError, match="is that of another CouplingCallback"):
+        fit(trainer(both, max_steps=1))
+    assert not (tmp_path / "a").exists()

@@ -18,6 +18,7 @@ from tracker.results import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
+from vit.results import read_grid, write_grid
 from vit.statistics import (
     cell_table,
     correlations,
@@ -25,9 +26,7 @@ from vit.statistics import (
     final_coupling,
     named_tests,
     primary,
-    read_grid,
     setting_means,
-    write_grid,
 )
 
 TOKENS = ["class token", "last patch"]
@@ -92,7 +91,7 @@ def test_named_questions_are_answered_with_one_uncorrected_test():
     first = tests.iloc[0]
     assert (first.question, first.token, first.role) == ("accuracy rises with coupling", "last patch", "primary")
     expected = linear_fit(final_coupling(grid, AT), grid.accuracy.values, grid.drop_path.values)
-    assert first.r == expected["r"] and first.p == expected["p"] and first.df == 64 - 8 - 1
+    assert (first.r, first.p, first.df) == pytest.approx((expected["r"], expected["p"], 64 - 8 - 1), abs=1e-12)
     assert (tests.role == "primary").sum() == 1 and np.isnan(first.p_holm)
     planted = tests[(tests.token == "last patch") & (tests.question != statistics.QUESTIONS[3].name)]
     assert (planted.p < 1e-9).all() and (tests[tests.token == "class token"].p_holm > 0.05).all()
@@ -241,3 +240,17 @@ def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
     write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
     assert main([str(measured), str(tmp_path / "grid.nc")]) == 2
     assert "differ in data; analyse cells of one recipe" in capsys.readouterr().err
+
+
+def test_tokens_that_the_measurement_chose_have_its_name(tmp_path):
+    store = generated(tmp_path / "cell" / "coupling", [0, 8], ks=(10,), tokens="cls")
+    recipe = {"weight_decay": 0.1, "drop_path": 0.1, "seed": 0, "tokens": None, "data": "x"}
+    result = {"status": "finished", "accuracy": 0.5, "loss": 1.0, "images": {"test": 100}, "recipe": recipe}
+    (tmp_path / "cell" / "recipe.json").write_text("{}")
+    (tmp_path / "cell" / "result.json").write_text(json.dumps(result))
+    assert read_grid(tmp_path).token.values.tolist() == ["class token"]
+    for step in (0, 8):
+        file = Store(store).file(step)
+        Store(store).write(step, xr.load_dataset(file, engine="h5netcdf").drop_vars(MISCOUPLINGS))
+    with pytest.raises(ValueError, match="holds no mis-coupling; measure `coupling`"):
+        read_grid(tmp_path)

@@ -15,7 +15,7 @@ from tests.vit.test_vit_train import TINY, assert_same_training, start, write_co
 from vit import cells, grid, overview
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES
-from vit.statistics import read_grid
+from vit.results import read_grid
 
 CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"), ("0", "0.1"))]
 

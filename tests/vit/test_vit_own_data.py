@@ -266,6 +266,10 @@ class TestModels:
         with pytest.raises(ValueError, match="other settings .*data"):
             vit.train(recipe, data=(pairs(60), pairs(8)), model=transformer())
 
+    def test_stochastic_depth_of_a_module_is_its_own(self, tmp_path):
+        with pytest.raises(ValueError, match=r"drop_path=0.3; a module is trained as it is given"):
+            vit.train(replace(SMALL, drop_path=0.3, out=tmp_path / "own"), data=self.data, model=transformer())
+
     def test_module_that_does_not_fit_is_refused_before_training(self, tmp_path):
         recipe = replace(SMALL, out=tmp_path / "own")
         with pytest.raises(ModelError, match=r"Plain returns \(2, 7\) for 2 images; .*\(2, 4\)"):

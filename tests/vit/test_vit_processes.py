@@ -48,6 +48,8 @@ def test_gpus_are_named_as_in_the_environment(monkeypatch):
     [
         ({}, RECIPE, (3, ["0", "1", "2"])),
         ({"jobs": 5}, RECIPE, (5, ["0", "1", "2"])),
+        ({"gpus_per_cell": 0.4}, RECIPE, (6, ["0", "1", "2"])),
+        ({"gpus_per_cell": 0.142}, RECIPE, (21, ["0", "1", "2"])),
         ({}, replace(RECIPE, accelerator="cpu"), (1, [])),
     ],
 )
@@ -94,7 +96,8 @@ def ray(monkeypatch):
 def test_rays_machines_decide_on_gpus_not_the_driver(options, recipe, resources, expected, ray, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     ray.machines(resources)
-    grid.run(grid.Grid(engine="ray", out=tmp_path, **options), recipe)
+    # The fake returns without a result, as Tune does when it is interrupted.
+    assert grid.run(grid.Grid(engine="ray", out=tmp_path, **options), recipe) == 130
     assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
 
 
@@ -111,3 +114,38 @@ def test_a_cluster_without_a_machine_for_a_cell_is_refused_before_data_is_loaded
     monkeypatch.setattr(ray.ray, "init", refuse)
     assert grid.run(run, RECIPE) == 2
     assert capsys.readouterr().err == "error: --address auto; Could not find any running Ray instance\n"
+
+
+def fail(recipe: Recipe) -> None:
+    raise SystemExit(3)
+
+
+def test_a_cell_without_a_directory_does_not_end_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(processes.forkserver._forkserver, "_preload_modules", [])
+    monkeypatch.setattr(processes.multiprocessing, "set_forkserver_preload", lambda modules: None)
+    processes.forkserver._forkserver._stop()
+    monkeypatch.setattr(processes, "_train_cell", fail)
+    recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
+    (tmp_path / "0").write_text("a file where the directory should be")
+    ended = []
+    processes.run_cells(recipes, 1, 0, ended.append)
+    processes.forkserver._forkserver._stop()
+    assert ended == recipes and cells.read(tmp_path / "1", "failed")["reason"].startswith(
+        "exit status 3, without a log"
+    )
+    assert f"{recipes[0].cell}: exit status 3, without a log" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_no_file(tmp_path):
+    (tmp_path / "pace.json").write_bytes(b"\xff\xfe")
+    assert cells.read(tmp_path, "pace") is None
+
+
+def test_cells_that_failed_before_are_counted_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "start_server", lambda: None)
+    monkeypatch.setattr(processes, "run_cells", lambda *_: None)
+    (recipe,) = grid.cells(grid.Grid(weight_decays="0.1", drop_paths="0", out=tmp_path), RECIPE)
+    recipe.directory.mkdir(parents=True)
+    cells.write(recipe.directory, "failed", {"reason": "of an earlier run"})
+    grid.run(grid.Grid(weight_decays="0.1", drop_paths="0", engine="processes", out=tmp_path), RECIPE)
+    assert cells.read(recipe.directory, "failed") is None

@@ -88,4 +88,5 @@ def test_as_many_cells_as_fit_are_recommended():
     assert "--gpus_per_cell 0.125" in recommended_share(10**9, 80 * 10**9)
     assert "3 fit beside each other" in recommended_share(20 * 10**9, 80 * 10**9)
     assert "--gpus_per_cell 0.333" in recommended_share(20 * 10**9, 80 * 10**9)
+    assert "--gpus_per_cell 0.166" in recommended_share(11 * 10**9, 80 * 10**9)  # 6 times 0.167 is more than a GPU
     assert recommended_share(50 * 10**9, 80 * 10**9) == "" == recommended_share(10**9, 80 * 10**9, on_a_gpu=8)

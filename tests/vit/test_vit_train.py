@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import wandb
 import xarray as xr
 
 import tracker
 from tests import processes
-from tracker.results import VOLATILE
-from vit import cells
+from tracker.results import VOLATILE, Store
+from vit import cells, grid
+from vit.checkpointing import AtomicCheckpoints
 from vit.command import main
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.training import train
@@ -407,3 +409,55 @@ def finish(process: "subprocess.Popen[str] | processes.Forked") -> None:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     assert process.returncode == 0, err
+
+
+@pytest.mark.slow
+def test_a_training_that_ends_with_its_last_measurement_has_all_of_them(tmp_path, monkeypatch):
+    """It is resumed from a checkpoint of the last epoch, from which nothing is left to do."""
+    recipe = replace(TINY, out=tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("vit.training._result", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("tracker.training.callback.CouplingCallback.on_train_end", lambda *_: None)
+        train(recipe)
+    assert train(recipe)["status"] == "finished"
+    assert Store(tmp_path / "coupling").steps() == [0, 1, 2, 4, 8, 9]
+
+
+@pytest.mark.slow
+def test_each_training_of_a_process_has_a_run_of_its_own(tmp_path):
+    for name in ("one", "two"):
+        train(replace(TINY, out=tmp_path / name, epochs=2, measure_at="off", wandb="offline"))
+    runs = [cells.read(tmp_path / name, "wandb-run") for name in ("one", "two")]
+    assert all(runs) and runs[0] != runs[1] and wandb.run is None
+
+
+@pytest.mark.parametrize("augment", ["batched", "workers"])
+def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(augment, tmp_path, capsys, monkeypatch):
+    arguments = ["--config", write_config(tmp_path), "--augment", augment, "--rand_augment", "m9"]
+    assert main([*arguments, "--out", str(tmp_path / "cell")]) == 2
+    assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
+    assert not (tmp_path / "cell" / "recipe.json").exists()
+    monkeypatch.setattr(grid.processes, "start_server", lambda: None)
+    assert grid.main([*arguments, "--engine", "processes", "--out", str(tmp_path / "grid")]) == 2
+    assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_replaced_as_a_whole_and_a_damaged_one_is_named(tmp_path, monkeypatch):
+    checkpoints, file = AtomicCheckpoints(), tmp_path / "new" / "last.ckpt"
+    checkpoints.save_checkpoint({"a": torch.ones(2)}, file)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+        with pytest.raises(OSError):
+            checkpoints.save_checkpoint({"a": torch.zeros(2)}, file)
+    assert torch.equal(checkpoints.load_checkpoint(file)["a"], torch.ones(2))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="last.ckpt can't be read .*; remove it"):
+        checkpoints.load_checkpoint(file)
+
+
+def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
+    recipe = replace(TINY, out=tmp_path)
+    tmp_path.joinpath("recipe.json").write_text(json.dumps(recipe.identity))
+    tmp_path.joinpath("result.json").write_text('{"accuracy": 1}')
+    monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
+    assert train(recipe) == {"accuracy": 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tracker.walk.cluster import walkers
+from tracker.walk.cluster import _anywhere, walkers
 from tracker.walk.command import Walk
 
 ray = pytest.importorskip("ray")
@@ -44,3 +44,11 @@ def test_no_worker_gets_the_gpu_of_the_driver(gpus, driver, device, expected, tm
             time.sleep(0.05)
     found = {file.name.removeprefix("worker-"): file.read_text() for file in (tmp_path / "out").iterdir()}
     assert found == {gpu: str(name) for gpu, name in expected.items()}
+
+
+def test_names_are_not_taken_for_directories_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("nano", "wikitext", "out"):
+        (tmp_path / name).mkdir()
+    walk = _anywhere(Walk(model="nano", prompts="wikitext", out=Path("out")))
+    assert (walk.model, walk.prompts, walk.out) == ("nano", "wikitext", tmp_path / "out")

@@ -38,6 +38,8 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     if len({(values.shape, names, tuple(ks)) for values, names, ks in units}) > 1:
         raise ValueError(f"{directory} holds units that differ in their tokens, measures or K; they make no curve")
     _, names, ks = units[0]
+    if not names:
+        raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
     values = np.stack([values for values, _, _ in units], 1)
     dims = ("step", "token", "measure", "k", "pairs")
     return xr.Dataset(
@@ -51,6 +53,8 @@ def _read_unit(file: Path, measures: Sequence[str]) -> tuple[np.ndarray, tuple[s
     try:
         with h5py.File(file) as opened:
             names = tuple(name for name in measures if name in opened)
+            if not names:
+                return np.zeros((2, 0)), (), []
             values = np.stack([_array(opened, name) for name in names], 2).astype(np.float64)
             null = np.stack([_array(opened, f"{name}_null") for name in names], 2).astype(np.float64)
             ks = [int(k) for k in _array(opened, "k")]

@@ -47,9 +47,10 @@ def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[st
     x, y = np.asarray(x, float), np.asarray(y, float)
     labels = np.zeros(len(x)) if groups is None else np.asarray(groups)
     names = np.unique(labels)
+    rest_x, rest_y = x, y
     for name in names:
-        x, y = (np.where(labels == name, v - v[labels == name].mean(), v) for v in (x, y))
-    return _fit_centred(x, y, len(x) - len(names) - 1)
+        rest_x, rest_y = (np.where(labels == name, v - v[labels == name].mean(), v) for v in (rest_x, rest_y))
+    return _fit_centred(_without_rounding(rest_x, x), _without_rounding(rest_y, y), len(x) - len(names) - 1)
 
 
 def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> dict[str, float]:
@@ -64,10 +65,7 @@ def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> 
     """
     design = np.column_stack([np.ones(len(x)), *controls])
     x, y = (np.asarray(v, float) for v in (x, y))
-    rest_x, rest_y = (v - design @ np.linalg.lstsq(design, v, rcond=None)[0] for v in (x, y))
-    norm = np.linalg.norm
-    if norm(rest_x) <= 1e-10 * norm(x) or norm(rest_y) <= 1e-10 * norm(y):  # only rounding error is left
-        rest_x, rest_y = np.zeros_like(x), np.zeros_like(y)
+    rest_x, rest_y = (_without_rounding(v - design @ np.linalg.lstsq(design, v, rcond=None)[0], v) for v in (x, y))
     return _fit_centred(rest_x, rest_y, len(x) - int(np.linalg.matrix_rank(design)) - 1)
 
 
@@ -79,6 +77,11 @@ def group_means(labels: ndarray, *values: ndarray) -> tuple[ndarray, ...]:
     """
     names = np.unique(labels)
     return tuple(np.array([np.asarray(v, float)[labels == name].mean() for name in names]) for v in values)
+
+
+def _without_rounding(rest: ndarray, of: ndarray) -> ndarray:
+    """Return what a fit left of some values, or zeros if only rounding error is left."""
+    return rest if np.linalg.norm(rest) > 1e-10 * np.linalg.norm(of) else np.zeros_like(rest)
 
 
 def _fit_centred(x: ndarray, y: ndarray, df: int) -> dict[str, float]:

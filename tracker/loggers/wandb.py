@@ -54,11 +54,11 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
     Raises:
         ValueError: for `online` without a key.
     """
+    if mode == "off":
+        return "disabled"
     import wandb
     from wandb.errors import AuthenticationError
 
-    if mode == "off":
-        return "disabled"
     try:
         key = wandb.login(prompt=False)
     except AuthenticationError as error:  # the key is refused, or the server can't be reached to check it
@@ -95,6 +95,20 @@ def with_offline_fallback(start: Callable[[RunMode], Run], mode: RunMode) -> Run
     except CommError as error:
         print(f"W&B can't be reached ({error}); logging offline", file=sys.stderr)
         return start("offline")
+
+
+def is_open() -> bool:
+    """Whether this process has a run, which a logger would take for its own."""
+    return getattr(sys.modules.get("wandb"), "run", None) is not None
+
+
+def finish(run: "wandb.Run") -> str:
+    """Close a run; return what W&B did not take, or ""."""
+    try:
+        run.finish()
+    except TimeoutError:
+        return f"did not take the run within {FINISH:.0f} s"
+    return ""
 
 
 def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str], prefix: str = "") -> None:
@@ -185,11 +199,8 @@ class WandbRun:
                     artifact.wait(timeout=round(UNITS + (artifact.size or 0) / 1e6))
             except (wandb.Error, ValueError) as error:
                 missing = f"did not take the units ({first_line(error)})"
-        try:
-            self.run.finish()
-        except TimeoutError:
-            return missing or f"did not take the run within {FINISH:.0f} s"
-        return missing or (self._refusal() if online else "")
+        left = finish(self.run)
+        return missing or left or (self._refusal() if online else "")
 
     def _refusal(self) -> str:
         """Return why W&B does not show the run to its owner, or ""; from then on it has taken no steps either."""

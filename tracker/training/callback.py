@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tracker.blocks.find import Named
+from tracker.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
@@ -143,6 +144,7 @@ class CouplingCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the blocks early, unless the module builds them later."""
+        self._check_others(trainer)
         self.run.target = None
         if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
             self.run.forget()
@@ -213,6 +215,15 @@ class CouplingCallback(Callback):
             else:
                 self._reach(trainer, pl_module, force=True, thin=False)
         self.run.finish()
+
+    def _check_others(self, trainer: Trainer) -> None:
+        """Refuse a store that another of these callbacks writes."""
+        others = (
+            other.run.store for other in trainer.callbacks if isinstance(other, CouplingCallback) and other is not self
+        )
+        store = self.run.store
+        if store is not None and store.path.resolve() in {one.path.resolve() for one in others if one is not None}:
+            raise UsageError(f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own")
 
     def _reach(self, trainer: Trainer, module: LightningModule, force: bool, thin: bool = True) -> None:
         measured = partial(measured_module, self, trainer, module, self.run.weights)

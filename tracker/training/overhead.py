@@ -9,7 +9,7 @@ REMEDY = "measure less often, on fewer samples or tokens, or set thin=True"
 
 
 class Overhead:
-    """A stopwatch for measurements: `with overhead:` around each.
+    """The time that measurements take: `with overhead:` around each.
 
     Args:
         limit: the share of the run's time above which `warn_above_limit` warns; None: never.

@@ -49,6 +49,18 @@ class Listed:
         return step in self.steps
 
 
+@dataclass(frozen=True)
+class AndStep:
+    """The steps of another schedule, and one more."""
+
+    due: Schedule
+    last: int
+
+    def __call__(self, step: int) -> bool:
+        """Whether the other schedule includes a step, or it is the one more."""
+        return step == self.last or self.due(step)
+
+
 NAMED = {"log2": log2, "pythia": pythia}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tracker.walk.command import Walk
+from tracker.walk.openllm import SETS
 
 RETRIES = 3  # of a worker that died
 PATIENCE = 30.0  # seconds to wait for the GPUs of this machine that other work on the cluster holds
@@ -45,8 +46,8 @@ def walkers(run: Callable[[Walk], int], walk: Walk, device: str) -> Iterator[Non
         task: Any = ray.remote(max_retries=RETRIES, num_gpus=int(on_gpus))(run)
         # Ray shows each worker its own GPU alone, as the first one.
         anywhere = "cuda" if on_gpus and walk.device is not None else walk.device
-        alike = _anywhere(replace(walk, workers=0, address=None, loggers="", device=anywhere))
-        started = [task.remote(alike) for _ in range(walk.workers)]
+        of_worker = _anywhere(replace(walk, workers=0, address=None, loggers="", device=anywhere))
+        started = [task.remote(of_worker) for _ in range(walk.workers)]
         yield
         # Kept till here: Ray cancels nothing that is referred to; what they have not done was done here.
         del started, reserved
@@ -91,5 +92,6 @@ def _name_of(device: str) -> str:
 def _anywhere(walk: Walk) -> Walk:
     """Return the walk with absolute paths, for a process with another current directory."""
     named = {name: getattr(walk, name) for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out")}
+    named = {name: value for name, value in named.items() if value not in ("nano", "builtin", *SETS)}
     absolute = {name: Path(value).resolve() for name, value in named.items() if value and Path(value).exists()}
     return replace(walk, **{name: type(named[name])(path) for name, path in absolute.items()})

@@ -45,7 +45,7 @@ class Downloads:
     unlisted: int  # number of checkpoints without a listing
 
     def kept(self, budget: int | None) -> int:
-        """The downloads that are on disk at once, at most."""
+        """Return the bytes of downloads that are on disk at once, at most."""
         return self.download if budget is None else min(self.download, budget)
 
 

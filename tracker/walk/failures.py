@@ -21,9 +21,6 @@ class Failures:
     def __init__(self) -> None:
         self._by_cause: dict[str, dict[int, str]] = {}  # messages by step
 
-    def __bool__(self) -> bool:
-        return bool(self._by_cause)
-
     def add(self, checkpoint: Checkpoint, message: str) -> str:
         """Record a failure; return its message, or the step that failed before for the same cause."""
         message = printable(message)

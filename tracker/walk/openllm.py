@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from checkpoints.errors import first_line
 from checkpoints.files import cache_root, write_atomic
 
 SEED = 0
@@ -89,7 +90,7 @@ SETS = {"openllm": OPENLLM, "gsm8k": GSM8K, "easy2hard": EASY2HARD, "wikitext": 
 
 
 def hub_prompts(name: str) -> list[Prompt]:
-    """The prompts of a set, from the cache or drawn anew.
+    """Return the prompts of a set, from the cache or drawn anew.
 
     Raises:
         ValueError: if a data set can't be fetched, or the package that does it is not installed.
@@ -111,7 +112,7 @@ def hub_prompts(name: str) -> list[Prompt]:
 
 
 def _in_order(name: str, count: int) -> list[str | None]:
-    """The sources of a set that was kept before they were: each in turn, where all are there."""
+    """Return the sources of a set whose file does not state them: each in turn, where no prompt is missing."""
     sources = [source.repository for source in SETS[name] for _ in range(source.count)]
     return [*sources] if len(sources) == count else [None] * count
 
@@ -129,7 +130,7 @@ def _drawn(name: str, source: Source) -> list[Prompt]:
         rows: Any = datasets.load_dataset(source.repository, source.config, split=source.split)
     except (DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"--prompts {name}: {source.repository} can't be fetched ({str(error).splitlines()[0]}); go online once, or give a "
+            f"--prompts {name}: {source.repository} can't be fetched ({first_line(error)}); go online once, or give a "
             "file of prompts"
         ) from error
     try:
