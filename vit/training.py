@@ -127,7 +127,8 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         except DivergedError as error:
             reason = str(error)
         finally:
-            for logger in [] if given_run else trainer.loggers:  # the next training of this process has another one
+            loggers: list[Any] = [] if given_run else [*trainer.loggers]
+            for logger in loggers:  # the next training of this process has a run of its own
                 if left := finish(logger.experiment):
                     print(f"W&B {left}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device

@@ -218,9 +218,8 @@ class CouplingCallback(Callback):
 
     def _check_others(self, trainer: Trainer) -> None:
         """Refuse a store that another of these callbacks writes."""
-        others = (
-            other.run.store for other in trainer.callbacks if isinstance(other, CouplingCallback) and other is not self
-        )
+        listed: list[Any] = getattr(trainer, "callbacks")  # noqa: B009 - Lightning does not declare it
+        others = (other.run.store for other in listed if isinstance(other, CouplingCallback) and other is not self)
         store = self.run.store
         if store is not None and store.path.resolve() in {one.path.resolve() for one in others if one is not None}:
             raise UsageError(f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own")
