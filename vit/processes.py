@@ -9,14 +9,18 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from vit.cells import is_done, write
+from vit.cells import BusyError, is_done, write
 from vit.recipe import Recipe
+
+BUSY = 75  # exit status of a worker whose cell another process trains
+PATIENCE = 10.0  # seconds between attempts to train such cells, once all others have ended
 
 PRELOADED = ["vit.module", "vit.loaders", "vit.training", "tracker.measurement", "lightning.pytorch.callbacks", "wandb"]
 
@@ -44,6 +48,8 @@ def run_cells(
 ) -> None:
     """Train the cells, `jobs` at a time; a crash is retried `retries` times, then recorded in failed.json.
 
+    A cell that another process trains comes last, and is waited for.
+
     Args:
         on_end: called with each cell that is done or has failed.
         gpus: the GPUs over which the cells are spread, each with one of them in its CUDA_VISIBLE_DEVICES. Default: the
@@ -55,9 +61,15 @@ def run_cells(
     context = multiprocessing.get_context("forkserver")
     start_server()
     waiting = [(recipe, retries) for recipe in recipes]
+    busy: list[tuple[Recipe, int]] = []
     running: dict[int, tuple[BaseProcess, Recipe, int, str | None]] = {}
     try:
-        while waiting or running:
+        while waiting or running or busy:
+            if not waiting and not running:
+                names = ", ".join(recipe.cell for recipe, _ in busy)
+                print(f"{names}: trained by another process; waiting for it", flush=True)
+                time.sleep(PATIENCE)
+                waiting, busy = busy, []
             while waiting and len(running) < jobs:
                 recipe, tries = waiting.pop(0)
                 used = [gpu for _, _, _, gpu in running.values()]
@@ -70,6 +82,8 @@ def run_cells(
                 process.join()
                 if is_done(recipe.directory):
                     on_end(recipe)
+                elif process.exitcode == BUSY:
+                    busy.append((recipe, tries))
                 elif tries:
                     waiting.insert(0, (recipe, tries - 1))
                 else:
@@ -119,6 +133,8 @@ def _train_cell(recipe: Recipe) -> None:
 
     try:
         train(recipe, show=True)
+    except BusyError:
+        sys.exit(BUSY)
     except Exception:  # any failure is recorded with its cell, and the other cells continue
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,6 +1,7 @@
 """Tests of the GPUs that a grid's cells get: without any, by the environment of the workers and the requests to Ray."""
 
 import os
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,17 +23,24 @@ def report(recipe: Recipe) -> None:
     cells.write(recipe.directory, "result", cells.read(recipe.directory, "started"))
 
 
-@pytest.mark.parametrize("gpus, expected", [(["4", "GPU-7"], ["4", "4", "GPU-7", "GPU-7"]), ([], ["unchanged"] * 4)])
-def test_cells_that_train_together_are_spread_over_the_gpus(gpus, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "unchanged")  # before the fork server starts, with PyTorch's modules
+@pytest.fixture
+def fresh_server(monkeypatch):
+    """A fork server of its own that imports nothing beforehand."""
+    monkeypatch.setattr(processes.forkserver._forkserver, "_preload_modules", [])
     monkeypatch.setattr(processes.multiprocessing, "set_forkserver_preload", lambda modules: None)
     processes.forkserver._forkserver._stop()
+    yield
+    processes.forkserver._forkserver._stop()
+
+
+@pytest.mark.parametrize("gpus, expected", [(["4", "GPU-7"], ["4", "4", "GPU-7", "GPU-7"]), ([], ["unchanged"] * 4)])
+def test_cells_that_train_together_are_spread_over_the_gpus(gpus, expected, tmp_path, monkeypatch, fresh_server):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "unchanged")  # before the fork server starts, with PyTorch's modules
     monkeypatch.setattr(processes, "_train_cell", report)
     recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(4)]
     for recipe in recipes:
         recipe.directory.mkdir()
     processes.run_cells(recipes, 4, 0, lambda recipe: None, gpus)
-    processes.forkserver._forkserver._stop()
     assert sorted(cells.read(recipe.directory, "result") for recipe in recipes) == expected
 
 
@@ -120,20 +128,42 @@ def fail(recipe: Recipe) -> None:
     raise SystemExit(3)
 
 
-def test_a_cell_without_a_directory_does_not_end_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(processes.forkserver._forkserver, "_preload_modules", [])
-    monkeypatch.setattr(processes.multiprocessing, "set_forkserver_preload", lambda modules: None)
-    processes.forkserver._forkserver._stop()
+def test_a_cell_without_a_directory_does_not_end_the_others(tmp_path, monkeypatch, capsys, fresh_server):
     monkeypatch.setattr(processes, "_train_cell", fail)
     recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
     (tmp_path / "0").write_text("a file where the directory should be")
     ended = []
     processes.run_cells(recipes, 1, 0, ended.append)
-    processes.forkserver._forkserver._stop()
     assert ended == recipes and cells.read(tmp_path / "1", "failed")["reason"].startswith(
         "exit status 3, without a log"
     )
     assert f"{recipes[0].cell}: exit status 3, without a log" in capsys.readouterr().err
+
+
+def claim(recipe: Recipe) -> None:
+    try:
+        with cells.claim(recipe.directory, recipe):
+            cells.write(recipe.directory, "result", "trained")
+    except cells.BusyError:
+        raise SystemExit(processes.BUSY) from None
+
+
+@pytest.mark.slow
+def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, fresh_server, monkeypatch, capfd):
+    monkeypatch.setattr(processes, "_train_cell", claim)
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
+    ended: list[Recipe] = []
+    driver = threading.Thread(target=processes.run_cells, args=(recipes, 1, 0, ended.append))
+    with cells.claim(recipes[0].directory, recipes[0]):
+        driver.start()
+        deadline, printed = time.monotonic() + 60, ""
+        while "trained by another process" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)
+            printed += capfd.readouterr().out
+        assert ended == recipes[1:] and printed.startswith(f"{recipes[0].cell}: trained by another process")
+    driver.join(60)
+    assert ended == [recipes[1], recipes[0]] and cells.read(recipes[0].directory, "failed") is None
 
 
 def test_bytes_that_are_no_text_are_no_file(tmp_path):
