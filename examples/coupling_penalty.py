@@ -17,6 +17,7 @@ from checkpoints import nano
 
 RESULTS, LENGTH, BATCH = "results/coupling_penalty", 64, 16
 WEIGHTS = (0.0, 0.3, 3.0)
+MEASURES = ("miscoupling", "miscoupling_release", "offdiag_normalized")
 
 
 class Training(lightning.LightningModule):
@@ -42,7 +43,7 @@ def main(steps: int) -> None:
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))]
     held_out, training = sequences[:128], sequences[128:]
-    print("weight   held-out loss   mis-coupling (null level)   off-diagonal, normalized (null level)")
+    print("weight   held-out loss" + "".join(f"{name:>22}" for name in MEASURES) + "     (null levels)")
     for weight in WEIGHTS:
         lightning.seed_everything(0, verbose=False)
         model = nano.load(step=0)[0].train()
@@ -61,11 +62,8 @@ def main(steps: int) -> None:
             loss = float(model.eval()(input_ids=held_out, labels=held_out).loss)
         last = tracker.open_results(f"{RESULTS}/weight{weight:g}").isel(step=-1)
         distinct = last.where(last.layer != last.layer_other)
-        measured = [
-            f"{distinct[name].mean():.3f} ({last[f'{name}_null'].mean():.3f})"
-            for name in ("miscoupling", "offdiag_normalized")
-        ]
-        print(f"{weight:6g}   {loss:13.3f}   {measured[0]:>25}   {measured[1]:>37}", flush=True)
+        measured = (f"{distinct[name].mean():.3f} ({last[f'{name}_null'].mean():.3f})" for name in MEASURES)
+        print(f"{weight:6g}   {loss:13.3f}" + "".join(f"{value:>22}" for value in measured), flush=True)
 
 
 if __name__ == "__main__":
