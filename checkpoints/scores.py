@@ -67,6 +67,7 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
     files = sorted(path.rglob("*.csv")) + sorted(path.rglob("*.json")) if path.is_dir() else [path]
     scores: Scores = {}
     seen: set[str] = set()
+    where: dict[tuple[int, str], Path] = {}
     for file in files:
         try:
             found = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
@@ -79,9 +80,10 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
             for task in of_step:
                 _check_name(task)
             for task, value in of_step.items():
-                if scores.setdefault(step, {}).setdefault(task, value) != value:
+                first = where.setdefault((step, task), file)
+                if (kept := scores.setdefault(step, {}).setdefault(task, value)) != value:
                     raise ValueError(
-                        f"--scores {file}: {task} at step {step} has another value in another file of {path}; keep one setting"
+                        f"--scores: {task} at step {step} is {kept} in {first} and {value} in {file}; keep one of them"
                     )
     if not scores:
         about = f"it is about {join_names(sorted(seen))}" if seen else "it contains no scores"

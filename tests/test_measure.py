@@ -375,6 +375,8 @@ def test_a_mask_before_embeddings_is_not_taken_for_token_ids():
         )
     ]
     np.testing.assert_array_equal(ds[0].miscoupling, ds[1].miscoupling)
+    padded = {"inputs_embeds": embeddings, "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    assert np.isnan(tracker.measure(model, padded, k=2).norm[0, 0]).values.tolist() == [True, True, False, False, False]
 
 
 def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -113,7 +114,8 @@ def run(grid: Grid, recipe: Recipe) -> int:
 
         check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
     for cell in missing:
-        (cell.directory / "failed.json").unlink(missing_ok=True)  # of an earlier run of the grid
+        with suppress(OSError):  # none, or a directory that can't be used, which its worker reports
+            (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
     out = recipes[0].directory.parent
     print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
     with shown(recipes, missing, use.jobs, use.on_a_gpu) as ended:
@@ -164,8 +166,9 @@ def _use(grid: Grid, recipe: Recipe, engine: str) -> Use:
         return Use(grid.jobs, (), share, 1 / (share or 1.0))
     check_accelerator(recipe.accelerator)
     gpus = processes.visible_gpus() if on_gpus else []
-    on_one = max(1, int(1 / share + 1e-9)) if share else 1  # cells share a GPU, but none is spread over two
-    jobs = grid.jobs or max(1, len(gpus) * on_one)
+    on_one = max(1, int(1 / share + 1e-9)) if share else 1  # a cell never takes parts of two GPUs
+    whole = max(1.0, share or 1.0)
+    jobs = grid.jobs or max(1, int(len(gpus) * on_one / whole))
     return Use(jobs, gpus, share, jobs / max(len(gpus), 1))
 
 

@@ -62,12 +62,15 @@ def run_cells(
     start_server()
     waiting = [(recipe, retries) for recipe in recipes]
     busy: list[tuple[Recipe, int]] = []
+    said = ""
     running: dict[int, tuple[BaseProcess, Recipe, int, str | None]] = {}
     try:
         while waiting or running or busy:
             if not waiting and not running:
                 names = ", ".join(recipe.cell for recipe, _ in busy)
-                print(f"{names}: trained by another process; waiting for it", flush=True)
+                if names != said:
+                    print(f"{names}: trained by another process; waiting for it", flush=True)
+                said = names
                 time.sleep(PATIENCE)
                 waiting, busy = busy, []
             while waiting and len(running) < jobs:

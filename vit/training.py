@@ -111,6 +111,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
         given_run = is_open()
         trainer = make_trainer(recipe, data, progress_bar=terminal)
+        failed = True
         checkpoint = recipe.directory / "last.ckpt"
         if first:
             _remove_stale(recipe.directory, resumes=checkpoint.exists())
@@ -122,6 +123,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
                 ckpt_path=str(checkpoint) if checkpoint.exists() else None,
                 weights_only=False,  # our own file, which contains the state of the loops in addition to tensors
             )
+            failed = False
         except SystemExit as stopped:  # raised by Lightning on Ctrl-C
             raise KeyboardInterrupt from stopped
         except DivergedError as error:
@@ -129,7 +131,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         finally:
             loggers: list[Any] = [] if given_run else [*trainer.loggers]
             for logger in loggers:  # the next training of this process has a run of its own
-                if left := finish(logger.experiment):
+                if left := finish(logger.experiment, failed):
                     print(f"W&B {left}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
@@ -212,6 +214,7 @@ def _coupling(recipe: Recipe, data: "Data") -> tuple["TrainingLoss", "CouplingCa
         save_dir=str(recipe.directory / "coupling"),
         on_measure=loss.record,
     )
+    coupling.run.regular = "every_n_steps" in recipe.schedule  # so that it warns of its cost after each measurement
     return loss, coupling
 
 

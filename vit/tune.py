@@ -6,6 +6,7 @@ are identified by their settings, and finished cells are skipped.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from ray import tune  # pyright: ignore[reportMissingImports]
 
-from vit.cells import is_done, read, write
+from vit.cells import BusyError, is_done, write
 from vit.recipe import Recipe
 from vit.resources import check_machines
+
+PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 
 
 class Report(tune.Callback):
@@ -89,11 +92,15 @@ def run_cells(
             lines = str(result.error).strip().splitlines() or [type(result.error).__name__]
             write(recipe.directory, "failed", {"reason": lines[-1]})
             on_end(recipe)
-    if any(not is_done(recipe.directory) and read(recipe.directory, "failed") is None for recipe in recipes):
+    if sum(bool(result.error or (result.metrics or {}).get("status")) for result in results) < len(recipes):
         raise KeyboardInterrupt  # Tune returns what it has
 
 
 def _trial(config: dict[str, Any], recipes: dict[str, Recipe]) -> dict[str, Any]:
     from vit.training import train
 
-    return {"status": train(recipes[config["cell"]])["status"]}
+    while True:
+        try:
+            return {"status": train(recipes[config["cell"]])["status"]}
+        except BusyError:  # another process trains the cell
+            time.sleep(PATIENCE)

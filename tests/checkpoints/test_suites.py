@@ -218,5 +218,5 @@ def test_missing_values_are_left_out_and_files_must_agree(tmp_path):
     (tmp_path / "a.csv").write_text("step,piqa,sciq\n1,0.5,nan\n1,0.5,nan\n")
     assert scores.read_user_scores(tmp_path, find_suite("70m")) == {1: {"piqa": 0.5}}
     (tmp_path / "b.csv").write_text("step,piqa\n1,0.6\n")
-    with pytest.raises(ValueError, match="b.csv: piqa at step 1 has another value in another file"):
+    with pytest.raises(ValueError, match="piqa at step 1 is 0.5 in .*a.csv and 0.6 in .*b.csv; keep one"):
         scores.read_user_scores(tmp_path, find_suite("70m"))

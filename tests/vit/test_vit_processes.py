@@ -58,6 +58,7 @@ def test_gpus_are_named_as_in_the_environment(monkeypatch):
         ({"jobs": 5}, RECIPE, (5, ["0", "1", "2"])),
         ({"gpus_per_cell": 0.4}, RECIPE, (6, ["0", "1", "2"])),
         ({"gpus_per_cell": 0.142}, RECIPE, (21, ["0", "1", "2"])),
+        ({"gpus_per_cell": 1.5}, RECIPE, (2, ["0", "1", "2"])),
         ({}, replace(RECIPE, accelerator="cpu"), (1, [])),
     ],
 )
@@ -130,14 +131,12 @@ def fail(recipe: Recipe) -> None:
 
 def test_a_cell_without_a_directory_does_not_end_the_others(tmp_path, monkeypatch, capsys, fresh_server):
     monkeypatch.setattr(processes, "_train_cell", fail)
-    recipes = [replace(RECIPE, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
-    (tmp_path / "0").write_text("a file where the directory should be")
-    ended = []
-    processes.run_cells(recipes, 1, 0, ended.append)
-    assert ended == recipes and cells.read(tmp_path / "1", "failed")["reason"].startswith(
-        "exit status 3, without a log"
-    )
-    assert f"{recipes[0].cell}: exit status 3, without a log" in capsys.readouterr().err
+    of = grid.Grid(weight_decays="0.1", drop_paths="0", seeds="0,1", engine="processes", retries=0, out=tmp_path)
+    first, second = grid.cells(of, RECIPE)
+    first.directory.write_text("a file where the directory should be")
+    assert grid.run(of, RECIPE) == 1
+    assert cells.read(second.directory, "failed")["reason"].startswith("exit status 3, without a log")
+    assert f"{first.cell}: exit status 3, without a log" in capsys.readouterr().err
 
 
 def claim(recipe: Recipe) -> None:

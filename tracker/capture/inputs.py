@@ -77,6 +77,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             name for name in ("input_ids", "inputs_embeds", *tensors) if name in tensors and name != "attention_mask"
         ]
         main = tensors[preferred[0]]
+        if preferred[0] == "inputs_embeds":
+            main = main[..., 0]  # one number for each token, as of ids, whose shape the mask has
         calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None and inputs:

@@ -102,10 +102,10 @@ def is_open() -> bool:
     return getattr(sys.modules.get("wandb"), "run", None) is not None
 
 
-def finish(run: "wandb.Run") -> str:
-    """Close a run; return what W&B did not take, or ""."""
+def finish(run: "wandb.Run", failed: bool = False) -> str:
+    """Close a run, as failed or finished; return what W&B did not take, or ""."""
     try:
-        run.finish()
+        run.finish(exit_code=int(failed))
     except TimeoutError:
         return f"did not take the run within {FINISH:.0f} s"
     return ""
