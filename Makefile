@@ -14,7 +14,7 @@ BIN := .venv/bin
 # Where bytecode is not written, every test process compiles the tests again: 12 s.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-vit test test-all test-shapes test-oldest lint docs package gpu .venv
 

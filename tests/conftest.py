@@ -30,6 +30,7 @@ if CHECK_SHAPES:
     ):
         no_type_check(function)
 
+from collections import Counter  # noqa: E402
 from contextlib import suppress  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -121,6 +122,12 @@ def pytest_collection_modifyitems(config, items):
             first.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), item)
         config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
         items[:] = first.values()
+    if hasattr(config, "workerinput"):  # the files that take longest first, so that all processes end together
+        seconds = Counter()
+        for item in items:
+            slow = item.get_closest_marker("slow")
+            seconds[item.path] += slow.args[0] if slow and slow.args else 5 if slow else 0.2
+        items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish(session):

@@ -119,7 +119,7 @@ def hub(suite, tmp_path_factory) -> Iterator[Hub]:
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.slow(300)
 @settings(
     max_examples=20,  # of 25 revisions
     deadline=None,
