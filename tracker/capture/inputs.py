@@ -64,7 +64,7 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     check_tokenizer(tokenizer)
     if isinstance(inputs, str):
         inputs = [inputs]
-    _check_max_tokens(max_tokens, inputs)
+    max_tokens = _checked_max_tokens(max_tokens, inputs)
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
@@ -113,9 +113,9 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
-def _check_max_tokens(max_tokens: Any, inputs: Any) -> None:
+def _checked_max_tokens(max_tokens: Any, inputs: Any) -> int | None:
     if max_tokens is None:
-        return
+        return None
     if not isinstance(max_tokens, (int, np.integer)) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
     if isinstance(inputs, (Tensor, Mapping)):
@@ -123,6 +123,7 @@ def _check_max_tokens(max_tokens: Any, inputs: Any) -> None:
             f"max_tokens={max_tokens} cuts prompts, and these inputs are no prompts; leave it out, or cut them: "
             f"inputs[:, :{max_tokens}]"
         )
+    return int(max_tokens)
 
 
 def _is_list_of_ids(inputs: Any) -> bool:
