@@ -65,7 +65,9 @@ def children_seconds() -> float:
 
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+    found = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
+    found.pop("PYTHONBREAKPOINT", None)  # read when it is used; Ray sets it
+    return found
 
 
 @cache
