@@ -77,9 +77,8 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
                 f"lm-evaluation-harness ({type(error).__name__}: {error})"
             ) from error
         for step, of_step in found.items():
-            for task in of_step:
-                _check_name(task)
             for task, value in of_step.items():
+                _check_name(task)
                 first = where.setdefault((step, task), file)
                 if (kept := scores.setdefault(step, {}).setdefault(task, value)) != value:
                     raise ValueError(
