@@ -23,6 +23,7 @@ from checkpoints.files import Lock, differences, write_atomic
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
+PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 
 
 class BusyError(RuntimeError):

@@ -16,11 +16,10 @@ from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from vit.cells import BusyError, is_done, write
+from vit.cells import PATIENCE, BusyError, is_done, write
 from vit.recipe import Recipe
 
 BUSY = 75  # exit status of a worker whose cell another process trains
-PATIENCE = 10.0  # seconds between attempts to train such cells, once all others have ended
 
 PRELOADED = ["vit.module", "vit.loaders", "vit.training", "tracker.measurement", "lightning.pytorch.callbacks", "wandb"]
 

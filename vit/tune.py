@@ -15,11 +15,9 @@ from typing import Any
 import ray  # pyright: ignore[reportMissingImports]
 from ray import tune  # pyright: ignore[reportMissingImports]
 
-from vit.cells import BusyError, is_done, write
+from vit.cells import PATIENCE, BusyError, is_done, write
 from vit.recipe import Recipe
 from vit.resources import check_machines
-
-PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 
 
 class Report(tune.Callback):
