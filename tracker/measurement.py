@@ -147,7 +147,7 @@ def measure_samples(
         new_replica = _new_replica(model, blocks, calls, settings, device, gather)
         replica = new_replica()
         progress = progress or Progress()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance)
+        jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
         return measure_batches(jacobians, calls, settings, new_replica, progress)
 
 
@@ -162,7 +162,7 @@ def estimate_cost(
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
     with _measuring(model, device) as gather:
         replica = _new_replica(model, blocks, calls, settings, device, gather)()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4))
+        jacobians = Jacobians(replica, settings.precision, settings.memory(4), derivative=settings.derivative)
         return estimate(jacobians, calls, settings, model, blocks, depth)
 
 
@@ -204,6 +204,7 @@ def to_dataset(
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,
         "precision": settings.precision,
+        "derivative": settings.derivative,
         "inputs_sha256": digest(inputs),
         "seconds": time.perf_counter() - started,
     }

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import tracker.jacobians.checks
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
@@ -13,12 +12,17 @@ from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
 from tracker.capture.replicas.replica import Replica
-from tracker.jacobians.checks import derivative_error
+from tracker.jacobians import checks
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.comparison import TOLERANCE
 
 CPU = torch.device("cpu")
+
+
+def derivative_error(call, rows, row_attention):
+    error, _ = checks.derivative_error(call, rows, row_attention)
+    return error
 
 
 def recorded(model, inputs):
@@ -31,10 +35,10 @@ def recorded(model, inputs):
 @pytest.fixture
 def windows(monkeypatch):
     """Collect the lengths of the sequences that checks use, with windows of two tokens."""
-    lengths, at = [], tracker.jacobians.checks._derivative_error_at
-    monkeypatch.setattr(tracker.jacobians.checks, "WINDOW", 2)
+    lengths, at = [], checks._derivative_error_at
+    monkeypatch.setattr(checks, "WINDOW", 2)
     monkeypatch.setattr(
-        tracker.jacobians.checks,
+        checks,
         "_derivative_error_at",
         lambda call, rows, row_attention: (lengths.append(call.x.shape[1]), at(call, rows, row_attention))[1],
     )
@@ -97,8 +101,8 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
 def test_an_undefined_error_at_either_place_is_kept(monkeypatch, undefined):
     replica, calls = recorded(*build("gpt_neox"))
     errors = iter(float("nan") if place == undefined else 0.0 for place in range(2))
-    at = lambda call, rows, row_attention: (torch.tensor(next(errors)), False)  # noqa: E731
-    monkeypatch.setattr(tracker.jacobians.checks, "_derivative_error_at", at)
+    at = lambda call, rows, row_attention: checks._DerivativeCheck(torch.tensor(next(errors)), False, None)  # noqa: E731
+    monkeypatch.setattr(checks, "_derivative_error_at", at)
     rows = Rows(torch.tensor([0, 0]), torch.tensor([2, 6]))
     with replica.materialize(calls[0].block):
         assert math.isnan(derivative_error(calls[0], rows, by_own_code))

@@ -26,6 +26,7 @@ GIVEN = {
     "svd": ("full", "full"),
     "dtype": (torch.float64, "float64"),
     "precision": ("bfloat16", "bfloat16"),
+    "derivative": ("autograd", "autograd"),
     "memory_budget": (3_000_000, "3MB"),
     "measures": (["coupling", "tokenwise"], "tokenwise,coupling"),
     "window": (3, "3"),

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.capture.recording import BlockCall, recording_kernels
-from tracker.jacobians.checks import WINDOW, tolerance
+from tracker.jacobians.checks import WINDOW
 from tracker.jacobians.restriction import replay_errors, slicing_errors
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
-from tracker.linalg.comparison import relative_error
+from tracker.linalg.comparison import relative_error, tolerance
 from tracker.linalg.jacobian import linearize
 from tracker.linalg.precision import Roundings
 from tracker.linalg.transfer import read, standard_normal, to_device

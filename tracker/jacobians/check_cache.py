@@ -11,6 +11,7 @@ from tracker.device_errors import raise_device_errors
 from tracker.errors import UsageError
 from tracker.jacobians.batch_mixing import find_mixing
 from tracker.jacobians.checks import adjoint_error, check_key, derivative_error, reproduces_recorded_output
+from tracker.jacobians.independent import Comparison, Independent, settle
 from tracker.jacobians.restriction import RowAttention
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import LinearOperator
@@ -21,17 +22,27 @@ class CheckCache:
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self._derivative_errors: dict[Any, float] = {}
+        self._derivative_errors: dict[Any, tuple[float, Comparison]] = {}
         self._adjoint_errors: dict[Any, float] = {}
+        self._independently: dict[Any, Independent] = {}
         self._reproduced: dict[Any, bool] = {}
         self._independent: set[Any] = set()
 
-    def derivative_error(self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows) -> float:
+    def derivative_error(
+        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows
+    ) -> tuple[float, Comparison]:
         """Return `checks.derivative_error` of a path."""
         key = (path, rows.source is None, *check_key(call))
         if key not in self._derivative_errors:
             self._derivative_errors[key] = derivative_error(call, rows, row_attention)
         return self._derivative_errors[key]
+
+    def independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
+        """Return `independent.settle`; `at_rows` is None for the full sequence."""
+        key = (at_rows is None, rows.source is None, *check_key(call))
+        if key not in self._independently:
+            self._independently[key] = settle(call, rows, at_rows)
+        return self._independently[key]
 
     def with_adjoint_check(
         self, operator: LinearOperator, path: str, call: BlockCall, rows: Rows, x: Tensor, allowed_error: float

@@ -22,6 +22,7 @@ rounding, and its tolerance is `ROUNDED` too.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,56 +33,46 @@ from torch import Tensor
 from tracker.capture.recording import BlockCall, recording_kernels
 from tracker.capture.replicas.module_state import irreproducible
 from tracker.errors import UsageError
+from tracker.jacobians.independent import Comparison, compare_rows
 from tracker.jacobians.restriction import (
     RowAttention,
     linearize_full_sequence,
-    linearize_rows,
     replay_errors,
     restrict,
     slicing_errors,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
-from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_error
+from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_error, tolerance
 from tracker.linalg.jacobian import LinearOperator
 from tracker.linalg.transfer import read, standard_normal
 
-# Tolerance in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings.
-ROUNDED = 1e-5
-FAST = 5e-2  # tolerance of products in TF32 or bfloat16
 WINDOW = 16  # tokens
 
 
-def tolerance(dtype: torch.dtype, rounded: bool) -> float:
-    """Return the largest allowed error on another path.
-
-    Args:
-        rounded: whether the block's own code, or the recording, may round to less than this dtype.
-    """
-    return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
-
-
-def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
-    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d).
+def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[float, Comparison]:
+    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d), and how J v at
+    the last of these rows compares with derivatives that do not come from reverse mode.
 
     It is checked at the first and the last requested row of every sample, or at the last position of the sequence if only
     position 0 is requested.
     """
     if rows.source is not None:
         groups = [group for _, group in rows.disjoint_groups()]
-        return _largest(
-            read([_derivative_error_at(call, group, row_attention)[0] for group in (groups[0], groups[-1])])
-        )
+        found = [_derivative_error_at(call, group, row_attention) for group in (groups[0], groups[-1])]
+        return _largest(read([one.error for one in found])), found[-1].comparison
     places = _places(rows, call.x.shape[1])
     in_windows = [_derivative_error_in_window(call, place, row_attention) for place in places]
-    errors = iter(read([found[0] for found in in_windows if found is not None]))
+    errors = iter(read([found.error for found in in_windows if found is not None]))
     passed, failed = [], []
     for place, found in zip(places, in_windows, strict=True):
-        if found is not None and (error := next(errors)) <= tolerance(call.x.dtype, found[1]):
+        if found is not None and (error := next(errors)) <= tolerance(call.x.dtype, found.rounded):
             passed.append(error)
         else:
             failed.append(place)
     # A check that fails in a window is made again in the full sequence: padding may fill the window.
-    return _largest(passed + read([_derivative_error_at(call, place, row_attention)[0] for place in failed]))
+    again = [_derivative_error_at(call, place, row_attention) for place in failed]
+    (last,) = [found for found in (*in_windows, *again) if found is not None][-1:]
+    return _largest(passed + read([found.error for found in again])), last.comparison
 
 
 def _places(rows: Rows, n: int) -> list[Rows]:
@@ -94,7 +85,16 @@ def _places(rows: Rows, n: int) -> list[Rows]:
     return [Rows(samples, last)] if torch.equal(first, last) else [Rows(samples, first), Rows(samples, last)]
 
 
-def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[Tensor, bool] | None:
+@dataclass(frozen=True)
+class _DerivativeCheck:
+    """The error of J^T u, whether the block's code or the recording rounds to a lower precision, and J v compared."""
+
+    error: Tensor
+    rounded: bool
+    comparison: Comparison
+
+
+def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> _DerivativeCheck | None:
     """Return the same as `_derivative_error_at` in windows; None if the sequence is short or can't be cut."""
     if call.x.shape[1] <= 2 * WINDOW:
         return None
@@ -108,17 +108,16 @@ def _largest(errors: Sequence[float]) -> float:
     return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[Tensor, bool]:
-    """Return the error, and whether the block's code or the recording rounds to a lower precision."""
+def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> _DerivativeCheck:
     x = rows.select_sources(call.x)
-    u = standard_normal(x.shape, x)
-    block = linearize_rows(restrict([(call, rows)], row_attention), x)
     with slicing_errors():
-        found = block.pullback(u[None])[0]
+        comparison = compare_rows(lambda some: restrict([(call, some)], row_attention), rows, x)
+    u, found = comparison.pulled_back
     with replay_errors(call):
         expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
-    return relative_error(found - identity, expected - identity, u, x.dtype), block.rounded or call.recorded_coarser
+    error = relative_error(found - identity, expected - identity, u, x.dtype)
+    return _DerivativeCheck(error, comparison.rounded or call.recorded_coarser, comparison)
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:

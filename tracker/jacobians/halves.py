@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from tracker.capture.spans.calls import SpanCall
 from tracker.errors import UsageError
-from tracker.jacobians.checks import tolerance
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians
+from tracker.linalg.comparison import tolerance
 
 ATTENTION = ("attn", "attention", "self_attn", "self_attention", "attention_layer")
 MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe")
@@ -46,9 +46,11 @@ class HalfJacobians:
     """Jacobians of blocks' halves. `missing` keeps, by layer, why a block has none."""
 
     def __init__(self, jacobians: Jacobians) -> None:
-        # A half is another function than its block: checks are made and kept for each.
+        # A half is another function than its block: checks are made and kept for each. It detaches tensors, so its derivative
+        # is not that of its values; the identities below compare it with the block's.
         self._of = {
-            name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory) for name in ("attention", "mlp")
+            name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd")
+            for name in ("attention", "mlp")
         }
         self.missing: dict[int, str] = {}
 

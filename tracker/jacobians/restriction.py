@@ -143,11 +143,14 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None) -> Linearization:
+def linearize_rows(
+    f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None, v: Tensor | None = None
+) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
 
     Args:
         buffers: memory for copies of weights.
+        v: compute J v by forward mode too.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
@@ -155,19 +158,19 @@ def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None
     with slicing_errors():
         # Attention as plain products: the fused kernels have no vmap rule.
         with sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
-            block = linearize(f, x)
-        return replace(block, rounded=roundings.seen)
+            block = linearize(f, x, v)
+        return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
 
 
-def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
-    """Linearize a block at rows within their full sequences, no two of one sample.
+def linearize_full_sequence(call: BlockCall, rows: Rows, v: Tensor | None = None) -> Linearization:
+    """Linearize a block at rows within their full sequences, no two of one sample; with v, compute J v by forward mode too.
 
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
     with replay_errors(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
-        block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
-    return replace(block, rounded=roundings.seen)
+        block = linearize(full_sequence(call, rows), rows.select_sources(call.x), v)
+    return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
 
 
 @contextmanager

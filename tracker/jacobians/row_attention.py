@@ -53,7 +53,8 @@ def by_formula(
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    at_q, at_k, at_v = query.detach(), key.detach(), value.detach()  # the point of expansion is a constant
+    with torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
             at = rows.on(query.device)
@@ -61,9 +62,9 @@ def by_formula(
                 some = at.subset(slice(first, first + size))
                 K, V = past.key[some.sample_in(past.key)], past.value[some.sample_in(past.value)]
                 row, these = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
-                K[row, :, some.live] = key[these, :, 0]
-                V[row, :, some.live] = value[these, :, 0]
-                expanded = expand(attention.formula, query[these], K, V, some.live, mask_rows(past, some))
+                K[row, :, some.live] = at_k[these, :, 0]
+                V[row, :, some.live] = at_v[these, :, 0]
+                expanded = expand(attention.formula, at_q[these], K, V, some.live, mask_rows(past, some))
                 expansion.fill(these, expanded)
             start += len(rows)
     with torch.autocast(query.device.type, enabled=False):
@@ -176,12 +177,18 @@ class HeadProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         """Save the constant."""
         ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         """Compute the product with M^T, itself differentiable."""
         (M,) = ctx.saved_tensors
         return HeadProduct.apply(cotangents[0], M.mT), None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
+        """Compute the same product of the tangent."""
+        return HeadProduct.apply(x, ctx.saved_tensors[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, M: Tensor) -> Any:

@@ -22,7 +22,8 @@ from tracker.capture.recording import BlockCall
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.jacobians.check_cache import CheckCache
-from tracker.jacobians.checks import FAST, quality, require_finite, require_reproduction, tolerance
+from tracker.jacobians.checks import quality, require_finite, require_reproduction
+from tracker.jacobians.independent import Comparison, Independent
 from tracker.jacobians.restriction import (
     RowAttention,
     Selection,
@@ -33,7 +34,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.comparison import is_finite, relative_error
+from tracker.linalg.comparison import FAST, is_finite, relative_error, tolerance
 from tracker.linalg.jacobian import (
     LinearOperator,
     converting_operator,
@@ -47,7 +48,7 @@ from tracker.linalg.jacobian import (
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.transfer import read, to_device
 from tracker.notices import warn_caller
-from tracker.values import Precision
+from tracker.values import Derivative, Precision
 
 PROBES = 64  # random products J^T u that estimate the size of a Jacobian that is not formed
 
@@ -59,6 +60,7 @@ class CheckResults:
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
+    independent_error: float  # against a derivative that does not come from reverse mode; NaN if there is none
     reason: str = ""  # why the full sequence was used
 
     @property
@@ -90,6 +92,7 @@ class Jacobians:
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
         memory: how many scalars the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
+        derivative: "autograd" leaves out the comparison with forward mode and differences (`independent`).
     """
 
     def __init__(
@@ -98,11 +101,16 @@ class Jacobians:
         precision: Precision = "float32",
         memory: int = 1 << 28,
         advance: Callable[[int], None] = lambda _: None,
+        derivative: Derivative = "checked",
     ) -> None:
         self.replica = replica
         self.precision: Precision = precision
         self.memory = memory
         self.advance = advance
+        self.derivative: Derivative = derivative
+        self.independent: dict[
+            int, Independent
+        ] = {}  # layer -> the check, where forward mode and differences were not both used
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
@@ -214,7 +222,21 @@ class Jacobians:
                 "the Dataset's attribute 'fallbacks' lists all such blocks"
             )
         self.fallbacks[call.layer] = reason
-        return matrix_operator(J), CheckResults("full sequence", value_error, float("nan"), reason)
+        error = self._check_independently(call, rows)
+        return matrix_operator(J), CheckResults("full sequence", value_error, float("nan"), error, reason)
+
+    def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
+        """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
+
+        Args:
+            at_rows: the comparison at single rows, if a path that uses them is checked.
+        """
+        if self.derivative == "autograd":
+            return float("nan")
+        outcome = self._checks.independently(call, rows, at_rows)
+        if outcome.method != "both":
+            self.independent[call.layer] = outcome
+        return outcome.error
 
     def _by_path(
         self, path: Any, selections: Sequence[Selection], rounded: bool = False
@@ -233,12 +255,12 @@ class Jacobians:
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(self.replica.dtype, allowed):
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
-            error = self._checks.derivative_error(path, PATHS[path], call, rows)
+            error, comparison = self._checks.derivative_error(path, PATHS[path], call, rows)
             if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if rounded and not self._checks.reproduces_recorded_output(call):
                 raise NotSliceable("the block does not reproduce the recorded output when it runs again")
-            checks.append(CheckResults(path, value_error, error))
+            checks.append(CheckResults(path, value_error, error, self._check_independently(call, rows, comparison)))
             if path == "own code":
                 keys += sum(len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products

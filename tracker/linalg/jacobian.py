@@ -9,17 +9,26 @@ no operation needs a forward-mode rule. Cost: one forward pass of R rows, then o
 cotangent and for each tangent; the dense J takes d cotangents, less what `identity` saves. Memory: one chunk of cotangents.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 from tracker.device_errors import raise_device_errors
 from tracker.linalg.identity import identity_matrix
 from tracker.linalg.precision import float32_products
+
+with warnings.catch_warnings():  # `make_dual` imports it, and warns of what torch itself uses
+    warnings.simplefilter("ignore", FutureWarning)
+    import torch._decomp.decompositions_for_jvp
 
 RowFunction = Callable[[Tensor], Tensor]
 
@@ -39,14 +48,43 @@ class Linearization:
     y: Float[Tensor, "R d"]
     pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
     pushforward: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r] v[c, r]
+    tangent: Float[Tensor, "R d"] | None = None  # J v by forward mode, if it was asked for and every operation has it
+    no_tangent: str = ""  # why there is none
     rounded: bool = False  # whether f's own code rounds to a lower precision than that of x
+    least_bytes: int = 8  # of the numbers that it rounds to
 
 
-def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:
-    """Linearize f at x, detached from the caller's graph."""
-    with torch.enable_grad():
-        leaf = x.detach().clone().requires_grad_()
-        y = f(leaf.clone())  # a block may work in place, which a leaf does not allow
+class GradientsStayOn(TorchFunctionMode):
+    """While active, code can't switch gradients off or on.
+
+    A block of a reversible network computes under `torch.no_grad`, and its sequence recomputes it with gradients. Its Jacobian
+    is that of what it computes, so the switch is ignored, as in forward mode. `detach` is not.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is torch._C._set_grad_enabled:
+            return None
+        return function(*arguments, **(keywords or {}))
+
+
+def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None) -> Linearization:
+    """Linearize f at x, detached from the caller's graph; with v, compute J v by forward mode in the same pass."""
+    tangent, reason = None, ""
+    try:
+        with torch.enable_grad(), GradientsStayOn(), nullcontext() if v is None else forward_ad.dual_level():
+            leaf = x.detach().clone().requires_grad_()
+            given = leaf if v is None else forward_ad.make_dual(leaf, v)
+            y = f(given.clone())  # a block may work in place, which a leaf does not allow
+            if v is not None:
+                y, tangent = forward_ad.unpack_dual(y)
+                tangent = torch.zeros_like(x) if tangent is None else tangent.detach()
+    except RuntimeError as error:  # an operation without forward mode
+        raise_device_errors(error)
+        if v is None:
+            raise
+        reason = str(error).partition("\n")[0]
+    if reason:  # outside the handler, which would keep the traceback and so the failed attempt's tensors
+        return replace(linearize(f, x), no_tangent=reason)
     transposed: list[tuple[Tensor, Tensor]] = []  # u and J^T u, from the first tangent on
 
     def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
@@ -61,7 +99,7 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"]) -> Linearization:
         u, back = transposed[0]
         return _gradients(back, u, v)
 
-    return Linearization(y.detach(), pullback, pushforward)
+    return Linearization(y.detach(), pullback, pushforward, tangent)
 
 
 def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:

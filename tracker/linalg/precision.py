@@ -57,7 +57,8 @@ def _older() -> str | None:
 
 
 class Roundings(TorchFunctionMode):
-    """While active, detect whether an operation rounds floating tensors to a lower precision than it was given (`seen`).
+    """While active, detect whether an operation rounds floating tensors to a lower precision than it was given (`seen`), and to
+    how few bytes per number (`least`).
 
     Many blocks compute routers, norms, softmax and rotary positions in float32, whatever the dtype of the rest. Code
     compiled by `torch.jit` is not observed.
@@ -65,15 +66,17 @@ class Roundings(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.least = torch.float64.itemsize
         self.seen = False
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
-        if not self.seen:
-            with torch._C.DisableTorchFunction():  # other modes would be called for each attribute that is read here
-                given = max(_sizes((arguments, keywords)), default=0)
-                # An operation that returns None writes to its first argument, which rounds as well.
-                self.seen = any(size < given for size in _sizes(arguments[:1] if result is None else result))
+        with torch._C.DisableTorchFunction():  # other modes would be called for each attribute that is read here
+            given = max(_sizes((arguments, keywords)), default=0)
+            # An operation that returns None writes to its first argument, which rounds as well.
+            rounded = [size for size in _sizes(arguments[:1] if result is None else result) if size < given]
+        self.seen |= bool(rounded)
+        self.least = min([self.least, *rounded])
         return result
 
 

@@ -58,6 +58,7 @@ def measure_batches(
                 pending = []
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
+        sample.independent |= jacobians.independent
         sample.without_halves |= jacobians.without_halves
         sample.decode = None  # samples are sent between processes
     return samples

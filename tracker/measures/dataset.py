@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from tracker.jacobians.independent import Independent
 from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
@@ -26,6 +27,7 @@ class Sample:
         attributes: the resolved conventions, equal for all samples of a measurement.
         valid: the positions that are not padding.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
+        independent: layer -> how its derivative was checked without reverse mode, where not by forward mode and differences both.
         without_halves: layer -> why its attention and MLP were not measured apart.
         decode: token ids -> text, while the sample is measured.
         basis_layers: block l -> basis block l', across tokens.
@@ -40,6 +42,7 @@ class Sample:
     valid: Sequence[int]
     values: dict[str, Any] = field(default_factory=dict)
     fallbacks: dict[int, str] = field(default_factory=dict)
+    independent: dict[int, Independent] = field(default_factory=dict)
     without_halves: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
@@ -81,6 +84,10 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset[UNDEFINED] = _count_undefined(dataset, samples)
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
+    independent = {layer: check for sample in samples for layer, check in sample.independent.items()}
+    dataset.attrs["independent_checks"] = json.dumps(
+        {l: f"{one.method}: {one.reason}" for l, one in independent.items()}
+    )
     if "attention_gain" in dataset:
         reasons = {layer: reason for sample in samples for layer, reason in sample.without_halves.items()}
         dataset.attrs["without_halves"] = json.dumps(reasons)

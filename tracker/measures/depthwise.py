@@ -186,8 +186,9 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     """Return the checks of the Jacobians of every row, by layer."""
     R = len(layers[0].checks)
     values = {"formed": np.array([[layer.formed for layer in layers]] * R)}
-    for name, dtype in (("sliced", np.bool_), ("value_error", np.float32), ("derivative_error", np.float32)):
-        values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], dtype)
+    values["sliced"] = np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])
+    for name in ("value_error", "derivative_error", "independent_error"):
+        values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32)
     return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
 
 

@@ -45,6 +45,10 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         "error of a vector-Jacobian product against that of the full sequence",
         "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
     ),
+    "independent_error": (
+        "error of J v against forward mode, or differences of values",
+        "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u and v random",
+    ),
 }
 BEFORE_NORM = "before the final norm"
 EXTRAS = "Tokens, entropy, noise"  # a section of the W&B dashboard

@@ -12,9 +12,15 @@ from typing import Any, TypeVar, get_args
 
 from tracker.errors import UsageError
 from tracker.measures.settings import OPTIONS, USUAL, Options, Settings
-from tracker.values import TOKEN_CHOICES, Dtype, FinalNorm, Method, Precision, whole_numbers
+from tracker.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
 
-CHOICES = {"final_norm": FinalNorm, "svd": Method, "dtype": Dtype, "precision": Precision}
+CHOICES = {
+    "final_norm": FinalNorm,
+    "svd": Method,
+    "dtype": Dtype,
+    "precision": Precision,
+    "derivative": Derivative,
+}
 F = TypeVar("F", bound=Callable[..., Any])
 ABSENT: Mapping[str, Any] = {}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from tracker import values
 from tracker.errors import UsageError
 from tracker.measures import choices
-from tracker.values import Dtype, FinalNorm, Method, Precision, ValueType
+from tracker.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,12 @@ class Settings:
         values.choice(Precision),
         "precision of the products that form Jacobians in float32. tf32 (on GPUs that support it) and bfloat16 are faster; "
         "docs/measurements.md states their errors. Everything else stays in dtype.",
+    )
+    derivative: Derivative = _option(
+        "checked",
+        values.choice(Derivative),
+        "checked compares the derivative that autograd computes with forward mode and with differences of values, and refuses a "
+        "block where they disagree; autograd measures what autograd computes, right or not.",
     )
     memory_budget: int = _option(
         MEMORY_BUDGET,
@@ -245,6 +251,7 @@ class Options(TypedDict, total=False):
     svd: Method
     dtype: "torch.dtype | Literal['float32', 'float64']"
     precision: Precision
+    derivative: Derivative
     memory_budget: int
     measures: str | Sequence[str] | None
     window: int | None

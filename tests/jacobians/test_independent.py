@@ -1,0 +1,224 @@
+"""Reverse mode is compared with derivatives that do not come from it: planted faults are detected, right blocks pass."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.models import FAMILIES, build
+from tracker.errors import UsageError
+
+D = 16
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        self.attn = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.attn(y, y, y, need_weights=False)[0]
+
+
+class Block(nn.Module):
+    """A block whose MLP goes through `through`."""
+
+    def __init__(self, through):
+        super().__init__()
+        self.attention, self.norm, self.mlp, self.through = Attention(), nn.LayerNorm(D), nn.Linear(D, D), through
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.through(self.mlp, self.norm(x))
+
+
+class Reversible(nn.Module):
+    """A block of a reversible network: it builds no graph, because its sequence computes it again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.g = nn.MultiheadAttention(D // 2, 2, batch_first=True), nn.Linear(D // 2, D // 2)
+
+    def forward(self, x):
+        a, b = x.chunk(2, -1)
+        with torch.no_grad():
+            a = a + self.f(b, b, b, need_weights=False)[0]
+            b = b + self.g(a).tanh()
+        return torch.cat([a, b], -1)
+
+
+def without_gradients(f, x):
+    with torch.no_grad():
+        return f(x).tanh()
+
+
+def in_inference_mode(f, x):
+    with torch.inference_mode():
+        y = f(x).tanh()
+    return y.clone()
+
+
+class Wrong(torch.autograd.Function):
+    """tanh with a backward that is 1 % too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 1.01 * g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class WrongWithRightForwardMode(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 1.01 * g * (1 - ctx.saved_tensors[0] ** 2)
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class WrongInBothModes(WrongWithRightForwardMode):
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * (1 - ctx.saved_tensors[0] ** 2)
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 2 * t * (1 - ctx.saved_tensors[0] ** 2)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Right(torch.autograd.Function):
+    """A right backward, and no forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+def rounded(f, x):
+    y = f(x)
+    return y + ((8 * y).round() / 8 - y).detach()
+
+
+FAULTS = {  # what the message has to name
+    "wrong backward": (lambda f, x: Wrong.apply(f(x)), "autograd function Wrong"),
+    "wrong backward, right forward mode": (lambda f, x: WrongWithRightForwardMode.apply(f(x)), "from forward mode by"),
+    "wrong in both modes": (lambda f, x: WrongInBothModes.apply(f(x)), "function WrongInBothModes"),
+    "straight through": (lambda f, x: StraightThrough.apply(f(x)), "function StraightThrough"),
+    "data": (lambda f, x: f(x.data).tanh(), ".data"),
+    "NumPy": (lambda f, x: f(torch.from_numpy(x.detach().numpy())).tanh(), "numpy"),
+    "item": (lambda f, x: f(x) * x.abs().mean().item(), "item()"),
+    "inference mode": (in_inference_mode, "inference"),
+}
+RIGHT = {  # how it is known
+    "plain": (lambda f, x: f(x).tanh(), None),
+    "no gradients": (without_gradients, None),
+    "right backward": (lambda f, x: Right.apply(f(x)), "differences"),
+    "detached branch": (lambda f, x: f(x.detach()).tanh(), "differences, detached"),
+    "rounded, straight through by detach": (rounded, "differences, detached"),
+}
+DTYPES = ["float32", "float64"]
+
+
+def model(through):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(through) for _ in range(2))).eval()
+
+
+def measured(net, dtype="float64", **options):
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1))
+    return tracker.measure(net, x, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
+
+
+def by_differences(net, l, t):
+    """Return J_tt of block l in float64, for the first sample, by central differences."""
+    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1)).double()
+    net = net.double()
+    with torch.no_grad():
+        for block in net[:l]:
+            x = block(x)
+        J = torch.zeros(D, D, dtype=torch.float64)
+        for i in range(D):
+            ahead, behind = x.clone(), x.clone()
+            ahead[0, t, i] += 1e-5
+            behind[0, t, i] -= 1e-5
+            J[:, i] = (net[l](ahead) - net[l](behind))[0, t] / 2e-5
+    return J - torch.eye(D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_refused_and_named(name, dtype):
+    through, cause = FAULTS[name]
+    with pytest.raises(UsageError, match=r"block 1 \(0\)") as refused:
+        measured(model(through), dtype)
+    assert cause in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_no_fault_is_measured(name, dtype):
+    through, how = RIGHT[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step of a rounding makes the value depend on the arithmetic
+        ds = measured(model(through), dtype)
+    assert ds.attrs["derivative"] == "checked"
+    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
+    assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
+
+
+@pytest.mark.parametrize("net", [lambda: model(without_gradients), lambda: nn.Sequential(Reversible(), Reversible())])
+def test_blocks_that_switch_gradients_off_are_measured_as_what_they_compute(net):
+    net = net()
+    J = torch.as_tensor(measured(net).jacobian.values)
+    for l in range(2):
+        torch.testing.assert_close(J[0, 0, l], by_differences(net, l, 5), atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["wrong backward", "data"])
+def test_autograd_is_measured_on_request(name):
+    ds = measured(model(FAULTS[name][0]), derivative="autograd")
+    assert ds.attrs["derivative"] == "autograd" and ds.diagnostics_independent_error.isnull().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_agrees_with_forward_mode_and_differences(name):
+    net, inputs = build(name)
+    ds = tracker.measure(net, inputs, k=2, tokens=[1, -1])
+    others = set(json.loads(ds.attrs["independent_checks"]).values())
+    # Bloom's GELU is a custom function without forward mode.
+    assert all(name == "bloom" and other.startswith("differences: no forward mode") for other in others), others
+    assert ds.diagnostics_independent_error.max() < 1e-4
