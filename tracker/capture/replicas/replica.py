@@ -67,6 +67,7 @@ class Replica:
         self._streaming = Streaming(device, dtype.itemsize)
         self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
+        self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
     def guard(self) -> WriteGuard:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tracker.blocks.boundaries import Boundary
 from tracker.capture.head import Head
+from tracker.capture.norms import NormWatch
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.module_state import ModuleState
 from tracker.capture.replicas.replica import Replica
@@ -67,12 +68,15 @@ class _Recorder:
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
         self.head = Head(replica)
+        self.norms = NormWatch()
+        self.normed: dict[Boundary, bool] = {}  # whether the state is the output of a norm
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
         """Run the model once, with hooks at all boundaries and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
         with ExitStack() as stack:
             stack.enter_context(self.head.watch(self.is_last_state))
+            stack.enter_context(self.norms.watch(list(self.replica.module.modules())))
             return run(self.replica, arguments, {b: partial(self.record_state, b) for b in boundaries})
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
@@ -92,6 +96,7 @@ class _Recorder:
                 f"the {boundary} has values that are not finite (overflow or NaN in {self.replica.dtype}); check the "
                 "weights, or measure in float64"
             )
+        self.normed[boundary] = self.norms.returned(state)
         self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
         self.head.enter_block()
         if boundary == self.spans[-1][1]:
@@ -137,7 +142,7 @@ class _Recorder:
             x = calls[-1].y if calls else x
             model, batch_first = self.replica.module, self.replica.description.batch_first
             calls.append(SpanCall(i + 1, name, model, arguments, "", batch_first, self.replica, x, span=span))
-            calls[-1].y = y
+            calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
         return calls
 
 
