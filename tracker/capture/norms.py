@@ -49,6 +49,7 @@ class NormWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.trying = False  # whether a module is called again, to see what it computes
         self._returned: list[_Returned] = []
 
     @contextmanager
@@ -67,19 +68,22 @@ class NormWatch(TorchFunctionMode):
     def returned(self, y: Tensor) -> bool:
         """Whether y (..., d) is what a norm returned, or has rows of one length; forget what was returned so far."""
         alike = [one for one in self._returned if one.is_unchanged() and one.output.shape == y.shape]
-        self.forget()  # trying a module calls the hook again
+        self.forget()
         same = [(one.output.to(y.dtype) == y).all() for one in alike]
         of_one_length, *same = torch.stack([_have_one_length(y), *same]).tolist()  # one wait for the device
-        return of_one_length or any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
+        self.trying = True
+        of_norm = any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
+        self.trying = False
+        return of_norm or of_one_length
 
     def _leave(self, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
-        if isinstance(output, Tensor):
+        if isinstance(output, Tensor) and not self.trying:
             self._returned.append(_Returned(output, output._version, module, args, keywords))
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         """Note what a norm over the last axis returns."""
         output = function(*args, **(kwargs or {}))
-        if function in _FUNCTIONS:
+        if function in _FUNCTIONS and not self.trying:
             shape = args[1] if len(args) > 1 else (kwargs or {})["normalized_shape"]
             if len(shape) == 1:
                 self._returned.append(_Returned(output, output._version))

@@ -8,6 +8,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +51,9 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
             stack.enter_context(recorder.norms.watch([part for block in unknown for part in block.modules()]))
         stack.enter_context(intercept_attention(recorder.record_attention))
         stack.enter_context(recording_kernels(replica.dtype))
-        arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
-        replica.run(arguments, keywords)
-    return recorder.recording()
+        replica.forward(arguments, keywords)
+        seed = replica.generators.drawn_seed()
+    return replace(recorder.recording(), seed=seed)
 
 
 class _Recorder:

@@ -84,7 +84,7 @@ def record_call(
     read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):
         sample.values |= values
-        sample.basis_layers = basis_layers
+        sample.basis_layers, sample.random_seed = basis_layers, recording.seed
         if basis_layers:
             sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
