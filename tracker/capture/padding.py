@@ -91,7 +91,7 @@ def _from_arguments(recording: Recording, batch: Batch, blocks: "_Blocks") -> tu
 
 @dataclass
 class _Blocks:
-    """The recorded blocks, run again on other states. Runs are kept by the rows that were changed."""
+    """The recorded blocks, run again on other states."""
 
     recording: Recording
 
