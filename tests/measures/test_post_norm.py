@@ -5,10 +5,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import nn
 
 import tracker
+from tests.home_made import WIDTH, Flat
 from tests.models import build
+from tests.plain import RootMeanSquare
 
 TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
 POST_NORM = ("bert", "roberta", "nn.TransformerEncoder, post-norm, bidirectional")
@@ -31,6 +35,101 @@ def test_norms_elsewhere_give_no_warning(name):
         warnings.simplefilter("error")
         ds = tracker.measure(model, inputs, measures="trajectory")
     assert ds.attrs["post_norm"] == 0
+
+
+def post_norm(model, inputs, **options):
+    """Return the attribute, and whether a warning says so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ds = tracker.measure(model, inputs, measures="trajectory", **options)
+    said = any("end in a norm" in str(warning.message) for warning in caught)
+    assert bool(ds.attrs["post_norm"]) == said
+    return said
+
+
+class PreNormResidual(nn.Module):
+    """A pre-norm branch and its residual sum, as in lucidrains' models."""
+
+    def __init__(self, branch: nn.Module):
+        super().__init__()
+        self.norm, self.branch = nn.LayerNorm(WIDTH), branch
+
+    def forward(self, x):
+        return self.branch(self.norm(x)) + x
+
+
+class AddsInPlace(Flat):
+    """The state is added to the normed output of a branch in place, so that the sum is where the norm's output was."""
+
+    def forward(self, x):
+        y = self.ln_1(super().forward(x))
+        y += x
+        return y
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.add = PreNormResidual(Flat(causal=False))
+
+    def forward(self, x):
+        return self.add(x)
+
+
+class Normed(Flat):
+    """x -> N(x + g(x)), where N is given by each subclass."""
+
+    def __init__(self):
+        super().__init__(causal=False)
+        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.root_mean_square = RootMeanSquare(WIDTH)
+        self.last = nn.Dropout()
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class ByFunction(Normed):
+    def norm(self, x):
+        return F.layer_norm(x, (WIDTH,), self.gain)
+
+
+class ByRmsFunction(Normed):
+    def norm(self, x):
+        return self.last(F.rms_norm(x, [WIDTH], weight=self.gain))
+
+
+class ByModuleOfAnotherName(Normed):
+    def norm(self, x):
+        return self.root_mean_square(x).clone()
+
+
+class ByOperations(Normed):
+    """As in nGPT: states of length 1."""
+
+    def norm(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("make", [Plain, AddsInPlace], ids=lambda cls: cls.__name__)
+def test_a_block_that_ends_in_its_residual_sum_is_not_post_norm(make):
+    assert not post_norm(nn.Sequential(*(make() for _ in range(3))), torch.randn(2, 6, WIDTH))
+
+
+@pytest.mark.parametrize("make", [ByFunction, ByRmsFunction, ByModuleOfAnotherName, ByOperations])
+def test_a_block_that_ends_in_a_norm_is_post_norm_whatever_computes_it(make):
+    assert post_norm(nn.Sequential(*(make() for _ in range(3))), torch.randn(2, 6, WIDTH))
+
+
+def test_tokens_that_are_all_alike_do_not_look_normed():
+    assert not post_norm(nn.Sequential(*(Flat(causal=False) for _ in range(3))), torch.ones(2, 6, WIDTH))
+
+
+@pytest.mark.parametrize("make", [ByFunction, Plain])
+def test_spans_between_boundaries_are_told_apart_too(make):
+    model = nn.Sequential(*(make() for _ in range(3)))
+    spans = [(f"input of {l}", f"output of {l}") for l in range(3)]
+    assert post_norm(model, torch.randn(2, 6, WIDTH), blocks=spans) == (make is ByFunction)
 
 
 def test_a_random_bert_looks_coupled_and_has_two_common_directions():

@@ -4,11 +4,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
-from typing import Any
 
 import torch
 
 from tracker.capture.activation_checkpointing import checkpointing_disabled
+from tracker.capture.random_numbers import preserve_random_state
 from tracker.linalg.precision import float32_products
 
 _ONE_AT_A_TIME = RLock()
@@ -33,24 +33,3 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
-
-
-@contextmanager
-def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Restore on exit what torch.manual_seed changes: the random state of the CPU and of the accelerators of one type.
-
-    The type is that of `device`; if that is the CPU, the machine's, whose random state a training may be using.
-    """
-    accelerator = device if device.type != "cpu" else torch.accelerator.current_accelerator(check_available=True)
-    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
-    places: list[tuple[int, ...]] = []
-    if accelerator is not None and getattr(module, "is_initialized", lambda: True)():  # else nothing has used it
-        # MPS has one device, which its functions do not name.
-        places = [()] if accelerator.type == "mps" else [(i,) for i in range(module.device_count())]
-    before = [module.get_rng_state(*place) for place in places]
-    with torch.random.fork_rng([]):
-        try:
-            yield
-        finally:
-            for state, place in zip(before, places, strict=True):
-                module.set_rng_state(state, *place)

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracker.capture.norms import has_no_matrices, is_norm
 from tracker.capture.replicas.replica import Replica
 
 PADDING = 16  # vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
-SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
-SAME = 1e-2  # of the largest entry
 IsLastState = Callable[[Tensor], bool]
 
 
@@ -116,7 +115,7 @@ class Head:
     ) -> None:
         if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
             return
-        if self._takes(is_last_state, args, keywords, output) and self._normalizes(module, args, keywords, output):
+        if self._takes(is_last_state, args, keywords, output) and self._is_norm(module, args, keywords, output):
             self._unnamed = name, module, self._batch_first(output)
 
     def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
@@ -137,16 +136,11 @@ class Head:
             return False
         return given.dim() == 3 and is_last_state(self._batch_first(given))
 
-    def _normalizes(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
-        """Whether a module changes its input, and equally at every scale."""
-        (x,) = (*args, *keywords.values())
-        if torch.equal(x, output):
-            return False
-        unit = x / x.square().mean().sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    def _is_norm(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
         self._trying = True
-        small, large = (module(scale * unit) for scale in SCALES)
+        found = is_norm(module, args, keywords, output)
         self._trying = False
-        return torch.allclose(small, large, rtol=0, atol=SAME * float(large.abs().max()))
+        return found
 
     def _batch_first(self, state: Tensor) -> Tensor:
         return state if self.replica.description.batch_first else state.transpose(0, 1)
@@ -163,12 +157,7 @@ def _is_part(x: Tensor, states: Tensor) -> bool:
 
 
 def _matrix_free_modules(replica: Replica) -> list[str]:
-    """Return the modules outside the blocks whose parameters and buffers are vectors or scalars, if they have any."""
-    return [
-        name
-        for name, module in _outside_blocks(replica)
-        if all(t.dim() < 2 for t in (*module.parameters(), *module.buffers()))
-    ]
+    return [name for name, module in _outside_blocks(replica) if has_no_matrices(module)]
 
 
 def _modules_with_matrices(replica: Replica) -> list[str]:

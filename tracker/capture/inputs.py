@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_map
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.errors import UsageError
@@ -44,6 +45,27 @@ class Batch:
     ids: Tensor | None = None  # (B, n) token ids
     special: SpecialTokens = SpecialTokens()
     decode: Callable[[list[int]], str] | None = None  # token ids -> text, of a prompt's tokenizer
+
+    def by_sample(self) -> "list[Batch]":
+        """Return one forward call for each sample."""
+        B, inputs = len(self.labels), (self.arguments, self.keywords)
+        parts = [select_samples(inputs, slice(b, b + 1), B) for b in range(B)]
+        return [
+            replace(
+                self,
+                arguments=arguments,
+                keywords=keywords,
+                labels=self.labels[b : b + 1],
+                valid=None if self.valid is None else self.valid[b : b + 1],
+                ids=None if self.ids is None else self.ids[b : b + 1],
+            )
+            for b, (arguments, keywords) in enumerate(parts)
+        ]
+
+
+def select_samples(values: Any, samples: slice, B: int) -> Any:
+    """Select some of B samples: slice every tensor whose first axis is as long as the batch, nested or not."""
+    return tree_map(lambda leaf: leaf[samples] if isinstance(leaf, Tensor) and leaf.shape[:1] == (B,) else leaf, values)
 
 
 def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> list[Batch]:

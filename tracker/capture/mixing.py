@@ -135,7 +135,7 @@ def _observe(replica: Replica, runs: Sequence[Run], batch: Batch) -> list[Observ
                 leave = module.register_forward_hook(partial(observer.leave, name, seen), with_kwargs=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-        replica.run(*replica.copy_inputs((list(batch.arguments), dict(batch.keywords))))
+        replica.forward(batch.arguments, batch.keywords)
     return observed
 
 

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from tracker.blocks.find import Blocks
 from tracker.blocks.towers import class_token_parameter, find_runs, related
 from tracker.capture.arguments import bind_arguments
-from tracker.capture.global_state import preserve_random_state
 from tracker.capture.noise import noise_like
 from tracker.capture.outputs import hidden_state, with_hidden_state
 from tracker.capture.replicas.replica import Replica, StopForward
@@ -146,8 +145,7 @@ def _run(
         noise[at] = noise_like(y)[at]
         return with_hidden_state(output, y + noise)
 
-    with preserve_random_state(replica.device), ExitStack() as stack:
-        torch.manual_seed(0)  # a model that draws random numbers draws the same ones in every pass
+    with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(enter, leave))
         inside = {id(part) for block in replica.blocks for part in block.modules()}
         for path, part in replica.module.named_modules():
@@ -159,7 +157,7 @@ def _run(
                     parameters[name] = value + noise_like(value)
                 if noisy_parameter == (f"{path}.{name}" if path else name):
                     parameters[name] = parameters[name] + noise_like(value)
-        return replica.run(*replica.copy_inputs((list(inputs[0]), dict(inputs[1]))))
+        return replica.forward(*inputs)
 
 
 def _floating(output: Any) -> list[Tensor]:

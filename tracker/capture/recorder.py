@@ -8,6 +8,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from tracker.capture import outputs, residual_pair
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.head import Head
+from tracker.capture.norms import NormWatch
 from tracker.capture.outputs import hidden_state
 from tracker.capture.recording import AttentionCall, BlockCall, Recording, recording_kernels
 from tracker.capture.replicas.copies import copy_nested
@@ -45,13 +47,13 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
     with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
         stack.enter_context(recorder.head.watch(recorder.is_last_state))
-        for norm in _norms_inside(replica.blocks):
-            stack.callback(norm.register_forward_hook(recorder.leave_inner_norm).remove)
+        if unknown := [block for block in replica.blocks if id(block) not in replica.ends_in_norm]:
+            stack.enter_context(recorder.norms.watch([part for block in unknown for part in block.modules()]))
         stack.enter_context(intercept_attention(recorder.record_attention))
         stack.enter_context(recording_kernels(replica.dtype))
-        arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
-        replica.run(arguments, keywords)
-    return recorder.recording()
+        replica.forward(arguments, keywords)
+        seed = replica.generators.drawn_seed()
+    return replace(recorder.recording(), seed=seed)
 
 
 class _Recorder:
@@ -64,7 +66,7 @@ class _Recorder:
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
         self.head = Head(replica)
-        self.inner_normed: Any = None  # the output of the last norm inside the running block
+        self.norms = NormWatch()
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
@@ -72,7 +74,7 @@ class _Recorder:
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
         self.head.enter_block()
-        self.inner_normed = None
+        self.norms.forget()
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
         bound = bind_arguments(block, args, kwargs)
         name = self.names[id(block)]
@@ -143,10 +145,6 @@ class _Recorder:
                 before.x = self.spill.keep(before.x.to(given.device) + given)
         return place, second
 
-    def leave_inner_norm(self, norm: nn.Module, args: tuple, output: Any) -> None:
-        """Keep the output of a norm inside the running block."""
-        self.inner_normed = output
-
     def record_attention(
         self,
         attention: OriginalAttention,
@@ -168,9 +166,9 @@ class _Recorder:
         y = hidden_state(output)
         if not isinstance(y, Tensor):
             raise UsageError(f"block {call.name} returns {outputs.describe_output(output)}; {outputs.ACCEPTED_FORMS}")
-        normed = self.inner_normed
-        # By address: comparing values would wait for the device once for each block and prompt.
-        call.ends_in_norm = isinstance(normed, Tensor) and (normed.shape, normed.data_ptr()) == (y.shape, y.data_ptr())
+        if id(block) not in self.replica.ends_in_norm:
+            self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
+        call.ends_in_norm = self.replica.ends_in_norm[id(block)]
         self.outputs = residual_pair.outputs_like(y, output)
         y = y if call.second_output is None else y + output[call.second_output]
         y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
@@ -239,9 +237,3 @@ class _Recorder:
         normed = normed.to(self.replica.dtype)
         outputs.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
         return Recording(self.calls, (name, module), normed, logits, unembedding)
-
-
-def _norms_inside(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the norm layers inside the blocks, each once."""
-    parts = {id(part): part for block in blocks for part in block.modules()}
-    return [part for part in parts.values() if "norm" in type(part).__name__.lower()]

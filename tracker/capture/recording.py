@@ -119,6 +119,7 @@ class Recording:
     logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
     unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
     raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
+    seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
 
     def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
         """Return x^0 .. x^L of some samples at these tokens, the tokens of one sample after those of another."""
@@ -137,7 +138,7 @@ class Recording:
 
     def without_last_block(self) -> "Recording":
         """Return the same pass up to the last block's input."""
-        return Recording(self.calls[:-1], self.final_norm, None, unembedding=self.unembedding)
+        return replace(self, calls=self.calls[:-1], normed=None, logits=None)
 
     def fold_final_norm(self) -> "Recording":
         """Return the same pass with the final norm counted as part of the last block (paper eq. 7)."""

@@ -33,9 +33,15 @@ def measure_batches(
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     steps = 0  # of the progress, for the calls recorded so far
-    for i, batch in enumerate(calls):
+    calls, i = list(calls), 0
+    while i < len(calls):
+        batch = calls[i]
         available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
         recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, available))
+        if recording.seed is not None and len(of_batch) > 1:
+            # So that the random numbers of a sample do not depend on the others: training runs divide them among ranks.
+            calls[i : i + 1] = batch.by_sample()
+            continue
         if i == 0:
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
@@ -56,6 +62,7 @@ def measure_batches(
             if full or _are_enough(pending, settings) or i == len(calls) - 1:
                 _measure_jacobians(jacobians, pending, settings)
                 pending = []
+        i += 1
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks
         sample.independent |= jacobians.independent

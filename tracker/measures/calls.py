@@ -2,9 +2,11 @@
 
 import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from tracker.capture.inputs import Batch
+from tracker.capture.padding import read_padding
 from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
@@ -56,7 +58,7 @@ def record_call(
         raise UsageError(
             f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
         )
-    valid = _valid(batch, B, n)
+    valid, padding = _valid(batch, raw)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     choice = settings.chosen_tokens(replica.description)
     chosen, tokens = chosen_positions(choice, recording, batch, valid, replica.description.class_token)
@@ -71,6 +73,7 @@ def record_call(
         "final_norm_reason": reason,
         "post_norm": int(is_post_norm(recording)),
         "tokens": tokens,
+        "padding": padding,
         "window": window,
         "width": d,
         "blocks": ", ".join(call.name for call in recording.calls),
@@ -84,21 +87,29 @@ def record_call(
     read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):
         sample.values |= values
-        sample.basis_layers = basis_layers
+        sample.basis_layers, sample.random_seed = basis_layers, recording.seed
         if basis_layers:
             sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
     return recording, Rows(*rows.unbind(1)), samples
 
 
-def _valid(batch: Batch, B: int, n: int) -> Tensor:
-    """Return a mask of the blocks' tokens that are not padding."""
+def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str]:
+    """Return a mask of the blocks' tokens that are not padding, and where it was read: the attribute `padding`.
+
+    What the caller states by an attention mask is not looked for elsewhere.
+    """
+    B, n, _ = recording.calls[0].x.shape
+    if batch.valid is None:
+        valid, source = read_padding(recording, batch)
+        if valid is not None:
+            return valid, source
     if batch.valid is None or batch.valid.all():
-        return torch.ones(B, n, dtype=torch.bool)
+        return torch.ones(B, n, dtype=torch.bool), "none"
     decoded = batch.keywords.get("decoder_input_ids")
     if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
         raise UsageError(
             f"the attention mask leaves out padding among {batch.valid.shape[1]} tokens, but which of the blocks' {n} tokens "
             "those are is not known; give samples of one length, without padding"
         )
-    return batch.valid.cpu()
+    return batch.valid.cpu(), "attention_mask"

@@ -22,6 +22,9 @@ COORDINATES = {
     "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text"),
     "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from"),
     "difficulty": Coordinate("difficulty of the prompt", "as its source rates it"),
+    "random_seed": Coordinate(
+        "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none"
+    ),
     "token": Coordinate("index among the chosen tokens", "0, 1, …"),
     "token_text": Coordinate("text of the token", "the tokenizer's; empty beyond the prompt's last token"),
     "position": Coordinate("position in the sequence", "t = 0, …, n − 1"),

@@ -30,6 +30,7 @@ class Sample:
         independent: layer -> how its derivative was checked without reverse mode, where not by forward mode and differences both.
         without_halves: layer -> why its attention and MLP were not measured apart.
         decode: token ids -> text, while the sample is measured.
+        random_seed: of the random numbers that the sample's forward pass drew; None if it drew none.
         basis_layers: block l -> basis block l', across tokens.
     """
 
@@ -47,6 +48,7 @@ class Sample:
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
     decode: Callable[[list[int]], str] | None = None
+    random_seed: int | None = None
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -78,6 +80,10 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         for row, sample in zip(texts, samples, strict=True):
             row[: len(sample.token_texts)] = sample.token_texts
         dataset = dataset.assign_coords(token_text=(("prompt", "position"), texts))
+    drew = any(sample.random_seed is not None for sample in samples)
+    if drew:
+        seeds = [-1 if sample.random_seed is None else sample.random_seed for sample in samples]
+        dataset = dataset.assign_coords(random_seed=("prompt", np.asarray(seeds, dtype=np.int64)))
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
@@ -88,6 +94,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset.attrs["independent_checks"] = json.dumps(
         {l: f"{one.method}: {one.reason}" for l, one in independent.items()}
     )
+    dataset.attrs["random_draws"] = int(drew)
     if "attention_gain" in dataset:
         reasons = {layer: reason for sample in samples for layer, reason in sample.without_halves.items()}
         dataset.attrs["without_halves"] = json.dumps(reasons)

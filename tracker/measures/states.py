@@ -78,7 +78,7 @@ def measure_states(
 
         requested.append(pca)
     if settings.includes("noise"):
-        similarity = noise_similarity(replica, states, NOISE)
+        similarity = noise_similarity(replica, states, NOISE, valid)
         requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part].flatten(2)})
     with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
@@ -129,14 +129,17 @@ def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -
     return torch.stack(mean), torch.stack(axes)
 
 
-def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float]) -> Float[Tensor, "levels depth B n"]:
+def noise_similarity(
+    replica: Replica, states: Recording, levels: Sequence[float], valid: Sequence[Sequence[int]]
+) -> Float[Tensor, "levels depth B n"]:
     """Return cos(x^l, x~^l), where x~^l is the state after Gaussian noise is added to the embeddings (Fig. 32).
 
     The root mean square length of a token's noise is `levels` times the length of its embedding. All levels of a sample
-    scale one draw, whose seed is a checksum of the sample's embeddings. NaN where a state is zero.
+    scale one draw, whose seed is a checksum of the sample's embeddings. Padding gets no noise and is not part of the checksum.
+    NaN where a state is zero.
     """
     first = states.calls[0].x.to(replica.device)
-    (drawn,) = to_device(first.device, torch.stack([_normal(x) for x in first.cpu()]).to(first.dtype))
+    (drawn,) = to_device(first.device, torch.stack(list(map(_normal, first.cpu(), valid))).to(first.dtype))
     noise = drawn * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in levels]
     cosines = [_cosine(noisy, first)]
@@ -148,9 +151,12 @@ def noise_similarity(replica: Replica, states: Recording, levels: Sequence[float
     return torch.stack(cosines, 1)
 
 
-def _normal(x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
-    seed = zlib.crc32(x.contiguous().view(torch.uint8).numpy().data)
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def _normal(x: Float[Tensor, "n d"], valid: Sequence[int]) -> Float[Tensor, "n d"]:
+    tokens, drawn = x[list(valid)], torch.zeros(x.shape, dtype=torch.float64)
+    seed = zlib.crc32(tokens.view(torch.uint8).numpy().data)
+    generator = torch.Generator().manual_seed(seed)
+    drawn[list(valid)] = torch.randn(tokens.shape, generator=generator, dtype=torch.float64)
+    return drawn
 
 
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:

@@ -66,6 +66,7 @@ def coupling_penalty(
     Args:
         model: a transformer whose blocks are modules, with all its weights on this process.
         inputs: a tensor (batch first) or a mapping that the model's forward takes, as in `tracker.measure`; no prompts.
+            Padding is known from an `attention_mask` alone.
         tokens: the token of each sample at which Jacobians are taken: "last", "cls", or a list of one index.
         pairs: how many different pairs of distinct blocks to draw, or a list of pairs of layers, counted from 1.
         probes: number of random vectors for each sample, or the vectors themselves. The columns of an orthogonal matrix, such as

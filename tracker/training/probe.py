@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from tracker.capture import inputs
 from tracker.capture.inputs import Batch, batches, check_tokenizer
 from tracker.errors import UsageError
 from tracker.notices import warn_caller
@@ -96,9 +97,7 @@ def select_samples(batch: Any, samples: slice) -> Any:
     n = sample_count(batch)
     if is_prompts(batch):
         return batch[samples]
-    return tree_map(
-        lambda leaf: leaf[samples] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == n else leaf, batch
-    )
+    return inputs.select_samples(batch, samples, n)
 
 
 def is_prompts(batch: Any) -> bool:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from copy import copy
 from enum import Enum
+from random import Random
 from typing import Any
 
 from torch import Tensor
@@ -70,7 +71,12 @@ def is_data(value: Any, depth: int = 3) -> bool:
 
     Caches and configurations are plain data; modules, trainers, functions and open files are not.
     """
-    if depth == 0 or not hasattr(value, "__dict__") or isinstance(value, (Tensor, Enum, type)) or callable(value):
+    if (
+        depth == 0
+        or not hasattr(value, "__dict__")
+        or isinstance(value, (Tensor, Enum, Random, type))
+        or callable(value)
+    ):
         return False
     return all(_is_data_entry(entry, depth) for entry in vars(value).values())
 

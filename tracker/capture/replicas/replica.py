@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tracker.blocks.find import Blocks, unwrap
 from tracker.capture.attention import hook_attn_method
 from tracker.capture.hooked_attention import hook_methods
+from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
 from tracker.capture.replicas.configs import adjust_configs
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
@@ -52,7 +53,8 @@ class Replica:
         gather: Gather = gather_alone,
     ):
         self._shared = SharedTensors()
-        self.module = _ModuleCopier(self._shared).copy(model)
+        self.generators = Generators(device)
+        self.module = _ModuleCopier(self._shared, self.generators).copy(model)
         for part in self.module.modules():
             hook_attn_method(part)
             hook_methods(part)
@@ -67,14 +69,25 @@ class Replica:
         self._streaming = Streaming(device, dtype.itemsize)
         self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
+        self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
     def guard(self) -> WriteGuard:
         """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
         return WriteGuard(self._shared)
 
-    def run(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Run the forward pass under `guard`; return its output, or the value of the `StopForward` that ended it."""
+    def forward(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Run the forward pass on copies of these inputs, which seed its random numbers."""
+        copies = self.copy_inputs((list(arguments), dict(keywords)))
+        return self.run(*copies, seed=seed_of(arguments, keywords))
+
+    def run(self, arguments: Sequence[Any], keywords: Mapping[str, Any], seed: int) -> Any:
+        """Run the forward pass under `guard`; return its output, or the value of the `StopForward` that ended it.
+
+        Args:
+            seed: of the random numbers that the pass may draw.
+        """
+        self.generators.seed(seed)
         with self.guard():
             try:
                 return self.module(*arguments, **keywords)
@@ -194,6 +207,8 @@ class Replica:
         """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""
 
         def leaf(entry: Any) -> Any:
+            if isinstance(entry, Generator):
+                return copy_generator(entry)
             converted = self.convert(entry) if isinstance(entry, Tensor) else entry
             return clone_if_tensor(converted) if converted is entry else converted
 
@@ -211,8 +226,9 @@ class Replica:
 class _ModuleCopier:
     """Copy a module tree: own dictionaries and containers, shared tensors, no hooks, eval mode, no compiled wrappers."""
 
-    def __init__(self, shared: SharedTensors) -> None:
+    def __init__(self, shared: SharedTensors, generators: Generators) -> None:
         self.shared = shared
+        self.generators = generators
         self.memo: dict[int, Any] = {}  # by id of the original
 
     def copy(self, module: nn.Module) -> nn.Module:
@@ -238,13 +254,16 @@ class _ModuleCopier:
         return new
 
     def copy_leaf(self, value: Any) -> Any:
-        """Copy a module, share a plain tensor, keep anything else; `copy_nested` has handled containers."""
+        """Copy a module, or a generator, share a plain tensor, keep anything else; `copy_nested` has handled containers."""
         if isinstance(value, nn.Module):
             return self.copy(value)
         if isinstance(value, Tensor) and is_plain(value):
             if id(value) not in self.memo:  # tied weights stay tied
                 self.memo[id(value)] = self.shared.share(value)
             return self.memo[id(value)]
+        if isinstance(value, Generator):
+            self.generators.held.append(copy_generator(value))
+            return self.generators.held[-1]
         return value
 
 

@@ -39,12 +39,14 @@ class SpanCall(BlockCall):
     """One span in the recorded pass. `block` is the whole model, `arguments` are those of its forward."""
 
     span: Span = field(kw_only=True)
+    seed: int = field(kw_only=True)  # of the random numbers that the forward pass may draw
 
     def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None, second: Tensor | None = None) -> Tensor:
         """Run the model up to the end of the span, and the final norm if it is folded in, on a state (B, n, d)."""
         assert not arguments and second is None  # spans are neither sliced into rows nor given states in two tensors
         start, end = self.span
-        out = run(self.replica, self.arguments, {start: replace_with(x, self.batch_first), end: stop_at})
+        hooks = {start: replace_with(x, self.batch_first), end: stop_at}
+        out = run(self.replica, self.arguments, self.seed, hooks)
         out = out if self.final_norm is None else self.final_norm(out)
         return out if self.batch_first else out.transpose(0, 1)
 
@@ -60,8 +62,8 @@ def stop_at(state: Tensor) -> None:
     raise StopForward(state)
 
 
-def run(replica: Replica, arguments: BoundArguments, hooks: Mapping[Boundary, BoundaryHook]) -> Any:
-    """Run a replica that holds its weights on copies of the arguments, with hooks at boundaries.
+def run(replica: Replica, arguments: BoundArguments, seed: int, hooks: Mapping[Boundary, BoundaryHook]) -> Any:
+    """Run a replica that holds its weights on copies of the arguments, with a seed and with hooks at boundaries.
 
     Returns:
         The model's output, or the tensor at which `stop_at` ended the pass.
@@ -81,7 +83,7 @@ def run(replica: Replica, arguments: BoundArguments, hooks: Mapping[Boundary, Bo
             else:
                 stack.callback(module.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
         stack.enter_context(replacement)
-        return replica.run(bound.args, bound.kwargs)
+        return replica.run(bound.args, bound.kwargs, seed)
 
 
 class _TensorReplacement(TorchFunctionMode):

@@ -75,9 +75,9 @@ def check_stateless(
     noisy = _Noise().added(calls[0].x.to(replica.device))
     hooks = {calls[0].span[0]: replace_with(noisy, calls[0].batch_first), calls[-1].span[1]: stop_at}
     after = ModuleState(replica.module)
-    found = run(replica, arguments, hooks)
+    found = run(replica, arguments, calls[0].seed, hooks)
     before.restore()
-    expected = run(replica, arguments, hooks)
+    expected = run(replica, arguments, calls[0].seed, hooks)
     after.restore()
     if not _relative_difference(found, expected) <= STATELESS:
         raise irreproducible(NOT_REPRODUCED)
@@ -100,7 +100,7 @@ class _WholeStateCheck:
 
     def __init__(self, replica: Replica, arguments: BoundArguments, calls: Sequence[SpanCall], output: Any) -> None:
         self.replica, self.dtype, self.device = replica, replica.dtype, replica.device
-        self.arguments, self.calls, self.output = arguments, calls, output
+        self.arguments, self.calls, self.output, self.seed = arguments, calls, output, calls[0].seed
         self.add_noise = _Noise().added
         self.first = calls[0].span[0]
         self.sources = self._sources()
@@ -117,7 +117,7 @@ class _WholeStateCheck:
         hooks[self.boundary(l)] = replace_with(state, call.batch_first)
         if not after:
             hooks[call.span[1]] = stop_at
-        found = self._run_with_noise(hooks) if noise else run(self.replica, self.arguments, hooks)
+        found = self._run_with_noise(hooks) if noise else run(self.replica, self.arguments, self.seed, hooks)
         if after:
             return _error_of_outputs(found, self.output)
         y = found if call.batch_first else found.transpose(0, 1)
@@ -132,7 +132,7 @@ class _WholeStateCheck:
         """Run with noise on the values that the first state is computed from."""
         with _InputDependents(lambda i, value: self.add_noise(value) if i in self.sources else value) as dependents:
             hooks[self.first] = dependents.ending_with(hooks[self.first])
-            return run(self.replica, dependents.follow_inputs(self.arguments), hooks)
+            return run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
 
     def _sources(self) -> set[int]:
         """Return the numbers of the values (`_InputDependents`) that the first state is computed from."""
@@ -145,7 +145,7 @@ class _WholeStateCheck:
         with torch.enable_grad():
             with _InputDependents(add) as dependents:
                 hooks = {self.first: dependents.ending_with(stop_at)}
-                state = run(self.replica, dependents.follow_inputs(self.arguments), hooks)
+                state = run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
             if not state.requires_grad:
                 return set()
             gradients = torch.autograd.grad(state, added, torch.ones_like(state), allow_unused=True)
@@ -155,7 +155,7 @@ class _WholeStateCheck:
         """Return the message for a state that is not the whole state."""
         here, after = self.boundary(l), l == len(self.calls)
         where = f"the end of the last span (the {here})" if after else f"the start of span {l + 1} (the {here})"
-        norm = _norm_that_returns(self.replica, self.arguments, here)
+        norm = _norm_that_returns(self.replica, self.arguments, self.seed, here)
         remedy = (
             f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
             if norm
@@ -239,7 +239,7 @@ def _floating(output: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _norm_that_returns(replica: Replica, arguments: BoundArguments, boundary: Boundary) -> str:
+def _norm_that_returns(replica: Replica, arguments: BoundArguments, seed: int, boundary: Boundary) -> str:
     """Return the name of the norm whose output is the tensor at the boundary, or '' if there is none."""
     returned: list[tuple[str, Any]] = []
 
@@ -250,5 +250,5 @@ def _norm_that_returns(replica: Replica, arguments: BoundArguments, boundary: Bo
         for name, module in replica.module.named_modules():
             if "norm" in type(module).__name__.lower():
                 stack.callback(module.register_forward_hook(partial(keep, name)).remove)
-        state = run(replica, arguments, {boundary: stop_at})
+        state = run(replica, arguments, seed, {boundary: stop_at})
     return next((name for name, output in returned if output is state), "")

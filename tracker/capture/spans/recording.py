@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tracker.blocks.boundaries import Boundary
 from tracker.capture.head import Head
+from tracker.capture.norms import NormWatch
+from tracker.capture.random_numbers import seed_of
 from tracker.capture.recording import Recording
-from tracker.capture.replicas.module_state import ModuleState
+from tracker.capture.replicas.module_state import ModuleState, irreproducible
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import SpanCall, run
 from tracker.capture.spans.checks import check_stateless, check_whole_state
@@ -36,13 +38,14 @@ def record_spans(
             ended, or changes the shape; if the rest of the pass depends on more than the state at a boundary.
         FloatingPointError: if a state is not finite.
     """
+    recorder = _Recorder(replica, Spill(memory), seed_of(arguments, keywords))
     arguments, keywords = replica.copy_inputs((list(arguments), dict(keywords)))
     bound = inspect.signature(replica.module.forward).bind(*arguments, **keywords)
-    recorder = _Recorder(replica, Spill(memory))
     before = ModuleState(replica.module)
     with replica.materialize(replica.module):
         with replica.watch_writes(replica.module):
             output = recorder.run(bound)
+            drawn_seed = replica.generators.drawn_seed()
         calls = recorder.calls(bound)
         if before.changed():
             check_stateless(replica, bound, calls, before)
@@ -51,32 +54,39 @@ def record_spans(
     logits = recorder.head.logits(*last.shape[:2])
     unembedding = recorder.head.unembedding(last, logits)
     if recorder.head.norm is None:
-        return Recording(list(calls), None, None, logits, unembedding)
+        return Recording(list(calls), None, None, logits, unembedding, seed=drawn_seed)
     name, module, normed = recorder.head.norm
     if not torch.isfinite(normed).all():
         raise FloatingPointError(f"the final norm ({name}) gives values that are not finite; measure in float64")
-    return Recording(list(calls), (name, module), normed, logits, unembedding)
+    return Recording(list(calls), (name, module), normed, logits, unembedding, seed=drawn_seed)
 
 
 class _Recorder:
     """The hooks that record states at boundaries, and the states recorded so far."""
 
-    def __init__(self, replica: Replica, spill: Spill) -> None:
+    def __init__(self, replica: Replica, spill: Spill, seed: int) -> None:
         self.replica = replica
         self.spill = spill
+        self.seed = seed
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
         self.head = Head(replica)
+        self.norms = NormWatch()
+        self.normed: dict[Boundary, bool] = {}  # whether the state is the output of a norm
+        self.random: dict[Boundary, list[bytes]] = {}  # the states of the generators
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
         """Run the model once, with hooks at all boundaries and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
         with ExitStack() as stack:
             stack.enter_context(self.head.watch(self.is_last_state))
-            return run(self.replica, arguments, {b: partial(self.record_state, b) for b in boundaries})
+            stack.enter_context(self.norms.watch(list(self.replica.module.modules())))
+            return run(self.replica, arguments, self.seed, {b: partial(self.record_state, b) for b in boundaries})
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
         """Record the state at a boundary."""
+        if self.norms.trying:
+            return
         if state.dim() != 3 or not state.is_floating_point():
             dtype = str(state.dtype).removeprefix("torch.")
             raise UsageError(
@@ -92,6 +102,8 @@ class _Recorder:
                 f"the {boundary} has values that are not finite (overflow or NaN in {self.replica.dtype}); check the "
                 "weights, or measure in float64"
             )
+        self.random[boundary] = self.replica.generators.states()
+        self.normed[boundary] = self.norms.returned(state)
         self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
         self.head.enter_block()
         if boundary == self.spans[-1][1]:
@@ -130,14 +142,18 @@ class _Recorder:
                     f"the {span[0]} is not the hidden state that the previous span ends with (the {self.spans[i - 1][1]}); "
                     "name spans that each begin with the tensor that the previous one ends with"
                 )
+            if self.random[span[0]] != self.random[span[1]]:
+                raise irreproducible(f"the span from {name} draws random numbers")
             if x.shape != y.shape:
                 raise UsageError(
                     f"the span from {name} maps {tuple(x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
                 )
             x = calls[-1].y if calls else x
             model, batch_first = self.replica.module, self.replica.description.batch_first
-            calls.append(SpanCall(i + 1, name, model, arguments, "", batch_first, self.replica, x, span=span))
-            calls[-1].y = y
+            calls.append(
+                SpanCall(i + 1, name, model, arguments, "", batch_first, self.replica, x, span=span, seed=self.seed)
+            )
+            calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
         return calls
 
 

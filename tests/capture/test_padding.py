@@ -1,0 +1,324 @@
+"""Padding under other names than `attention_mask`: each sample is measured as if alone, and nothing else is taken for padding."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tracker
+from tests.home_made import HEADS, MLP, WIDTH
+from tests.models import FAMILIES, build
+
+DEPTH, LENGTHS, N = 3, [4, 7, 6], 7
+SAMPLES = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+PADDED = torch.arange(N) >= torch.tensor(LENGTHS)[:, None]  # on the right
+X = SAMPLES.masked_fill(PADDED[..., None], 0.5)
+
+pytestmark = pytest.mark.filterwarnings(
+    "error",
+    "ignore:the blocks of this model end in a norm",
+    "ignore:block 1 .* computed over the full sequence",
+    "ignore:Support for mismatched key_padding_mask",
+)
+
+
+def measured(model, inputs, **options):
+    return tracker.measure(model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options)
+
+
+def assert_measured_as_if_alone(model, inputs, lengths=tuple(LENGTHS), alone="x", left=False, **options):
+    """Compare every variable over tokens with those of each sample without padding."""
+    ds = measured(model, inputs, measures="all", **options)
+    for b, length in enumerate(lengths):
+        part = slice(N - length, N) if left else slice(length)
+        expected = measured(model, {alone: SAMPLES[b : b + 1, part]}, measures="all", **options)
+        assert ds.token_position[b].item() == (N - 1 if left else length - 1)
+        assert ds.lss[b].notnull().sum() == length
+        for name in ("miscoupling", "lss", "norm", "singular_value", "alignment", "update_cosine", "noise_similarity"):
+            found, truth = ds[name][b], expected[name][0]
+            found = found.isel(position=part) if "position" in found.dims else found
+            np.testing.assert_allclose(found, truth.values, rtol=0, atol=1e-9, err_msg=name)
+    return ds
+
+
+@pytest.mark.parametrize("infinite", [False, True], ids=["bool", "float"])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_transformer_encoder_with_src_key_padding_mask(norm_first, infinite):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=norm_first)
+    mask = torch.zeros(PADDED.shape).double().masked_fill(PADDED, -math.inf) if infinite else PADDED
+    model = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=not norm_first).double().eval()
+    ds = assert_measured_as_if_alone(model, {"src": X, "src_key_padding_mask": mask}, alone="src")
+    assert ds.attrs["padding"] == "the mask of the attention in layers.0"
+
+
+class Attention(nn.Module):
+    """Self-attention by `scaled_dot_product_attention`, or written out, which is not intercepted."""
+
+    def __init__(self, by_hand=False):
+        super().__init__()
+        self.qkv, self.out, self.by_hand = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), by_hand
+
+    def forward(self, x, visible=None, memory=None):
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if memory is not None:
+            k, v = (
+                part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(memory)[..., WIDTH:].chunk(2, -1)
+            )
+        if self.by_hand:
+            scores = q @ k.mT / math.sqrt(q.shape[-1])
+            scores = scores if visible is None else scores.masked_fill(~visible, -math.inf)
+            y = scores.softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, visible)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, by_hand=False):
+        super().__init__()
+        self.attention, self.mlp, self.norm = Attention(by_hand), MLP(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x, visible=None):
+        x = x + self.attention(self.norm(x), visible)
+        return x + self.mlp(self.norm(x))
+
+
+class Model(nn.Module):
+    """Blocks that are given a mask (B, 1, 1 or n, n); each subclass makes it of another argument."""
+
+    block = Layer
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.block(**options) for _ in range(DEPTH))
+        self.double().eval()
+
+    def run(self, x, *given):
+        for block in self.blocks:
+            x = block(x, *given)
+        return x
+
+
+class FromLengths(Model):
+    def forward(self, x, lengths=None):
+        if lengths is None:
+            return self.run(x)
+        return self.run(x, (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None])
+
+
+class Keep(Model):
+    """`keep` is True at tokens."""
+
+    def forward(self, x, keep=None):
+        return self.run(x, None if keep is None else keep[:, None, None].bool())
+
+
+class LayerThatHidesItsMask(Layer):
+    def forward(self, x):
+        return super().forward(x, self.attention.visible)
+
+
+class Ignore(Model):
+    """`ignore` is True at padding, and reaches the blocks as an attribute."""
+
+    block = LayerThatHidesItsMask
+
+    def forward(self, x, ignore=None):
+        for block in self.blocks:
+            block.attention.visible = None if ignore is None else ~ignore[:, None, None].bool()
+        return self.run(x)
+
+
+class Causal(Model):
+    """Causal attention, with padding on the left; a row that would see nothing may see itself."""
+
+    def forward(self, x, key_padding_mask=None):
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        if key_padding_mask is not None:
+            visible = visible & ~key_padding_mask[:, None, None] | torch.eye(x.shape[1], dtype=torch.bool)
+        return self.run(x, visible)
+
+
+def test_lengths():
+    assert_measured_as_if_alone(FromLengths(), {"x": X, "lengths": torch.tensor(LENGTHS)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+def test_a_mask_of_tokens_where_attention_is_written_out(dtype):
+    ds = assert_measured_as_if_alone(Keep(by_hand=True), {"x": X, "keep": (~PADDED).to(dtype)})
+    assert ds.attrs["padding"] in ("the argument keep", "the argument visible")
+
+
+def test_a_mask_that_the_blocks_do_not_take_as_an_argument():
+    ds = assert_measured_as_if_alone(Ignore(by_hand=True), {"x": X, "ignore": PADDED})
+    assert ds.attrs["padding"] == "the argument ignore"
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_padding_on_the_left_of_a_causal_model(by_hand):
+    left, lengths = PADDED.flip(1), tuple(LENGTHS)
+    given = {"x": SAMPLES.masked_fill(left[..., None], 0.5), "key_padding_mask": left}
+    assert_measured_as_if_alone(Causal(by_hand=by_hand), given, lengths, left=True)
+
+
+def test_padding_between_boundaries():
+    spans = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
+    ds = assert_measured_as_if_alone(Keep(), {"x": X, "keep": ~PADDED}, blocks=spans)
+    assert ds.attrs["padding"] == "the argument keep"
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, DEPTH).double().eval()
+
+    def forward(self, x, memory, causal, **masks):
+        mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=x.dtype) if causal else None
+        return self.decoder(x, memory, mask, **masks)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_mask_of_a_memory_is_not_read(causal):
+    given = {"x": SAMPLES, "memory": SAMPLES.flip(0), "causal": causal}
+    padded = torch.zeros(3, N, dtype=torch.bool).index_fill(1, torch.tensor([N - 1]), True)
+    ds = measured(Decoder(), given | {"memory_key_padding_mask": padded})
+    assert ds.attrs["padding"] == "none" and (ds.token_position == N - 1).all()
+    own = measured(Decoder(), given | {"memory_key_padding_mask": padded, "tgt_key_padding_mask": PADDED})
+    assert own.token_position.values.ravel().tolist() == [length - 1 for length in LENGTHS]
+
+
+class Crossing(Layer):
+    def forward(self, x, visible, memory, memory_visible):
+        x = x + self.attention(self.norm(x), visible)
+        return super().forward(x + self.attention(self.norm(x), memory_visible, memory), visible)
+
+
+class WrittenOutDecoder(Model):
+    block = Crossing
+
+    def forward(self, x, memory, pad):
+        return self.run(x, torch.ones(N, N, dtype=torch.bool).tril(), memory, ~pad[:, None, None])
+
+
+def test_the_mask_of_a_memory_is_not_read_where_attention_is_written_out():
+    """In a causal model no token depends on the last position, whatever the mask is of."""
+    given = {"x": SAMPLES, "memory": SAMPLES.flip(0), "pad": torch.arange(N).expand(3, N) == N - 1}
+    with pytest.warns(UserWarning, match=r"pad \(3, 7\) marks positions"):
+        ds = measured(WrittenOutDecoder(by_hand=True), given, measures="trajectory")
+    assert ds.attrs["padding"] == "none"
+
+
+class Downsampled(Model):
+    def forward(self, x, padding_mask):
+        visible = ~padding_mask[:, ::2]
+        return self.run(x[:, ::2], visible[:, None, None])
+
+
+class DownsampledInside(Ignore):
+    def forward(self, x, padding_mask):
+        return super().forward(x[:, ::2], padding_mask[:, ::2])
+
+
+def test_a_mask_of_more_positions_than_the_blocks_take():
+    """Attention shows which of the blocks' tokens are hidden; where it is not intercepted, a warning says that nothing does."""
+    x, mask = X.repeat_interleave(2, 1), PADDED.repeat_interleave(2, 1)
+    assert_measured_as_if_alone(_Alone(), {"x": x, "padding_mask": mask})
+    with pytest.warns(
+        UserWarning, match=r"padding_mask \(3, 14\) marks positions, but which of the blocks' 7 tokens"
+    ) as w:
+        ds = measured(DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask}, measures="trajectory")
+    assert ds.attrs["padding"] == "none" and w[0].filename == __file__ and (ds.token_position == N - 1).all()
+
+
+class _Alone(Downsampled):
+    def forward(self, x, padding_mask=None):
+        return self.run(x) if padding_mask is None else super().forward(x, padding_mask)
+
+
+class Convolving(Layer):
+    """Attention that hides padding, and a convolution that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x, visible=None):
+        x = super().forward(x, visible)
+        return x + self.convolution(x.mT).mT
+
+
+class Conformer(Keep):
+    block = Convolving
+
+
+def test_hidden_positions_that_other_tokens_depend_on_are_not_padding():
+    with pytest.warns(UserWarning, match="the attention in blocks.0 hides positions from all others"):
+        ds = measured(Conformer(), {"x": X, "keep": ~PADDED}, measures="trajectory")
+    assert ds.attrs["padding"] == "none"
+
+
+class Visible(Model):
+    def forward(self, x, visible):
+        return self.run(x, visible)
+
+
+DOCUMENT = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+SAME = DOCUMENT[:, None] == DOCUMENT
+ORDER = torch.ones(N, N, dtype=torch.bool).tril()
+MASKS = {
+    "causal": ORDER,
+    "a window": ORDER & ORDER.triu(-2).bool(),
+    "documents": SAME,
+    "documents, causal": SAME & ORDER,
+    "a prefix": ORDER | (torch.arange(N) < 3),
+    "a prefix of all but one": ORDER | (torch.arange(N) < N - 1),
+    "one sample's own": torch.stack([ORDER, SAME, ORDER.T])[:, None],
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_without_padding(name, by_hand):
+    ds = measured(Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]}, measures="trajectory")
+    assert ds.attrs["padding"] == "none"
+
+
+class Imputing(Model):
+    """A masked autoencoder that is told which positions to replace."""
+
+    def forward(self, x, bool_masked_pos, token_type):
+        return self.run(torch.where(bool_masked_pos[..., None], 1.0, x) + token_type[..., None])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_other_arguments_of_a_number_for_each_token(by_hand):
+    given = {"x": SAMPLES, "bool_masked_pos": PADDED, "token_type": PADDED.long()}
+    assert measured(Imputing(by_hand=by_hand), given, measures="trajectory").attrs["padding"] == "none"
+
+
+def test_what_the_caller_states_is_used():
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "intermediate_size": WIDTH}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
+    ids = torch.randint(5, 50, (3, N))
+    ds = measured(model, {"input_ids": ids, "attention_mask": ~PADDED}, measures="trajectory")
+    assert ds.attrs["padding"] == "attention_mask" and ds.lss[0].notnull().sum() == LENGTHS[0]
+    ones = torch.ones_like(ids)
+    assert measured(model, {"input_ids": ids, "attention_mask": ones}, measures="trajectory").attrs["padding"] == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_architecture_has_padding(name):
+    model, inputs = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "the blocks of this model end in a norm")
+        assert tracker.measure(model, inputs, measures="trajectory").attrs["padding"] == "none"

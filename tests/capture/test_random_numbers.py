@@ -1,0 +1,164 @@
+"""Models that draw random numbers outside their blocks: every pass over the same inputs draws the same ones."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tracker
+from tests.home_made import WIDTH, Flat
+from tracker.errors import UsageError
+
+DEPTH, PROBE = 3, torch.randn(3, 12, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Masked(nn.Module):
+    """A masked autoencoder's encoder: it keeps a random third of the tokens of each sample."""
+
+    def __init__(self, source="torch"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Flat(causal=False) for _ in range(DEPTH))
+        self.source, self.generator = source, torch.Generator().manual_seed(5)
+        self.rng, self.python = np.random.default_rng(5), [random.Random(5)]
+
+    def uniform(self, shape):
+        size = int(np.prod(shape))
+        return {
+            "torch": lambda: torch.rand(shape),
+            "Python": lambda: torch.tensor([random.random() for _ in range(size)]).view(shape),
+            "NumPy": lambda: torch.as_tensor(np.random.rand(*shape)),
+            "a torch.Generator of the model": lambda: torch.rand(shape, generator=self.generator),
+            "a NumPy generator of the model": lambda: torch.as_tensor(self.rng.random(shape)),
+            "a random.Random of the model": lambda: torch.tensor([self.python[0].random() for _ in range(size)]).view(
+                shape
+            ),
+        }[self.source]()
+
+    def forward(self, x):
+        keep = self.uniform(x.shape[:2]).argsort(1)[:, : x.shape[1] // 3]
+        x = x.gather(1, keep[..., None].expand(-1, -1, WIDTH))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+SOURCES = [
+    "torch",
+    "Python",
+    "NumPy",
+    "a torch.Generator of the model",
+    "a NumPy generator of the model",
+    "a random.Random of the model",
+]
+
+
+def measured(model, inputs=PROBE, **options):
+    return tracker.measure(model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_was_drawn_before_changes_nothing(source):
+    model = Masked(source)
+
+    def generators():
+        states = [torch.get_rng_state(), model.generator.get_state()]
+        return [state.tolist() for state in states] + [
+            str(state) for state in (np.random.get_state(), model.rng.bit_generator.state, model.python[0].getstate())
+        ]
+
+    first = measured(model)
+    model.uniform((2, 3))
+    before = generators()
+    again = measured(model)
+    assert generators() == before
+    for name in ("lss", "miscoupling", "random_seed"):
+        np.testing.assert_array_equal(first[name], again[name])
+    assert first.attrs["random_draws"] == 1 and len(set(first.random_seed.values)) == len(PROBE)
+
+
+def test_the_states_are_those_of_the_seed_that_the_dataset_states():
+    model, last = Masked().double(), []
+    ds = measured(model, measures="trajectory")
+    for b, seed in enumerate(ds.random_seed.values):
+        torch.manual_seed(int(seed))
+        with torch.no_grad():
+            last.append(float(model(PROBE[b : b + 1].double())[0, -1].norm()))
+    np.testing.assert_allclose(ds.norm.isel(position=-1, depth=-1), last, rtol=1e-9)
+
+
+@pytest.mark.parametrize("probe", [PROBE, {"x": PROBE}])
+def test_a_sample_draws_the_same_whatever_is_measured_beside_it(probe):
+    """As when ranks share the samples of a probe."""
+    model, together = Masked(), measured(Masked(), probe)
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        own = {"x": PROBE[part]} if isinstance(probe, dict) else PROBE[part]
+        apart = measured(model, own)
+        for name in ("lss", "miscoupling", "random_seed"):
+            np.testing.assert_allclose(apart[name], together[name][part], rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_fixed_weights_have_fixed_scores_at_every_step_of_a_training():
+    model, watch = Masked(), tracker.Watch(every_n_steps=1, probe=PROBE, k=4)
+    scores = []
+    for step in range(3):
+        scores.append(watch(step, model).lss.values)
+        torch.rand(1), random.random()
+    np.testing.assert_array_equal(scores[0], scores[1])
+    np.testing.assert_array_equal(scores[0], scores[2])
+
+
+def test_a_masked_autoencoder_of_transformers():
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH}
+    model = transformers.ViTMAEModel(transformers.ViTMAEConfig(**sizes, image_size=32, patch_size=8)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    first, again = measured(model, images), measured(model, images)
+    np.testing.assert_array_equal(first.miscoupling, again.miscoupling)
+    assert first.attrs["random_draws"] == 1 and first.sizes["position"] == 5
+
+
+def test_a_model_without_random_numbers_says_so():
+    ds = measured(nn.Sequential(*(Flat() for _ in range(DEPTH))))
+    assert ds.attrs["random_draws"] == 0 and "random_seed" not in ds.coords
+
+
+class Noisy(Flat):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1)
+
+
+SPANS = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
+
+
+@pytest.mark.parametrize("blocks", [None, SPANS], ids=["modules", "spans"])
+def test_a_block_that_draws_random_numbers_is_refused(blocks):
+    model = Masked()
+    model.blocks[1] = Noisy(causal=False)
+    with pytest.raises(UsageError, match="it is random or keeps state between calls"):
+        measured(model, blocks=blocks or "blocks")
+
+
+@pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
+def test_spans_draw_what_blocks_draw():
+    model = Masked()
+    spans, blocks = measured(model, blocks=SPANS), measured(model)
+    np.testing.assert_allclose(spans.miscoupling, blocks.miscoupling, atol=1e-9)
+    np.testing.assert_array_equal(spans.random_seed, blocks.random_seed)
+
+
+def test_a_generator_among_the_inputs_is_not_drawn_from():
+    class Given(Masked):
+        def forward(self, x, generator):
+            self.generator = generator
+            return super().forward(x)
+
+    given = torch.Generator().manual_seed(3)
+    before = given.get_state()
+    first, again = (measured(Given("a torch.Generator of the model"), {"x": PROBE, "generator": given}) for _ in "ab")
+    assert torch.equal(given.get_state(), before)
+    np.testing.assert_array_equal(first.lss, again.lss)
