@@ -27,6 +27,7 @@ from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
 from tracker.training.measurement import measure_probe
+from tracker.training.nested import contents, to_plain
 from tracker.training.overhead import Overhead
 from tracker.training.publisher import Log, Metrics, Publisher, checked
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
@@ -113,7 +114,7 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {"served": self.last_checked, "measured": self.last_measured, "probe": self.probe}
+        return {"served": self.last_checked, "measured": self.last_measured, "probe": to_plain(self.probe)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
@@ -185,10 +186,11 @@ class Run:
         def resolve() -> Any:
             return probes.resolve(given, self.probe, take, self.max_samples)
 
-        self.probe = self.ranks.broadcast(self.ranks.together(resolve, during="took the probe", fatal=FAILED))
-        self.ranks.together(
-            partial(run_store.check_inputs, self.store, self.probe), during="took the probe", fatal=FAILED
-        )
+        together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
+        own = together(resolve)
+        first = self.ranks.broadcast((probes.inputs_digest(own), to_plain(own)))
+        self.probe = together(probes.as_first, own, *first)
+        together(run_store.check_inputs, self.store, self.probe)
 
     def reach(
         self,
@@ -272,7 +274,7 @@ class Run:
         device = together(_measuring_device, device)
         probe, settings = self.probe, self.measured
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
-        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
+        unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,
