@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tracker.blocks.find import Named
 from tracker.errors import UsageError
+from tracker.lightning_packages import classes
 from tracker.loggers.lightning import LightningAdapter
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
@@ -148,7 +149,8 @@ class CouplingCallback(Callback):
         self.run.target = None
         if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
             self.run.forget()
-        if stage == "fit" and not is_overridden("configure_model", pl_module):
+        parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
+        if stage == "fit" and not is_overridden("configure_model", pl_module, parent):
             self.run.find(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from tracker.blocks.boundaries import Boundary
 from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner
 from tracker.errors import UsageError
+from tracker.lightning_packages import PREFIXES
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -96,6 +97,4 @@ def check_whole(module: nn.Module) -> None:
 
 def _runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
-    return not type(module).forward.__module__.startswith(
-        ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
-    )
+    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *PREFIXES))
