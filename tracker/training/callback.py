@@ -124,6 +124,7 @@ class CouplingCallback(Callback):
             name=name,
         )
         self.name = name
+        self.trains = True  # not validation, a test or predictions alone
         self.first_batch_seen = False
 
     @property
@@ -144,13 +145,16 @@ class CouplingCallback(Callback):
         return self._generate_state_key(name=self.name, weights=self.run.weights)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the blocks early, unless the module builds them later."""
+        """Find the blocks early, unless the module builds them later. Validation, tests and predictions change nothing."""
+        self.trains = stage == "fit"
+        if not self.trains:
+            return
         self._check_others(trainer)
         self.run.target = None
         if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
             self.run.forget()
         parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
-        if stage == "fit" and not is_overridden("configure_model", pl_module, parent):
+        if not is_overridden("configure_model", pl_module, parent):
             self.run.find(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,8 +164,9 @@ class CouplingCallback(Callback):
         check_readable(self, trainer, pl_module, self.run.weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the schedule and the probe from a checkpoint."""
-        self.run.load_state_dict(state_dict)
+        """Restore the schedule and the probe from a checkpoint from which a training is resumed."""
+        if self.trains:
+            self.run.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -187,6 +192,7 @@ class CouplingCallback(Callback):
             ranks=trainer.world_size,
             loggers=[LightningAdapter(logger, self.run.prefix) for logger in trainer.loggers],
             metrics=add_metrics,
+            stores=not trainer.fast_dev_run,  # type: ignore[attr-defined]
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

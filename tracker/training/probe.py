@@ -109,7 +109,7 @@ def sample_count(batch: Any) -> int:
             return n
     raise UsageError(
         f"the probe, {type(batch).__name__}, contains no samples; give at least one prompt, or tensors with the batch as first "
-        "axis"
+        "axis: probe=..."
     )
 
 
