@@ -85,6 +85,7 @@ def test_of_a_run_of_transformers(tmp_path, copy):
     assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", COPIES)
 def test_of_a_loop(tmp_path, copy):
     copy, model = COPIES[copy], neox()
