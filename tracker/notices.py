@@ -4,9 +4,11 @@ import sys
 import warnings
 from pathlib import Path
 
+from tracker.lightning_packages import PREFIXES
+
 WITHIN = str(Path(__file__).parent) + "/"
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
-FRAMEWORKS = ("lightning.", "pytorch_lightning.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
+FRAMEWORKS = (*PREFIXES, "torch.", "contextlib.", "jaxtyping.", "beartype.")
 
 
 def warn_caller(message: str) -> None:

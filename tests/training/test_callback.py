@@ -463,7 +463,7 @@ def test_a_given_probe(probe):
 
 
 def test_unusable_probes():
-    with pytest.raises(UsageError, match="contains a object, which can't be part of a probe"):
+    with pytest.raises(UsageError, match="the probe, tuple, contains no samples"):
         fit(trainer([Watch(probe=(object(),))]))
     with pytest.raises(UsageError, match="no samples"):
         fit(trainer([Watch(probe=())]))

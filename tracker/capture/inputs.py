@@ -73,7 +73,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
 
     Args:
         model: the model whose forward takes them.
-        inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments.
+        inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments; NumPy arrays that the
+            forward does not take are left out.
         tokenizer: of the prompts, a function of a text; it is checked.
         max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
@@ -101,7 +102,10 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
         main = tensors[preferred[0]]
         if preferred[0] == "inputs_embeds":
             main = main[..., 0]  # one number for each token, as of ids, whose shape the mask has
-        calls = [_batch(model, (), dict(inputs), main, inputs.get("attention_mask"))]
+        taken = {
+            name: value for name, value in inputs.items() if not isinstance(value, np.ndarray) or _takes(model, name)
+        }
+        calls = [_batch(model, (), taken, main, inputs.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None and inputs:
             raise UsageError(
@@ -232,6 +236,12 @@ def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
             f"inputs of shape {tuple(main.shape)}, a single image without a batch axis: the model's first layer ({name}) takes "
             f"(batch, {len(main)}, height, width). Add the axis with [None]: measure(model, image[None])"
         )
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether the forward takes a keyword of this name."""
+    known = inspect.signature(model.forward).parameters
+    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
 
 
 def _special_tokens(stated_by: Any) -> SpecialTokens:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tracker.blocks.find import Named
 from tracker.errors import UsageError
+from tracker.lightning_packages import classes
 from tracker.loggers.lightning import LightningAdapter
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
@@ -123,6 +124,7 @@ class CouplingCallback(Callback):
             name=name,
         )
         self.name = name
+        self.trains = True  # not validation, a test or predictions alone
         self.first_batch_seen = False
 
     @property
@@ -143,12 +145,16 @@ class CouplingCallback(Callback):
         return self._generate_state_key(name=self.name, weights=self.run.weights)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the blocks early, unless the module builds them later."""
+        """Find the blocks early, unless the module builds them later. Validation, tests and predictions change nothing."""
+        self.trains = stage == "fit"
+        if not self.trains:
+            return
         self._check_others(trainer)
         self.run.target = None
         if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
             self.run.forget()
-        if stage == "fit" and not is_overridden("configure_model", pl_module):
+        parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
+        if not is_overridden("configure_model", pl_module, parent):
             self.run.find(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -158,8 +164,9 @@ class CouplingCallback(Callback):
         check_readable(self, trainer, pl_module, self.run.weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the schedule and the probe from a checkpoint."""
-        self.run.load_state_dict(state_dict)
+        """Restore the schedule and the probe from a checkpoint from which a training is resumed."""
+        if self.trains:
+            self.run.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
@@ -185,6 +192,7 @@ class CouplingCallback(Callback):
             ranks=trainer.world_size,
             loggers=[LightningAdapter(logger, self.run.prefix) for logger in trainer.loggers],
             metrics=add_metrics,
+            stores=not trainer.fast_dev_run,  # type: ignore[attr-defined]
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -27,6 +27,7 @@ from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
 from tracker.training.measurement import measure_probe
+from tracker.training.nested import contents, to_plain
 from tracker.training.overhead import Overhead
 from tracker.training.publisher import Log, Metrics, Publisher, checked
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
@@ -105,15 +106,21 @@ class Run:
         # Of the present training:
         self.overhead = Overhead(max_overhead)
         self.ranks = Ranks()
+        self.open_store: Store | None = None
         self.skipped = Skipped(None)
         self.publisher = self._publisher((), None)
         self.measured = self.settings  # the settings that continue the store
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy, or another process, has of this object: all but the groups, loggers and trainer of a training."""
+        apart = {"ranks": Ranks(), "publisher": self._publisher((), None), "probe": to_plain(self.probe)}
+        return vars(self) | apart
 
     # What a checkpoint of the training contains.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {"served": self.last_checked, "measured": self.last_measured, "probe": self.probe}
+        return {"served": self.last_checked, "measured": self.last_measured, "probe": to_plain(self.probe)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
@@ -151,12 +158,14 @@ class Run:
         ranks: int = 1,
         loggers: Sequence[Logger] = (),
         metrics: Metrics | None = None,
+        stores: bool = True,
     ) -> None:
         """Begin, or resume, a training at a step: claim the store. All ranks call this together.
 
         Args:
             loggers: receive a row for each measured step, on every rank.
             metrics: receives all finite curve points of each measured step, on every rank.
+            stores: whether the units are kept in the store.
 
         Raises:
             UsageError: if the store can't be used.
@@ -164,9 +173,10 @@ class Run:
         self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks(rank, ranks, self.caller)
         first = rank == 0
-        self.skipped = Skipped(self.store if first else None, warns=first)
+        self.open_store = self.store if stores else None
+        store = self.open_store if first else None
+        self.skipped = Skipped(store, warns=first)
         self.publisher = self._publisher(loggers, metrics, first)
-        store = self.store if first else None
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
             claim = partial(run_store.open_for_run, store, self.settings, shared, step, resumed)
@@ -185,10 +195,11 @@ class Run:
         def resolve() -> Any:
             return probes.resolve(given, self.probe, take, self.max_samples)
 
-        self.probe = self.ranks.broadcast(self.ranks.together(resolve, during="took the probe", fatal=FAILED))
-        self.ranks.together(
-            partial(run_store.check_inputs, self.store, self.probe), during="took the probe", fatal=FAILED
-        )
+        together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
+        own = together(resolve)
+        first = self.ranks.broadcast((probes.inputs_digest(own), to_plain(own)))
+        self.probe = together(probes.as_first, own, *first)
+        together(run_store.check_inputs, self.open_store, self.probe)
 
     def reach(
         self,
@@ -230,7 +241,7 @@ class Run:
             self.overhead.warn_above_limit(self.overhead.share, "this run")
         self.skipped.summarize()
         self.ranks.close()
-        release(self.store)
+        release(self.open_store)
 
     # Measuring.
 
@@ -272,7 +283,7 @@ class Run:
         device = together(_measuring_device, device)
         probe, settings = self.probe, self.measured
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
-        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
+        unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,
@@ -285,7 +296,7 @@ class Run:
         return run_store.identity(self.settings, self.weights)
 
     def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
-        store, on_measure = (self.store, self.on_measure) if first else (None, None)
+        store, on_measure = (self.open_store, self.on_measure) if first else (None, None)
         return Publisher(loggers, metrics, self.log, self.prefix, self.heatmaps and first, store, on_measure)
 
 

@@ -1,16 +1,16 @@
 """The target of a callback: the part of a training module that runs on a batch by itself, and its blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._pytree import tree_unflatten
 
 from tracker.blocks.boundaries import Boundary
 from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner
 from tracker.errors import UsageError
+from tracker.lightning_packages import PREFIXES
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -37,9 +37,9 @@ class WithForward(nn.Module):
         self.module = module
         self.function = function
 
-    def forward(self, structure: Any, *leaves: Any) -> Any:
+    def forward(self, rebuild: Callable[[Sequence[Tensor]], Any], *tensors: Tensor) -> Any:
         """Rebuild the batch and run the function."""
-        return self.function(self.module, tree_unflatten(list(leaves), structure))
+        return self.function(self.module, rebuild(tensors))
 
 
 def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None) -> Target:
@@ -97,6 +97,4 @@ def check_whole(module: nn.Module) -> None:
 
 def _runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
-    return not type(module).forward.__module__.startswith(
-        ("torch.nn.modules.module", "lightning.", "pytorch_lightning.")
-    )
+    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *PREFIXES))

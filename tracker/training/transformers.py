@@ -95,6 +95,10 @@ class TransformersCallback(TrainerCallback):
         """The steps that could not be measured or recorded."""
         return self.run.skipped
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy, or another process, has of this object: all but the Trainer, which can't be pickled."""
+        return vars(self) | {"trainer": None}
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:

@@ -135,6 +135,10 @@ class Watch:
             self.open = False
             self.run.finish()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy, or another process, has of this object: it begins anew at its next call."""
+        return vars(self) | {"open": False}
+
     def __enter__(self) -> "Watch":
         """Return self."""
         return self

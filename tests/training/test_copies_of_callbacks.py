@@ -1,0 +1,109 @@
+"""Pickles and copies of the three classes that measure, before, during and after a training."""
+
+import pickle
+from collections import namedtuple
+from copy import deepcopy
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+import tracker
+from tests.lightning_runs import Noisy, fit, trainer
+from tests.models import neox, tokens
+from tests.training.test_transformers import make
+from tracker.results import Store
+
+Pair = namedtuple("Pair", "x y")
+
+
+def through_pickle(given):
+    return pickle.loads(pickle.dumps(given))
+
+
+COPIES = {"pickle": through_pickle, "deepcopy": deepcopy}
+
+
+def forward(module, batch):
+    return module(batch.x)
+
+
+class Copy(lightning.Callback):
+    """Copies a callback after the first step."""
+
+    def __init__(self, callback, copy):
+        self.callback, self.copy, self.made = callback, copy, []
+
+    def on_train_batch_end(self, *_):
+        self.made.append(self.copy(self.callback))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", COPIES)
+def test_of_a_lightning_run(tmp_path, copy):
+    copy = COPIES[copy]
+    callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first", max_samples=2))
+    during = Copy(callback, copy)
+    loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
+    fit(trainer([callback, during], max_steps=2, logger=loggers))
+    for made in (*during.made, copy(callback)):
+        assert torch.equal(made.probe[0], callback.probe[0])
+        assert made.run.ranks.group is None and not made.run.publisher.loggers
+    # A copy measures another training as the original does.
+    made = copy(callback)
+    made.run.store = Store(tmp_path / "second")
+    fit(trainer([made], max_steps=2))
+    first, second = (Store(tmp_path / name).read(2) for name in ("first", "second"))
+    np.testing.assert_array_equal(first.miscoupling, second.miscoupling)
+    assert made.skipped.reasons == {}
+
+
+class CopyInTrainer(TrainerCallback):
+    def __init__(self, callback, copy):
+        self.callback, self.copy, self.made = callback, copy, []
+
+    def on_step_end(self, *_, **__):
+        self.made.append(self.copy(self.callback))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", COPIES)
+def test_of_a_run_of_transformers(tmp_path, copy):
+    copy = COPIES[copy]
+    run = make(tmp_path / "run", max_steps=2)
+    callback = tracker.TransformersCallback(1, k=2, trainer=run, save_dir=tmp_path / "store")
+    during = CopyInTrainer(callback, copy)
+    before = copy(callback)
+    run.add_callback(callback)
+    run.add_callback(during)
+    run.train()
+    for made in (before, *during.made, copy(callback)):
+        assert made.trainer is None, "a copy has no copy of the model"
+        assert made.run.schedule == callback.run.schedule and not made.run.publisher.loggers
+    assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copy", COPIES)
+def test_of_a_loop(tmp_path, copy):
+    copy, model = COPIES[copy], neox()
+    watch = copy(tracker.Watch(2, k=2, probe=tokens(), save_dir=tmp_path))
+    watch(0, model)
+    again = copy(watch)
+    unit = again(2, model)
+    assert Store(tmp_path).steps() == [0, 2]
+    np.testing.assert_array_equal(unit["miscoupling"], tracker.measure(model, tokens(), k=2)["miscoupling"])
+    again.close()
+    assert copy(again).run.last_measured == 2
+
+
+def test_a_copy_keeps_the_type_of_its_probe():
+    x = Noisy().x[:2]
+    callback = tracker.CouplingCallback(probe=Pair(x, 0), forward=forward)
+    callback.run.settle_probe(lambda: None, None, None)
+    for copy in COPIES.values():
+        made = copy(callback)
+        made.run.settle_probe(lambda: None, None, None)
+        assert isinstance(made.probe, Pair) and torch.equal(made.probe.x, x)

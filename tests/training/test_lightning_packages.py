@@ -1,0 +1,169 @@
+"""Runs of `pytorch_lightning`, the same Lightning under its other package name, measure what those of `lightning` do."""
+
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import lightning
+import lightning.pytorch.callbacks
+import numpy as np
+import pytest
+import pytorch_lightning
+
+import tracker
+from tests.lightning_runs import Classifier, fit
+from tests.training.test_callback import Watch, assert_same_units, offline_records
+from tracker.errors import UsageError
+from tracker.lightning_packages import classes
+from tracker.loggers.lightning import LightningAdapter
+from tracker.results import Store
+from tracker.training.averaging import check_readable
+
+PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
+
+
+class OtherClassifier(pytorch_lightning.LightningModule):
+    """`Classifier`, as a module of the other package."""
+
+    def __init__(self):
+        super().__init__()
+        same = Classifier()
+        self.embed, self.stages, self.head = same.embed, same.stages, same.head
+        self.checkpointing, self.losses = False, []
+
+    forward, training_step, validation_step = Classifier.forward, Classifier.training_step, Classifier.validation_step
+    configure_optimizers = Classifier.configure_optimizers
+
+
+MODULES = {"lightning": Classifier, "pytorch_lightning": OtherClassifier}
+
+
+def train(package: str, callbacks, **options):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    options = {"accelerator": "cpu", "max_steps": 8, **quiet, **options}
+    return fit(PACKAGES[package].Trainer(callbacks=callbacks, **options), MODULES[package])
+
+
+@pytest.mark.slow
+def test_both_packages_measure_the_same(tmp_path):
+    plain, watches = train("pytorch_lightning", []), {}
+    for package in PACKAGES:
+        watches[package] = Watch(3, probe=None, save_dir=tmp_path / package)
+        module = train(package, [watches[package]])
+        assert module.losses == plain.losses
+    units, expected = (watches[package].units for package in ("pytorch_lightning", "lightning"))
+    assert list(units) == [0, 3, 6, 8] == Store(tmp_path / "pytorch_lightning").steps()
+    for step, unit in units.items():
+        assert_same_units(unit, expected[step])
+    assert_same_units(units[8], tracker.measure(module, watches["lightning"].probe[0], k=2).assign_coords(step=8))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_its_store(tmp_path):
+    keep = pytorch_lightning.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    first, second = (Watch(3, save_dir=tmp_path / "store") for _ in range(2))
+    train("pytorch_lightning", [first, keep], max_steps=4, enable_checkpointing=True)
+    runner = partial(pytorch_lightning.Trainer, max_steps=7, accelerator="cpu", logger=False, enable_progress_bar=False)
+    fit(runner(callbacks=[second], enable_checkpointing=False), OtherClassifier, ckpt_path=tmp_path / "step=4.ckpt")
+    assert list(second.units) == [6, 7] and Store(tmp_path / "store").steps() == [0, 3, 4, 6, 7]
+
+
+AVERAGING = {
+    "EMAWeightAveraging": lambda callbacks: callbacks.weight_averaging.EMAWeightAveraging(decay=0.5),
+    "StochasticWeightAveraging": lambda callbacks: callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("averaging", AVERAGING)
+def test_the_last_step_is_not_measured_on_averaged_weights(averaging):
+    watch = Watch(5)
+    with pytest.warns(UserWarning, match="the last step is not measured: averaged weights have replaced the raw ones"):
+        train("pytorch_lightning", [AVERAGING[averaging](pytorch_lightning.callbacks), watch])
+    assert list(watch.units) == [0, 5]
+
+
+@pytest.mark.slow
+def test_averaged_weights():
+    measured = {}
+    for package, modules in PACKAGES.items():
+        watch = Watch(3, weights="averaged", ends=False)
+        train(package, [AVERAGING["EMAWeightAveraging"](modules.callbacks), watch])
+        measured[package] = watch.units
+    raw = Watch(3, ends=False)
+    train("lightning", [raw])
+    for step in (3, 6):
+        assert_same_units(measured["pytorch_lightning"][step], measured["lightning"][step])
+        assert not np.allclose(raw.units[step].miscoupling, measured["lightning"][step].miscoupling)
+
+
+def test_weights_in_flattened_pieces_are_refused():
+    runner = SimpleNamespace(strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[])
+    with pytest.raises(UsageError, match="FSDPStrategy keeps weights in flattened pieces"):
+        check_readable(Watch(), runner, OtherClassifier(), "raw")
+
+
+def test_a_module_that_builds_its_blocks_later():
+    class Late(OtherClassifier):
+        def __init__(self):
+            super().__init__()
+            self.built, self.stages = self.stages, None
+
+        def configure_model(self):
+            self.stages = self.built
+
+    watch = Watch(1)
+    train_late = pytorch_lightning.Trainer(
+        callbacks=[watch],
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    fit(train_late, Late)
+    assert list(watch.units) == [0, 1]
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_numbers_and_pictures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    watch, logger = Watch(4, name="val"), pytorch_lightning.loggers.TensorBoardLogger(tmp_path)
+    train("pytorch_lightning", [watch], logger=logger)
+    events = EventAccumulator(logger.log_dir).Reload()
+    logged = {event.step: event.value for event in events.Scalars("val/coupling/mean_offdiag")}
+    expected = tracker.statistics.scalars(watch.units[4])["coupling/mean_offdiag"]
+    assert set(logged) == {0, 4, 8} and logged[4] == pytest.approx(expected, rel=1e-6)
+    assert {event.step for event in events.Images("val/coupling/heatmap/k2")} == {0, 4, 8}
+
+
+@pytest.mark.slow
+def test_wandb_gets_the_axis_and_pictures(tmp_path):
+    logger = pytorch_lightning.loggers.WandbLogger(save_dir=tmp_path, offline=True)
+    train("pytorch_lightning", [Watch(4)], logger=logger)
+    records = offline_records(tmp_path)
+    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    logged = [row for row in rows if "training/step" in row]
+    assert {row["training/step"] for row in logged} == {0, 4, 8}
+    assert any(row.get("coupling/heatmap/k2._type") == "images/separated" for row in rows)
+    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    assert metrics["coupling/mean_offdiag"]["step_metric"] == "training/step"
+
+
+def test_loggers_of_both_packages_are_known(tmp_path):
+    for package in PACKAGES.values():
+        assert LightningAdapter(package.loggers.TensorBoardLogger(tmp_path)).to_tensorboard
+        assert not LightningAdapter(package.loggers.CSVLogger(tmp_path)).to_wandb
+    assert classes("Callback") == (lightning.pytorch.Callback, pytorch_lightning.Callback)
+    assert classes("callbacks.NoSuchClass", "no_such_module.Callback") == ()
+
+
+@pytest.mark.slow
+def test_a_run_of_lightning_imports_no_other_package():
+    code = (
+        "import sys; from tests.lightning_runs import fit, trainer; import tracker;"
+        "fit(trainer([tracker.CouplingCallback(2, k=2)], max_steps=1)); assert 'pytorch_lightning' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

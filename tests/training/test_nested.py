@@ -1,0 +1,413 @@
+"""Batches of the types that loaders yield: what `forward=` receives, and what a checkpoint gives back."""
+
+import io
+import threading
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import lightning
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchvision.tv_tensors import Image
+from transformers import (
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+import tracker
+from tests.lightning_runs import Classifier, trainer
+from tests.models import neox, tokens
+from tests.training.test_callback import Watch, assert_same_units
+from tracker.errors import UsageError
+from tracker.provenance import digest
+from tracker.training.nested import CLASS, from_plain, to_plain
+from tracker.training.probe import as_first, cpu_copy, first_samples, inputs_digest, sample_count
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Kind(Enum):
+    TEXT = "text"
+
+
+class TextKind(StrEnum):
+    TEXT = "text"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    meta: Any = None
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    meta: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    sizes: list[int] = field(default_factory=lambda: [3, 4])
+
+
+@attrs.frozen
+class Attrs:
+    x: torch.Tensor
+    other: Any = None
+
+
+class Plain:
+    """An object that Lightning moves with its `.to`."""
+
+    def __init__(self, x: torch.Tensor, lock: Any = None):
+        self.x, self.lock = x, lock
+
+    def to(self, *args, **kwargs):
+        return Plain(self.x.to(*args, **kwargs), self.lock)
+
+
+class AttributeDict(dict):
+    """A dictionary whose entries are its attributes."""
+
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+class Closing:
+    """An object that does something when it is deleted."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x = x
+
+    def __del__(self):
+        pass
+
+
+X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
+BATCHES = {
+    "NamedTuple": Pair(X, torch.arange(4)),
+    "BatchEncoding": BatchEncoding({"x": X, "y": torch.arange(4)}),
+    "UserDict": UserDict(x=X),
+    "ModelOutput": BaseModelOutput(last_hidden_state=X),
+    "frozen dataclass": Frozen(X, {"nested": Pair(X.half(), "text")}),
+    "dataclass with slots": Slotted(X),
+    "attrs": Attrs(X, [Slotted(X + 1)]),
+    "object with .to": Plain(X),
+    "SimpleNamespace": SimpleNamespace(x=X, sizes=np.arange(8).reshape(4, 2)),
+    "dictionary with attributes": AttributeDict(x=X),
+    "OrderedDict": OrderedDict(b=X, a=1),
+    "arrays": {"x": X, "n": np.float64(2.5), "names": np.array(["a", "bc"]), "when": np.array(["2026-01-01"], "M8[D]")},
+    "enumerations": {"x": X, "kind": Kind.TEXT, "text": TextKind.TEXT},
+    "torch's own": {"x": X, "dtype": X.dtype, "device": X.device, "shape": X.shape, "complex": 1j},
+    "tensor of another class": {"image": Image(X)},
+    "keys of other types": {"x": X, "pairs": {(1, 2): 3, Kind.TEXT: "a"}},
+    "texts": {"text": ["a", "b", "c", "d"], "x": X},
+}
+
+
+def assert_same(a: Any, b: Any):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, np.ndarray):
+        np.testing.assert_array_equal(a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    elif (state := object.__getstate__(a)) and not isinstance(a, Enum):
+        assert_same(state, object.__getstate__(b))
+    else:
+        assert a == b
+
+
+def through_a_checkpoint(batch: Any) -> tuple[Any, set[str]]:
+    file, lost = io.BytesIO(), set()
+    torch.save({"probe": to_plain(batch)}, file)
+    file.seek(0)
+    return from_plain(torch.load(file, weights_only=True)["probe"], lost), lost
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_checkpoint_gives_the_batch_back(case):
+    batch = BATCHES[case]
+    again, lost = through_a_checkpoint(batch)
+    assert_same(again, batch)
+    assert inputs_digest(again) == inputs_digest(batch) and not lost
+    assert_same(from_plain(again, lost), again)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_samples_of_a_batch_have_its_type(case):
+    batch = BATCHES[case]
+    assert sample_count(batch) == 4
+    first = first_samples(batch, 3)
+    assert type(first) is type(batch) and sample_count(first) == 3
+    assert_same(cpu_copy(batch), batch)
+    tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0] if case == "NamedTuple" else X
+    if isinstance(tensor, torch.Tensor) and hasattr(first, "x"):
+        assert torch.equal(first.x, X[:3]) and first.x.data_ptr() != X.data_ptr()
+
+
+def test_entries_of_the_samples_are_selected_and_others_kept():
+    batch = {
+        "x": X,
+        "sizes": np.arange(8).reshape(4, 2),
+        "texts": ["a", "b", "c", "d"],
+        "classes": ["cat", "dog"],
+        "scale": 2,
+    }
+    first = first_samples(batch, 3)
+    assert first["sizes"].tolist() == [[0, 1], [2, 3], [4, 5]] and first["texts"] == ["a", "b", "c"]
+    assert first["classes"] == ["cat", "dog"] and first["scale"] == 2
+    shared = first_samples(Frozen(X, X), 2)
+    assert shared.x is shared.meta
+    assert first_samples(AttributeDict(x=X), 2).x.shape == (2, 6, 8)
+
+
+def test_digests_do_not_depend_on_objects_and_are_those_of_older_stores():
+    assert inputs_digest(BatchEncoding({"x": X})) == digest({"x": X}) == inputs_digest({"x": X})
+    assert inputs_digest(Pair(X, "a")) == digest((X, "a"))
+    assert inputs_digest({"x": X, "o": object()}) == inputs_digest({"x": X, "o": threading.Lock()})
+    assert inputs_digest({"x": X, "n": np.zeros(3)}) != inputs_digest({"x": X, "n": np.ones(3)})
+
+
+def test_what_a_checkpoint_can_not_contain_is_named():
+    again, lost = through_a_checkpoint(Plain(X, threading.Lock()))
+    assert isinstance(again, Plain) and torch.equal(again.x, X) and again.lock is None and lost == {"lock"}
+    again, lost = through_a_checkpoint({"x": X, "objects": np.array([{}]), "sets": {frozenset([1])}})
+    assert again["objects"] is again["sets"] is None and lost == {"ndarray", "set"}
+
+
+@pytest.mark.parametrize(
+    "name", ["tests.training.test_nested:Missing", "not.imported:Batch", "tests.training.test_nested:Closing"]
+)
+def test_a_class_that_the_program_does_not_have(name):
+    """Nor one with a destructor: a checkpoint may name any class, and no code of it is to run."""
+    with pytest.raises(UsageError, match="and this program has no such class"):
+        from_plain({CLASS: name, "entries": None, "attributes": {"x": 1}}, set())
+
+
+def test_a_rank_takes_another_probe_of_the_first_rank():
+    own, first = Record(X, threading.Lock()), Record(X + 1)
+    assert as_first(own, inputs_digest(Record(X)), to_plain(Record(X))) is own
+    assert_same(as_first(own, inputs_digest(first), to_plain(first)), first)
+
+
+# Runs.
+
+
+class Batched(lightning.LightningModule):
+    """A module whose batches are of any type, read by one function."""
+
+    def __init__(self, get):
+        super().__init__()
+        self.model, self.get = Classifier(), get
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, index):
+        return self.model(self.get(batch)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def loader(make):
+    rows = torch.utils.data.TensorDataset(X, torch.arange(4))
+    return torch.utils.data.DataLoader(rows, 2, collate_fn=lambda rows: make(torch.stack([row[0] for row in rows])))
+
+
+def attribute(batch):
+    return batch.x
+
+
+RUNS = {
+    "NamedTuple": lambda x: Pair(x, torch.zeros(len(x))),
+    "dataclass": lambda x: Record(x, {"lock": threading.Lock()}),
+    "attrs": lambda x: Attrs(x, np.zeros(len(x))),
+    "object with .to": lambda x: Plain(x, object()),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_forward_receives_what_the_loader_yields(case):
+    seen = []
+
+    def forward(module, batch):
+        seen.append(type(batch))
+        return module(batch.x)
+
+    watch = Watch(2, probe=None, forward=forward, dtype=torch.float64)
+    module = Batched(attribute)
+    trainer([watch], max_steps=2).fit(module, loader(RUNS[case]))
+    assert set(seen) == {type(RUNS[case](X))} == {type(watch.probe)}
+    assert_same_units(
+        watch.units[2], tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2)
+    )
+
+
+@pytest.mark.parametrize("make", [RUNS["dataclass"], lambda x: UserDict(x=x, size=np.zeros(2), o=object())])
+def test_the_forward_takes_parts_by_their_names(make):
+    watch = Watch(2, probe=None)
+    module = Batched(lambda batch: batch["x"] if isinstance(batch, UserDict) else batch.x)
+    trainer([watch], max_steps=2).fit(module, loader(make))
+    assert_same_units(watch.units[2], tracker.measure(module.model, X[:2], k=2).assign_coords(step=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["NamedTuple", "dataclass"])
+def test_a_resumed_run_measures_the_same_inputs(tmp_path, case):
+    """Lightning reads checkpoints with `weights_only=True`."""
+
+    def run(max_steps, **options):
+        watch = Watch(2, probe=None, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
+        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        data = loader(RUNS[case])
+        trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True).fit(Batched(attribute), data, **options)
+        return watch
+
+    first = run(2)
+    if case == "NamedTuple":
+        second = run(4, ckpt_path=tmp_path / "step=2.ckpt")
+    else:
+        with pytest.warns(UserWarning, match="a checkpoint can't contain a lock: None is in its place"):
+            second = run(4, ckpt_path=tmp_path / "step=2.ckpt")
+    assert list(second.units) == [4] and type(second.probe) is type(first.probe)
+    assert torch.equal(second.probe.x, first.probe.x)
+    digests = {unit.attrs["inputs_sha256"] for unit in (*first.units.values(), *second.units.values())}
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+def test_a_class_inside_a_function_is_given_again(tmp_path):
+    @dataclass
+    class Local:
+        x: torch.Tensor
+
+    def run(max_steps, probe, **options):
+        watch = Watch(2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
+        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        runner = trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True)
+        runner.fit(Batched(lambda batch: batch[0]), loader(lambda x: (x, 0)), **options)
+        return watch
+
+    run(2, Local(X))
+    with pytest.warns(UserWarning, match="no such class in .*; the given probe is measured"):
+        second = run(4, Local(X), ckpt_path=tmp_path / "step=2.ckpt")
+    assert list(second.units) == [4]
+    with pytest.raises(UsageError, match="measured other inputs"), pytest.warns(UserWarning):
+        run(6, Local(X + 1), ckpt_path=tmp_path / "step=4.ckpt")
+    with pytest.raises(UsageError, match="a .*Local, and this program has no such class .* probe="):
+        run(6, None, ckpt_path=tmp_path / "step=4.ckpt")
+
+
+# The stock collators of Hugging Face return BatchEncoding.
+
+WORDS = {word: i for i, word in enumerate("[PAD] [UNK] a b c d e".split())}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+
+
+COLLATORS = {
+    "DataCollatorWithPadding": DataCollatorWithPadding,
+    "DataCollatorForLanguageModeling": partial(DataCollatorForLanguageModeling, mlm=False),
+}
+
+
+class LanguageModel(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = neox(vocab_size=8)
+
+    def training_step(self, batch, index):
+        return self.model(**batch).logits.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def fit_with_lightning(rows, collate):
+    module, units = LanguageModel(), {}
+    callback = tracker.CouplingCallback(2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit}))
+    trainer([callback], max_steps=2).fit(module, torch.utils.data.DataLoader(rows, 4, collate_fn=collate))
+    return module.model, units, callback.probe
+
+
+def fit_with_transformers(rows, collate):
+    class Unlabelled(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return model(**inputs).logits.square().mean()
+
+    arguments = TrainingArguments(
+        "unused", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no"
+    )
+    run, units = Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate), {}
+    callback = tracker.TransformersCallback(
+        2, k=2, max_samples=4, on_measure=lambda unit: units.update({int(unit.step): unit})
+    )
+    run.add_callback(callback)
+    run.train()
+    return run.model, units, callback.run.probe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fit", [fit_with_lightning, fit_with_transformers])
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_stock_collators(collator, fit):
+    words = tokenizer()
+    rows = [words(text) for text in ("a b c d", "b c", "c d e a b", "a a")]
+    collate = COLLATORS[collator](words)
+    model, units, probe = fit(rows, collate)
+    assert list(units) == [0, 2] and isinstance(probe, BatchEncoding)
+    expected = {name: value for name, value in collate(rows).items() if name != "labels"}
+    assert_same_units(units[2], tracker.measure(model, expected, k=2).assign_coords(step=2))
+
+
+def test_an_encoding_as_the_probe_of_a_loop():
+    words, model, seen = tokenizer(), neox(vocab_size=8), []
+    encoded = words(["a b c", "b c d"], return_tensors="pt")  # holds objects of the tokenizer, too
+
+    def forward(model, batch):
+        seen.append(type(batch))
+        return model(batch.input_ids)
+
+    unit = tracker.Watch(1, k=2, probe=encoded, forward=forward)(0, model)
+    assert set(seen) == {BatchEncoding}
+    expected = tracker.measure(model, {"input_ids": encoded["input_ids"]}, k=2)
+    np.testing.assert_allclose(unit["miscoupling"], expected["miscoupling"], rtol=1e-12)
+
+
+def test_mappings_that_are_no_dictionaries():
+    model, ids = neox(), tokens()
+    expected = tracker.measure(model, {"input_ids": ids}, k=2)
+    for inputs in (UserDict(input_ids=ids), BatchEncoding({"input_ids": ids, "offsets": np.zeros(3)})):
+        np.testing.assert_array_equal(tracker.measure(model, inputs, k=2)["miscoupling"], expected["miscoupling"])
+    assert tracker.measure(Classifier(), UserDict(x=X, size=np.zeros(2)), k=2).sizes["prompt"] == 4
+    with pytest.raises(UsageError, match="does not take these inputs.*'y'"):
+        tracker.measure(Classifier(), UserDict(x=X, y=X), k=2)

@@ -1,0 +1,124 @@
+"""Runs of Lightning that are not trainings of their own: development runs, the Tuner's, tests, predictions."""
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader
+
+from tests.lightning_runs import Classifier, Noisy, fit, trainer
+from tests.training.test_callback import Watch
+from tracker.errors import UsageError
+from tracker.results import Store
+
+
+class Tuned(Classifier):
+    """A module with what the Tuner changes, and loaders of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 1e-2, 2
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+    def train_dataloader(self):
+        return DataLoader(Noisy(), self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(Noisy(), self.batch_size)
+
+    def test_step(self, batch, index):
+        self.validation_step(batch, index)
+
+    def predict_step(self, batch, index):
+        return self(batch[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [True, 3])
+def test_a_development_run_writes_no_store(tmp_path, batches):
+    watch = Watch(2, save_dir=tmp_path / "store")
+    fit(trainer([watch], fast_dev_run=batches))
+    assert list(watch.units) == sorted({0, int(batches), *range(0, int(batches), 2)})
+    assert not any(tmp_path.iterdir())
+    watch.units.clear()
+    fit(trainer([watch], max_steps=2))
+    assert list(watch.units) == [0, 2] == Store(tmp_path / "store").steps()
+    fit(trainer([Watch(2, save_dir=tmp_path / "store", probe=None)], fast_dev_run=True))
+    assert Store(tmp_path / "store").steps() == [0, 2]
+
+
+def test_a_development_run_shows_errors():
+    with pytest.raises(UsageError, match="no metric is named"):
+        fit(trainer([Watch(2, log=["coupling/no_such"])], fast_dev_run=True))
+
+
+TUNERS = {
+    "lr_find": lambda tuner, module: tuner.lr_find(module, num_training=5),
+    "scale_batch_size": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2),
+    "of validation": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, method="validate"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TUNERS)
+def test_the_tuner_leaves_the_run_to_begin(tmp_path, case):
+    watch, module = Watch(2, probe=None, save_dir=tmp_path / "store"), Tuned()
+    runner = trainer([watch], max_steps=4, default_root_dir=tmp_path)
+    TUNERS[case](Tuner(runner), module)
+    assert not watch.units and watch.probe is None and not (tmp_path / "store").exists()
+    runner.fit(module)
+    assert list(watch.units) == [0, 2, 4] == Store(tmp_path / "store").steps()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "finder", [lambda: LearningRateFinder(num_training_steps=5), lambda: BatchSizeFinder(max_trials=2)]
+)
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_finder_beside_the_callback(tmp_path, finder, order):
+    watch = Watch(2, probe=None, save_dir=tmp_path / "store")
+    trainer([watch, finder()][::order], max_steps=4, default_root_dir=tmp_path).fit(Tuned())
+    assert list(watch.units) == [0, 2, 4] == Store(tmp_path / "store").steps()
+
+
+def test_validation_tests_and_predictions_alone(tmp_path):
+    watch, module = Watch(2, probe=None, save_dir=tmp_path / "store"), Tuned()
+    for run in ("validate", "test", "predict"):
+        getattr(trainer([watch]), run)(module, DataLoader(Noisy(), 8))
+    assert not watch.units and watch.probe is None and not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_checkpoint", [True, False])
+def test_a_test_does_not_disturb_a_training_that_goes_on(tmp_path, of_checkpoint):
+    watch, module = Watch(2, probe=None, save_dir=tmp_path / "store"), Tuned()
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    runner = trainer([watch, keep], max_steps=4, enable_checkpointing=True)
+    runner.fit(module)
+    probe, tester = watch.probe, runner if of_checkpoint else trainer([watch])
+    tester.test(module, DataLoader(Noisy(), 8), ckpt_path=tmp_path / "step=2.ckpt" if of_checkpoint else None)
+    runner.fit_loop.epoch_loop.max_steps = 6
+    runner.fit(module)
+    assert list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps() and watch.probe[0] is probe[0]
+
+
+@pytest.mark.slow
+def test_overfitting_and_barebones(tmp_path):
+    class Silent(Tuned):
+        def log(self, *_, **__):
+            """Do nothing: a barebones Trainer refuses to log."""
+
+    for name, options in {"overfit": {"overfit_batches": 2}, "barebones": {"barebones": True}}.items():
+        watch = Watch(2, probe=None, save_dir=tmp_path / name)
+        lightning.Trainer(
+            callbacks=[watch],
+            max_steps=4,
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            logger=False if name == "overfit" else None,
+            **options,
+        ).fit(Silent())
+        assert list(watch.units) == [0, 2, 4] == Store(tmp_path / name).steps()
