@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from tracker.blocks.boundaries import suggest_boundaries
-from tracker.blocks.towers import Run, has_matrices, nested, unwrap
+from tracker.blocks.towers import Run, has_matrices, nested
 
 RECOGNISED = (
     "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
@@ -66,7 +66,7 @@ def _naming_hint(model: nn.Module) -> str:
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[Run]:
-    children = [(name, unwrap(child)) for name, child in module.named_children()]
+    children = list(module.named_children())
     stretch: list[tuple[str, nn.Module]] = []
     for name, child in children:
         if stretch and not _follows(module, *stretch[-1], name, child):

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from tracker.blocks.towers import unwrap
-
 
 @dataclass(frozen=True)
 class DeclaredBlocks:
@@ -103,7 +101,7 @@ def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
     """Return the Hugging Face models in `model` that contain the block, the outermost first."""
     return [
         module
-        for name, module in unwrap(model).named_modules()
+        for name, module in model.named_modules()
         if (block is None or name == "" or block.startswith(f"{name}."))
         and hasattr(module, "config")
         and hasattr(module, "get_input_embeddings")
@@ -138,7 +136,7 @@ def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None
         return None
     classes = set(getattr(owner, "_no_split_modules", None) or ())
     lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    chosen = [m for m in lists if type(unwrap(m[0])).__name__ in classes] or lists
+    chosen = [m for m in lists if type(m[0]).__name__ in classes] or lists
     if len(chosen) != 1:
         return None
     container = _name_of(model, chosen[0])

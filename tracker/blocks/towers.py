@@ -33,23 +33,6 @@ class Run:
         return f"blocks={self.container if self.fills_container and self.container else list(self.names)!r}"
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers: `torch.compile`, DataParallel, DistributedDataParallel, a TransformerBridge.
-
-    TransformerLens's TransformerBridge keeps the model that its forward calls outside its own tree, and puts its hook points
-    into that model.
-    """
-    while True:
-        if "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]  # type: ignore[assignment]
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif "original_model" in model.__dict__ and "TransformerBridge" in {c.__name__ for c in type(model).__mro__}:
-            model = model.__dict__["original_model"]
-        else:
-            return model
-
-
 _OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
 
 
@@ -157,7 +140,7 @@ def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str
         if name is not None and name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             stretch.append(name)
         elif stretch:
-            block_classes = dict.fromkeys(type(unwrap(modules[element])).__name__ for element in stretch)
+            block_classes = dict.fromkeys(type(modules[element]).__name__ for element in stretch)
             yield Run(container, tuple(stretch), "/".join(block_classes), stretch == children)
             stretch = []
 
@@ -202,9 +185,7 @@ def named_attention(class_name: str) -> bool:
 
 def _with_tower(run: Run, runs: Sequence[Run], modules: dict[str, nn.Module]) -> Run:
     tower = tower_of(run.names, runs)
-    return Run(
-        run.container, run.names, run.block_class, run.fills_container, tower, type(unwrap(modules[tower])).__name__
-    )
+    return Run(run.container, run.names, run.block_class, run.fills_container, tower, type(modules[tower]).__name__)
 
 
 def _ends(name: str) -> list[int]:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.candidates import candidate_runs, describe_candidates
-from tracker.blocks.find import Blocks, find_blocks
-from tracker.blocks.towers import Run, unwrap
+from tracker.blocks.find import Blocks, find_blocks, unwrap
+from tracker.blocks.towers import Run
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.inputs import Batch
 from tracker.capture.noise import noise_like
