@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tracker.blocks.boundaries import Boundary, Span, read_spans
-from tracker.blocks.candidates import candidate_runs, describe_candidates, outermost
+from tracker.blocks.candidates import candidate_runs, nothing_found, outermost
 from tracker.blocks.huggingface import (
     declared_blocks,
     huggingface_owner,
@@ -24,6 +24,7 @@ from tracker.blocks.huggingface import (
     token_embedding,
 )
 from tracker.blocks.huggingface import unembedding as find_unembedding
+from tracker.blocks.proposals import BlocksNotFound
 from tracker.blocks.towers import (
     Run,
     class_token_parameter,
@@ -31,6 +32,7 @@ from tracker.blocks.towers import (
     is_class_attention,
     nested,
     norms_around,
+    proposals,
     related,
 )
 from tracker.blocks.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
@@ -100,8 +102,8 @@ def find_blocks(
         batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
     Raises:
-        UsageError: if `model` is no module, no blocks are found, several containers fit equally well, or a named module does
-            not exist.
+        UsageError: if `model` is no module, no blocks are found, several containers fit equally well (the message proposes
+            lines, which have not been tried), or a named module does not exist.
     """
     if isinstance(blocks, Blocks):
         return blocks
@@ -153,7 +155,7 @@ def check_model(model: Any) -> None:
 def recognises_blocks(model: nn.Module) -> bool:
     """Whether the config declares the blocks, or modules are recognised as attention by their names."""
     model = unwrap(model)
-    return declared_blocks(model) is not None or any(len(run.names) > 1 for run in find_runs(model))
+    return declared_blocks(model) is not None or any(run.depth > 1 for run in find_runs(model))
 
 
 def _named_boundary(model: nn.Module, boundary: Boundary) -> Boundary:
@@ -218,36 +220,30 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
         text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
         if within and text and not is_encoder_decoder(declared.owner):
             return declared.names, str(declared), ("blocks",)
-    if not any(len(run.names) > 1 for run in runs):
+    if not any(run.depth > 1 for run in runs):
         candidates = candidate_runs(model)
         (run, *others) = outermost(candidates) or (None,)
         if run is None or others:
-            raise UsageError(
-                f"no residual blocks found in {type(model).__name__}. {describe_candidates(model, candidates)}"
-            )
+            raise nothing_found(model, candidates)
         how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
         return run.names, how, ("blocks", "attention")
     trunks = [run for run in runs if not is_class_attention(run)]
-    if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].block_class:
+    if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
         (run,), after = trunks, [run for run in runs if is_class_attention(run)]
         if not after:
             return run.names, f"the only list of blocks with attention, {run}", ("blocks",)
         return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", ("blocks",)
-    raise UsageError(_ambiguity(model, runs))
+    raise _ambiguity(model, runs)
 
 
-def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> str:
-    depths = {len(run.names) for run in runs}
+def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> BlocksNotFound:
+    depths = {run.depth for run in runs}
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
-    why = (
-        "blocks of several towers or stages do not form one chain"
-        if len(runs) > 1
-        else "its modules are of several classes"
-    )
-    lines = "".join(f"\n  {run.argument}  # {run}" for run in runs)
-    return f"{lists} found ({paths}) in {type(model).__name__}, and {why}. Name the one to measure:{lines}"
+    why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
+    found = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
+    return BlocksNotFound(found, proposals(model, runs))
 
 
 def _top_level(model: nn.Module) -> str:
