@@ -55,7 +55,7 @@ def nothing_found(
     elif any(map(is_list_of_lists, model.children())):
         seen.append(
             "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
-            "returns, which has a name only inside another module: try tracker.measure(torch.nn.Sequential(model), inputs)."
+            "returns, which has a name only inside another module: measure a model that contains this one."
         )
     found = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
     return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
