@@ -1,9 +1,9 @@
 """Suites of training checkpoints: the published steps, the revision of each, and the number of training tokens.
 
 A family of suites is defined by two patterns, for repository ids and for revision names; to add one, add an entry to
-`FAMILIES`. Pythia (Biderman et al. 2023) is listed in full: sizes 14m to 12b, `-deduped` variants of 70m to 12b, `-seed1` to
-`-seed9` of 14m to 410m; each with 154 checkpoints, at steps 0, 1, 2, 4 .. 512 and every 1000 to 143000, of 2,097,152 tokens
-per step. For other repositories the branches are listed, for directories the subdirectories; names that do not match the
+`FAMILIES`. Pythia (Biderman et al. 2023) and PolyPythias (van der Wal et al. 2025) are listed in full: sizes 14m to 12b, and
+their variants in `PYTHIA_VARIANTS`; each with 154 checkpoints, at steps 0, 1, 2, 4 .. 512 and every 1000 to 143000, of 2,097,152
+tokens per step. For other repositories the branches are listed, for directories the subdirectories; names that do not match the
 pattern are ignored.
 """
 
@@ -17,8 +17,11 @@ from checkpoints import hub, nano
 from checkpoints.retries import Notify
 
 PYTHIA_SIZES = ("14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
-PYTHIA_DEDUPED = PYTHIA_SIZES[2:]
-PYTHIA_SEEDED = PYTHIA_SIZES[:5]
+PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
+    "-deduped": ("-deduped", PYTHIA_SIZES[2:]),
+    "-seed[1-9]": ("-seed1 to -seed9", PYTHIA_SIZES[:5]),
+    "-(data|weight)-seed[1-3]": ("-data-seed1 to -data-seed3 and -weight-seed1 to -weight-seed3", ("160m",)),
+}
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
 UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
@@ -137,7 +140,7 @@ def find_suite(
     lightning: bool = False,
     notify: Notify = print,
 ) -> Suite:
-    """Find the suite named `model`: nano, a Pythia size (with -deduped or -seedN), a directory, or a repository id.
+    """Find the suite named `model`: nano, a Pythia size (with its variant), a directory, or a repository id.
 
     Args:
         seed: the training seed of nano.
@@ -158,19 +161,17 @@ def find_suite(
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
     if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):
         return _directory(Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning)
-    name = model.removeprefix("EleutherAI/").removeprefix("pythia-")
-    size, _, form = name.partition("-")
-    if size in PYTHIA_SIZES and "/" not in name and not pattern:
-        _check_pythia_form(model, size, form)
-        repo = f"EleutherAI/pythia-{name}"
+    pythia = _pythia(model)
+    if pythia and not pattern:
+        repo = f"EleutherAI/{pythia}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(f"pythia-{name}", repo, checkpoints, default="paper")
-    if re.fullmatch(REPOSITORY, model):
-        return _repository(model, pattern, stage, notify)
+        return Suite(pythia, repo, checkpoints, default="paper")
+    if pythia or re.fullmatch(REPOSITORY, model):
+        return _repository(f"EleutherAI/{pythia}" if pythia else model, pattern, stage, notify)
     if "/" in model or model.startswith("."):
         raise ValueError(f"no directory {model}, and it can't be the name of a repository on the hub, ORG/NAME")
     raise ValueError(
-        f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; optionally with -deduped or -seedN), a "
+        f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; with a suffix such as -deduped), a "
         "repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
     )
 
@@ -185,14 +186,24 @@ def _pattern(revisions: str) -> re.Pattern[str]:
     return pattern
 
 
-def _check_pythia_form(model: str, size: str, form: str) -> None:
-    seed = re.fullmatch(r"seed([1-9])", form)
-    if form == "" or (form == "deduped" and size in PYTHIA_DEDUPED) or (seed and size in PYTHIA_SEEDED):
-        return
+def _pythia(model: str) -> str | None:
+    """Return the name of a published Pythia model, given by it, by its repository id or by its size and variant."""
+    sizes = "|".join(map(re.escape, PYTHIA_SIZES))
+    match = re.fullmatch(rf"(EleutherAI/pythia-|(?:pythia-)?)({sizes})(-.*)?", model)
+    if match is None:
+        return None
+    prefix, size, suffix = match[1], match[2], match[3] or ""
+    if not suffix or any(re.fullmatch(form, suffix) and size in has for form, (_, has) in PYTHIA_VARIANTS.items()):
+        return f"pythia-{size}{suffix}"
+    if "/" in prefix:
+        return None  # a repository like any other, such as EleutherAI/pythia-160m-v0
     raise ValueError(
-        f"no model {model!r}: Pythia has -deduped for {', '.join(PYTHIA_DEDUPED)} and -seed1 to -seed9 for "
-        f"{', '.join(PYTHIA_SEEDED)}"
+        f"no model {model!r}: Pythia has {_variants()}; give any other repository by its whole id, EleutherAI/pythia-..."
     )
+
+
+def _variants() -> str:
+    return ", ".join(f"{name} for {', '.join(sizes)}" for name, sizes in PYTHIA_VARIANTS.values())
 
 
 def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:

@@ -9,6 +9,7 @@ half of it for their couplings.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
@@ -18,15 +19,23 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, Named, check_model, find_blocks, recognises_blocks
+from tracker.blocks.proposals import BlocksNotFound
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
 from tracker.capture.mixing import choose_blocks, confirm_blocks
+from tracker.capture.reachability import check_reachability
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.replicas.sharded import Gather, gathering_together
 from tracker.capture.replicas.streaming import copies_finished
 from tracker.capture.special_tokens import LAST_WORD, with_class_token
+from tracker.device_errors import raise_device_errors
+from tracker.errors import UsageError
+from tracker.jacobians.check_cache import CheckCache
+from tracker.jacobians.checks import require_derivative
+from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.batches import measure_batches
+from tracker.measures.calls import record_call
 from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
 from tracker.measures.estimate import estimate
@@ -120,10 +129,11 @@ def measure(
     check_model(model)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
-    if blocks is None and not recognises_blocks(model):
-        found = _blocks_by_forward_pass(model, calls[0], settings.torch_dtype, device)
-    else:
-        found = find_blocks(model, blocks)
+    with _trying_proposals(model, calls[0], settings, device):
+        if blocks is None and not recognises_blocks(model):
+            found = _blocks_by_forward_pass(model, calls[0], settings.torch_dtype, device)
+        else:
+            found = find_blocks(model, blocks)
     if dry_run:
         return estimate_cost(model, found, calls, settings, device)
     with progress_bar(progress) as shown:
@@ -143,7 +153,7 @@ def measure_samples(
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
-    with _measuring(model, device) as gather:
+    with _trying_proposals(model, calls[0], settings, device), _measuring(model, device) as gather:
         new_replica = _new_replica(model, blocks, calls, settings, device, gather)
         replica = new_replica()
         progress = progress or Progress()
@@ -160,7 +170,7 @@ def estimate_cost(
     depth: int | None = None,
 ) -> Cost:
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
-    with _measuring(model, device) as gather:
+    with _trying_proposals(model, calls[0], settings, device), _measuring(model, device) as gather:
         replica = _new_replica(model, blocks, calls, settings, device, gather)()
         jacobians = Jacobians(replica, settings.precision, settings.memory(4), derivative=settings.derivative)
         return estimate(jacobians, calls, settings, model, blocks, depth)
@@ -171,6 +181,36 @@ def _measuring(model: nn.Module, device: torch.device) -> Iterator[Gather]:
     """Return the context of all forward passes of a model's replicas, and what reads its sharded weights."""
     with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
         yield gather
+
+
+@contextmanager
+def _trying_proposals(model: nn.Module, batch: Batch, settings: Settings, device: torch.device) -> Iterator[None]:
+    """Try the blocks that a BlocksNotFound proposes, and raise what came of it instead."""
+    try:
+        yield
+    except BlocksNotFound as error:
+        raise error.tried(lambda blocks: _why_not_measurable(model, blocks, batch, settings, device)) from None
+
+
+def _why_not_measurable(model: nn.Module, blocks: Named, batch: Batch, settings: Settings, device: torch.device) -> str:
+    """Return why these blocks can't be measured on a forward call, or "": record it, and linearize every block once."""
+    settings = replace(settings, measures=("coupling",))
+    try:
+        found = find_blocks(model, blocks)
+        with _measuring(model, device) as gather:
+            new_replica = _new_replica(model, found, [batch], settings, device, gather)
+            replica, cache = new_replica(), CheckCache(settings.torch_dtype)
+            recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
+            check_reachability(found, new_replica, batch.arguments, batch.keywords, settings.tokens is None)
+            for call in recording.calls:
+                call = call.to(replica.dtype, replica.device)
+                with replica.materialize(call.block), replica.materialize(call.final_norm):
+                    cache.require_independent_samples(call, rows)
+                    require_derivative(call, rows, replica.dtype)
+    except FAILURES as error:  # of the model's code, too
+        raise_device_errors(error)
+        return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _new_replica(

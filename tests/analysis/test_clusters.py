@@ -47,13 +47,14 @@ def test_variants_of_one_model_are_recognised_by_name_and_sizes(results):
     named = {
         "a": ds.assign_attrs(suite="", model_name="EleutherAI/pythia-70m-deduped"),
         "b": ds.assign_attrs(suite="", model_name="/models/Pythia-70m_seed-2/"),
+        "decoupled seeds": ds.assign_attrs(suite="pythia-70m-weight-seed1"),
         "another size": ds.assign_attrs(suite="", model_name="pythia-70m", parameters=3),
         "another class": ds.assign_attrs(suite="", model_name="pythia-70m", model_class="x.Y"),
         "reseeded": ds.assign_attrs(suite="", model_name="pythia-reseeded-70m"),
         "nameless": ds.assign_attrs(suite="", model_name=""),
         "nameless too": ds.assign_attrs(suite="", model_name=""),
     }
-    assert cluster_labels(named).tolist() == ["a", "a", *list(named)[2:]]
+    assert cluster_labels(named).tolist() == ["a", "a", "a", *list(named)[3:]]
 
 
 def test_given_clusters_take_precedence(results):

@@ -103,11 +103,11 @@ def test_several_chains_are_offered_not_chosen_from():
 
 def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
     message = refusal(LM(lambda: PreNorm(MLP())))
-    assert "blocks='blocks'  # 3 x PreNorm: they move no information between tokens" in message
+    assert "  blocks (3 x PreNorm): they move no information between tokens" in message and not lines(message)
     assert "a class whose name contains 'attention' or 'attn', or an attribute attn" in message
     message = refusal(home_made.Columns())
-    assert "blocks='mix'  # 3 x SA: the model changes the state between them" in message
-    assert "blocks='feed'  # 3 x MLP: the model changes the state between them" in message
+    assert "  mix (3 x SA): the model changes the state between them" in message
+    assert "  feed (3 x MLP): the model changes the state between them" in message and not lines(message)
     stem = nn.Sequential(nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3))))
     assert "The model has no list of such modules; its parts are 0 (Conv2d), 1 (Sequential)" in refusal(stem, images())
     message = refusal(nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))), torch.randn(2, 8))
@@ -124,7 +124,7 @@ def test_what_gives_nan_is_named(part, where):
 
 
 def test_one_token_decides_nothing():
-    assert "3 x Flat: not decided: with one token" in refusal(LM(Flat), tokens(1, 1))
+    assert "blocks (3 x Flat): not decided: with one token" in refusal(LM(Flat), tokens(1, 1))
     assert tracker.measure(LM(Flat), tokens(1, 1), k=K, blocks="blocks").sizes["layer"] == DEPTH
 
 
@@ -132,17 +132,18 @@ def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
     model = home_made.Sequential(lambda: nn.Sequential(PreNorm(SA()), PreNorm(MLP())))
     model.blocks = nn.Sequential(*(part for block in model.blocks for part in block))
     message = refusal(model)
-    assert "6 x PreNorm: 3 of them move no information between tokens" in message
-    (line,) = re.findall(r"before it: (blocks=.*)", message)
-    assert argument(line) == ["input of blocks.0", "input of blocks.2", "input of blocks.4", "output of blocks.5"]
-    assert tracker.measure(model, tokens(), blocks=argument(line), k=K).sizes["layer"] == DEPTH
+    assert "blocks (6 x PreNorm): 3 of them move no information between tokens" in message
+    (blocks,) = lines(message)
+    assert blocks == ["input of blocks.0", "input of blocks.2", "input of blocks.4", "output of blocks.5"]
+    assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
 def test_lists_of_lists_get_the_line_of_their_boundaries():
     model = home_made.Pairs()
-    (line,) = re.findall(r"between blocks: (blocks=.*)", refusal(model))
-    assert line == 'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]'
-    assert tracker.measure(model, tokens(), blocks=argument(line), k=K).sizes["layer"] == DEPTH
+    message = refusal(model)
+    assert 'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]  # 3 blocks of 1 x' in message
+    (blocks,) = lines(message)
+    assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
 def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
@@ -153,7 +154,7 @@ def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     mlps = LM(lambda: PreNorm(MLP()))
     assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps), dry_run=True)
     assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps))
-    with pytest.raises(UsageError, match="Lists of modules of one class:\n  blocks='encoder'  # 3 x Flat\n"):
+    with pytest.raises(UsageError, match="These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"):
         tracker.find_blocks(home_made.Towers())
     turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
     assert tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"] == 2

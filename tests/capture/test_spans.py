@@ -470,7 +470,7 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
 def test_the_error_gives_the_line_that_measures(case):
     make, inputs, boundaries = CASES[case]
     model = make()
-    with pytest.raises(UsageError, match="name the boundaries between blocks") as error:
+    with pytest.raises(UsageError, match="It calls attention and MLP separately") as error:
         tracker.measure(model, inputs)
     (line,) = re.findall(r'blocks=(\[f".*?\] \+ \[.*?\])', str(error.value))
     blocks = eval(line)
@@ -482,7 +482,9 @@ def test_the_error_gives_the_line_that_measures(case):
 def test_no_line_is_given_where_it_would_be_a_guess():
     # Post-norm: what the first module is given is no state of the model.
     model = x_transformer("Decoder", pre_norm=False)
-    with pytest.raises(UsageError, match=r"if no module is a block, blocks=\[\('input of A', 'output of B'\), ...\]"):
+    with pytest.raises(
+        UsageError, match=r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]"
+    ):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
     with pytest.raises(UsageError, match=r'\["output of 1"\]'):

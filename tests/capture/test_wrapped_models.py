@@ -5,7 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tracker
 from tests.models import build
@@ -39,6 +44,41 @@ def compiled_blocks(model, inputs):
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = torch.compile(layer, backend="eager")
     return model
+
+
+def compiled_blocks_in_place(model, inputs):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+def compiled_tower(model, inputs):
+    model.model = compiled_whole(model.model, inputs)
+    return model
+
+
+def compiled_parts(model, inputs):
+    """The final norm among them, which is counted in."""
+    layers = model.model.layers
+    for holder, name in ((model.model, "norm"), (layers[0], "mlp"), (layers[1], "self_attn"), (model, "lm_head")):
+        setattr(holder, name, compiled_whole(getattr(holder, name), inputs))
+    return model
+
+
+def activation_checkpoint_wrappers(model, inputs):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+    return model.train()
+
+
+def wrapped_at_every_depth(model, inputs):
+    model = activation_checkpoint_wrappers(compiled_blocks(model, inputs), inputs)
+    model.model = nn.DataParallel(compiled_tower(model, inputs).model)
+    return AveragedModel(compiled_whole(nn.DataParallel(model), inputs))
+
+
+def set_up_by_fabric(model, inputs):
+    return Fabric(accelerator="cpu", devices=1).setup(compiled_whole(model, inputs))
 
 
 def gradient_checkpointing(model, inputs):
@@ -82,6 +122,12 @@ HELD = [
     compiled_whole,
     compiled_in_place,
     compiled_blocks,
+    compiled_blocks_in_place,
+    compiled_tower,
+    compiled_parts,
+    activation_checkpoint_wrappers,
+    wrapped_at_every_depth,
+    set_up_by_fabric,
     gradient_checkpointing,
     frozen,
     hooked,
@@ -89,15 +135,90 @@ HELD = [
     prepared_in_bf16,
     data_parallel,
 ]
+NOT_RUN = [hooked, data_parallel, compiled_tower, compiled_parts, wrapped_at_every_depth, set_up_by_fabric]
 
 
 @pytest.mark.parametrize("held", HELD)
 def test_the_numbers_are_those_of_the_plain_model(plain, held):
     model, inputs, expected = plain
     model = held(copy.deepcopy(model), inputs)
-    if held not in (hooked, data_parallel):
+    if held not in NOT_RUN:
         model(inputs)  # as after some training: compiled code exists, offloaded weights have gone back
-    np.testing.assert_array_equal(measured(model, inputs).miscoupling, expected.miscoupling)
+    ds = measured(model, inputs)
+    np.testing.assert_array_equal(ds.miscoupling, expected.miscoupling)
+    assert [ds.attrs[name] for name in ("blocks", "final_norm_module")] == [
+        expected.attrs[name] for name in ("blocks", "final_norm_module")
+    ]
+
+
+class Outer(nn.Module):
+    """A model whose part is wrapped: held twice, or run through the wrapper's own attribute."""
+
+    def __init__(self, net, way):
+        super().__init__()
+        self.net = (
+            net if way == "held twice" else nn.DataParallel(net) if way == "module" else compiled_whole(net, None)
+        )
+        self.fast = compiled_whole(net, None) if way == "held twice" else None
+        self.way = way
+
+    def forward(self, ids):
+        if self.way == "held twice":
+            return self.fast(ids)
+        return getattr(self.net, self.way)(ids) if self.way else self.net(ids)
+
+
+@pytest.mark.parametrize("way", ["", "held twice", "module", "_orig_mod"])
+def test_a_wrapped_part_is_measured_as_without_its_wrapper(plain, way):
+    model, inputs, expected = plain
+    ds = measured(Outer(copy.deepcopy(model), way), inputs)
+    np.testing.assert_array_equal(ds.miscoupling, expected.miscoupling)
+    assert ds.attrs["blocks"] == "net.model.layers.0, net.model.layers.1, net.model.layers.2"
+
+
+@pytest.mark.parametrize("held", [compiled_tower, activation_checkpoint_wrappers, wrapped_at_every_depth])
+def test_blocks_are_named_with_or_without_the_wrappers_own_steps(plain, held):
+    model, inputs, expected = plain
+    model = held(copy.deepcopy(model), inputs)
+    plain_names = [f"model.layers.{i}" for i in range(3)]
+    found = {name: module for name, module in model.named_modules() if isinstance(module, LlamaDecoderLayer)}
+    holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    container = next(name for name, m in model.named_modules() if m is holder)
+    given = [plain_names, list(found), list(found.values()), list(holder), holder, "model.layers", container]
+    for blocks in given:
+        assert tracker.find_blocks(model, blocks).names == tuple(plain_names)
+    spans = [f"input of {name}" for name in found] + [f"output of {list(found)[-1]}"]
+    assert tracker.find_blocks(model, spans).names[0] == "input of model.layers.0 to input of model.layers.1"
+    with pytest.raises(UsageError, match="no module named 'model._orig_mod.blocks'; its parts are model .LlamaModel"):
+        tracker.find_blocks(model, "model._orig_mod.blocks")
+
+
+def test_a_penalty_of_a_model_with_wrapped_parts(plain):
+    model, inputs, _ = plain
+    given = {"generator": torch.Generator().manual_seed(0)}
+    expected = tracker.coupling_penalty(copy.deepcopy(model), inputs, generator=torch.Generator().manual_seed(0))
+    wrapped = wrapped_at_every_depth(copy.deepcopy(model), inputs)
+    torch.testing.assert_close(tracker.coupling_penalty(wrapped, inputs, **given), expected)
+
+
+def test_a_wrapped_parts_memory_is_counted(plain):
+    model, inputs, _ = plain
+    costs = [
+        tracker.measure(m, inputs, dry_run=True, dtype="float64")
+        for m in (model, compiled_tower(copy.deepcopy(model), inputs))
+    ]
+    assert costs[0].peak_bytes == costs[1].peak_bytes
+
+
+def test_weights_in_flattened_pieces_are_refused(plain):
+    model, inputs, _ = plain
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
+        with pytest.raises(UsageError, match="FSDP 1 keeps weights in flattened pieces"):
+            tracker.measure(nn.Sequential(sharded), inputs)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_offloaded_to_disk(plain, tmp_path):

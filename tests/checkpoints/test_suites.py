@@ -24,7 +24,52 @@ def test_suite_is_found_by_each_of_its_names(name):
     assert find_suite(name).source == "EleutherAI/pythia-70m-deduped"
 
 
-@pytest.mark.parametrize("name", ["14m-deduped", "1b-seed1", "410m-seed0", "410m-seed10", "12b-final"])
+@pytest.mark.parametrize("variant", ["160m-weight-seed1", "160m-data-seed3", "14m-seed9", "12b-deduped"])
+def test_published_variants_are_suites_of_their_own(variant):
+    for name in (variant, f"pythia-{variant}", f"EleutherAI/pythia-{variant}"):
+        suite = find_suite(name)
+        assert (suite.name, suite.source) == (f"pythia-{variant}", f"EleutherAI/pythia-{variant}")
+        assert suite.steps == PYTHIA_STEPS and suite.checkpoints[1].tokens == 2_097_152
+
+
+@pytest.mark.parametrize(
+    "repo",
+    [
+        "EleutherAI/pythia-160m-v0",
+        "EleutherAI/pythia-70m-deduped-v0",
+        "EleutherAI/pythia-intervention-410m-deduped",
+        "EleutherAI/pythia-70m-weight-seed1",
+        "EleutherAI/pythia-160m-data-seed4",
+        "EleutherAI/160m",
+        "org/pythia-160m-weight-seed1",
+    ],
+)
+def test_a_repository_that_is_no_published_pythia_is_one_like_any_other(repo, monkeypatch):
+    branches(monkeypatch, "main", "step0", "step5")
+    suite = find_suite(repo)
+    assert (suite.source, suite.steps) == (repo, (0, 5)) and suite.checkpoints[1].tokens is None
+
+
+@pytest.mark.parametrize("name", ["160m-seed3", "EleutherAI/pythia-160m-seed3"])
+def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
+    branches(monkeypatch, "main", "step0", "early_7")
+    suite = find_suite(name, revisions=r"early_(?P<step>\d+)")
+    assert (suite.source, suite.steps) == ("EleutherAI/pythia-160m-seed3", (7,))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "14m-deduped",
+        "70m-weight-seed1",
+        "160m-data-seed4",
+        "pythia-160m-v0",
+        "1b-seed1",
+        "410m-seed0",
+        "410m-seed10",
+        "12b-final",
+    ],
+)
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)

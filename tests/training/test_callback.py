@@ -436,6 +436,32 @@ def test_a_mapping_is_passed_to_the_child_that_has_a_forward():
     assert_same_units(watch.units[2], expected)
 
 
+class CompiledPart(EncoderModule):
+    """Compiles its encoder when it is made, or where Lightning lets a module build itself."""
+
+    def __init__(self, at_first):
+        super().__init__()
+        if at_first:
+            self.model = torch.compile(self.model, backend="eager")
+
+    def configure_model(self):
+        if not hasattr(self.model, "_orig_mod"):
+            self.model = torch.compile(self.model, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("at_first", "blocks"), [(True, None), (True, "model._orig_mod.stages"), (False, None), (False, "model.stages")]
+)
+def test_a_part_that_the_module_compiles(at_first, blocks):
+    watch = Watch(4, probe=None, blocks=blocks)
+    lightning.seed_everything(0, verbose=False)
+    module = CompiledPart(at_first)
+    trainer([watch], max_steps=2).fit(module, mappings())
+    expected = tracker.measure(module.model, {"x": watch.probe["x"]}, k=2).assign_coords(step=2)
+    assert_same_units(watch.units[2], expected)
+    assert watch.units[2].attrs["blocks"] == "stages.0, stages.1, stages.2"
+
+
 def test_a_given_forward():
     watch = Watch(4, probe=None, forward=lambda module, batch: module(batch, temperature=2.0))
     module = BatchForward()

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 import tracker
@@ -90,6 +91,15 @@ def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
 def test_bad_arguments(options, message):
     with pytest.raises(UsageError, match=message):
         tracker.Watch(**options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_fabric_has_set_up(compiled):
+    model = neox()
+    wrapped = torch.compile(model, backend="eager") if compiled else model
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(wrapped)
+    unit = tracker.Watch(1, k=K, probe=tokens())(0, wrapped)
+    np.testing.assert_array_equal(unit.miscoupling, tracker.measure(model, tokens(), k=K).miscoupling)
 
 
 def test_a_model_without_blocks():

@@ -1,8 +1,8 @@
 """Clusters of results that are not independent. A fit over models is repeated with one point per cluster, its mean.
 
-Variants of one model form a cluster: same class, depth, width, parameter count, and name up to `-deduped` or `-seedN` (Pythia
-70m and 70m-deduped; one model measured twice). Models of one suite also share data and recipe, which their names do not show:
-the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
+Variants of one model form a cluster: same class, depth, width, parameter count, and name up to `-deduped`, `-seedN`,
+`-data-seedN` or `-weight-seedN` (Pythia 70m and 70m-deduped; one model measured twice). Models of one suite also share data and
+recipe, which their names do not show: the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
 """
 
 import re
@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.errors import UsageError
 
-VARIANT = re.compile(r"[-_](deduped|seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
+VARIANT = re.compile(r"[-_](deduped|((data|weight)[-_])?seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
 
 
 def cluster_labels(results: Mapping[str, xr.Dataset]) -> np.ndarray:

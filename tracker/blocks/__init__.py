@@ -8,4 +8,6 @@ in order of depth, the final norm, the unembedding and the class token, and whic
 - `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each.
 - `candidates`: lists of modules that may be blocks, if no attention is recognised by name.
 - `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
+- `proposals`: the lines that a message proposes, if the blocks are not found or several lists fit.
+- `wrappers`: the module tree without wrappers such as those of `torch.compile` and DDP.
 """

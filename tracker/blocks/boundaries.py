@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from tracker.blocks.proposals import Proposal
 from tracker.blocks.towers import has_matrices, named_attention
 from tracker.errors import UsageError
 
@@ -67,20 +68,19 @@ def _read(entry: Any) -> Boundary:
     return Boundary(side, module)
 
 
-def suggest_boundaries(model: nn.Module) -> list[str]:
-    """Suggest a `blocks=` argument for every list of lists that may contain attention (vit-pytorch, x-transformers).
+def propose_boundaries(model: nn.Module) -> list[Proposal]:
+    """Propose the boundaries between blocks of every list of lists that may contain attention (vit-pytorch, x-transformers).
 
     It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
     next to the list, or at the output of the module that contains the list. The measurement checks both.
     """
-    return [line for name, module in model.named_modules() if (line := _suggestion(model, name, module))]
+    return [line for name, module in model.named_modules() if (line := _proposal(model, name, module))]
 
 
-def _suggestion(model: nn.Module, name: str, layers: nn.Module) -> str | None:
-    children = list(layers.children())
-    plain = (nn.ModuleList, nn.Sequential)
-    if type(layers) is not nn.ModuleList or len(children) < 2 or not all(type(child) in plain for child in children):
+def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None:
+    if not is_list_of_lists(layers):
         return None
+    children = list(layers.children())
     classes = [tuple(type(part).__name__ for part in child.modules()) for child in children]
     period = next(p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p))
     first = _first(children[0])
@@ -98,7 +98,20 @@ def _suggestion(model: nn.Module, name: str, layers: nn.Module) -> str | None:
         return None
     end = f"input of {prefix}{norms[0]}" if norms else f"output of {holder}"
     every = f"{len(classes)}" if period == 1 else f"0, {len(classes)}, {period}"
-    return f'blocks=[f"input of {name}.{{i}}.{first}" for i in range({every})] + ["{end}"]'
+    starts = [f"input of {name}.{i}.{first}" for i in range(0, len(classes), period)]
+    return Proposal(
+        f'[f"input of {name}.{{i}}.{first}" for i in range({every})] + ["{end}"]',
+        [*starts, end],
+        f"{starts[0]} to {end}",
+        f"{len(starts)} blocks of {period} x {type(children[0]).__name__} in {name}",
+    )
+
+
+def is_list_of_lists(layers: nn.Module) -> bool:
+    """Whether a module is a list of two lists or more, which have no forward pass that would make each a block."""
+    children = list(layers.children())
+    plain = (nn.ModuleList, nn.Sequential)
+    return type(layers) is nn.ModuleList and len(children) > 1 and all(type(child) in plain for child in children)
 
 
 def _first(module: nn.Module) -> str | None:

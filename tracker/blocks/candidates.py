@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from tracker.blocks.boundaries import suggest_boundaries
-from tracker.blocks.towers import Run, has_matrices, nested, unwrap
+from tracker.blocks.boundaries import is_list_of_lists, propose_boundaries
+from tracker.blocks.proposals import BlocksNotFound, Proposal
+from tracker.blocks.towers import Run, has_matrices, nested, proposals
 
 RECOGNISED = (
     "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
@@ -32,41 +33,36 @@ def outermost(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if not any(nested(run, other.names) for other in runs)]
 
 
-def describe_candidates(model: nn.Module, runs: Sequence[Run], findings: Sequence[str] | None = None) -> str:
-    """Say how blocks are recognised, which lists were seen, with the `blocks=` argument of each, and how to name others.
+def nothing_found(
+    model: nn.Module, runs: Sequence[Run], findings: Sequence[str] | None = None, pairs: Sequence[Proposal] = ()
+) -> BlocksNotFound:
+    """Return the error for a model without blocks: how they are recognised, which lists were seen, and what may be named.
 
     Args:
         model: the model that was searched.
         runs: its candidates.
-        findings: for each candidate, what the forward pass showed.
+        findings: for each candidate, why a forward pass showed that it is no chain of blocks.
+        pairs: blocks that a forward pass suggests.
     """
-    notes = [f": {finding}" for finding in findings] if findings else [""] * len(runs)
-    lines = "".join(f"\n  {run.argument}  # {run}{note}" for run, note in zip(runs, notes, strict=True))
     parts = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
-    seen = (
-        f"Lists of modules of one class:{lines}"
-        if runs
-        else f"The model has no list of such modules; its parts are {parts}."
-    )
-    return f"{RECOGNISED}\n{seen}\n{_naming_hint(model)}"
-
-
-def _naming_hint(model: nn.Module) -> str:
-    """Say how the blocks of this model can be named."""
-    lines = suggest_boundaries(model)
-    if lines:
-        return (
-            "It calls attention and MLP separately, so that no module is a block: name the boundaries between "
-            f"blocks: {' or '.join(lines)}"
+    seen = [] if runs else [f"The model has no list of such modules; its parts are {parts}."]
+    if runs and findings is not None:
+        lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
+        seen.append(f"Its lists of modules of one class are no blocks:{lines}")
+    boundaries = propose_boundaries(model)
+    if boundaries:
+        seen.append("It calls attention and MLP separately, so that no module is a block.")
+    elif any(map(is_list_of_lists, model.children())):
+        seen.append(
+            "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
+            "returns, which has a name only inside another module: measure a model that contains this one."
         )
-    return (
-        "Name the blocks: blocks='path.to.list', or a list of modules, or, if no module is a block, "
-        "blocks=[('input of A', 'output of B'), ...]"
-    )
+    found = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
+    return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[Run]:
-    children = [(name, unwrap(child)) for name, child in module.named_children()]
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
     stretch: list[tuple[str, nn.Module]] = []
     for name, child in children:
         if stretch and not _follows(module, *stretch[-1], name, child):
@@ -97,5 +93,6 @@ def _run(
     ):
         return
     prefix = f"{container}." if container else ""
-    names = tuple(f"{prefix}{name}" for name, _ in stretch)
-    yield Run(container, names, type(modules[0]).__name__, len(stretch) == len(children))
+    first = {id(child): name for name, child in reversed(stretch)}  # a module may be in a list several times
+    names = tuple(f"{prefix}{name}" for name, child in stretch if first[id(child)] == name)
+    yield Run(container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch))

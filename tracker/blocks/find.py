@@ -8,14 +8,14 @@ are no modules are named by their boundaries (`boundaries`).
 """
 
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
 
 from torch import nn
 
-from tracker.blocks.boundaries import Span, read_spans
-from tracker.blocks.candidates import candidate_runs, describe_candidates, outermost
+from tracker.blocks.boundaries import Boundary, Span, read_spans
+from tracker.blocks.candidates import candidate_runs, nothing_found, outermost
 from tracker.blocks.huggingface import (
     declared_blocks,
     huggingface_owner,
@@ -24,6 +24,7 @@ from tracker.blocks.huggingface import (
     token_embedding,
 )
 from tracker.blocks.huggingface import unembedding as find_unembedding
+from tracker.blocks.proposals import BlocksNotFound
 from tracker.blocks.towers import (
     Run,
     class_token_parameter,
@@ -31,9 +32,10 @@ from tracker.blocks.towers import (
     is_class_attention,
     nested,
     norms_around,
+    proposals,
     related,
-    unwrap,
 )
+from tracker.blocks.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
 from tracker.errors import UsageError
 
 __all__ = ["Blocks", "Named", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
@@ -46,7 +48,7 @@ Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller 
 class Blocks:
     """A model's residual blocks, final norm, unembedding and class token, by name.
 
-    Names are qualified names within the unwrapped model (no DDP or `torch.compile` wrapper).
+    Names are qualified names within the model without wrappers, such as those of DDP and `torch.compile` (`wrappers`).
     """
 
     names: tuple[str, ...]
@@ -91,37 +93,35 @@ def find_blocks(
     Args:
         model: any transformer.
         blocks: names the blocks instead of finding them: the qualified name of their container, or a list of modules or
-            their names. For blocks that are no modules, the start and end of each, [("input of A", "output of B"), ...],
-            or the L + 1 boundaries in order of depth, ["input of A", "input of C", ..., "output of Z"].
+            their names; the steps of wrappers in a name (_orig_mod, module) may be left out. For blocks that are no modules,
+            the start and end of each, [("input of A", "output of B"), ...], or the L + 1 boundaries in order of depth,
+            ["input of A", "input of C", ..., "output of Z"].
         final_norm: the qualified name of the norm that takes the last block's output.
         unembedding: the qualified name of the module that maps a hidden state to logits over the vocabulary.
         class_token: the position of the token that a classifier reads.
         batch_first: whether hidden states are (batch, tokens, width) or (tokens, batch, width).
 
     Raises:
-        UsageError: if `model` is no module, no blocks are found, several containers fit equally well, or a named module does
-            not exist.
+        UsageError: if `model` is no module, no blocks are found, several containers fit equally well (the message proposes
+            lines, which have not been tried), or a named module does not exist.
     """
     if isinstance(blocks, Blocks):
         return blocks
     check_model(model)
-    model = unwrap(model)
+    given, model = model, unwrap(model)
     runs = find_runs(model)
-    spans = read_spans(blocks) or []
-    within = [_boundary_module(model, boundary.module) for span in spans for boundary in span]
+    spans = [(_named_boundary(given, start), _named_boundary(given, end)) for start, end in read_spans(blocks) or ()]
     if spans:
-        names, found_by, assumed = within, "boundaries named by the caller", ()
+        names, found_by, assumed = [b.module for span in spans for b in span], "boundaries named by the caller", ()
     elif blocks is not None:
-        names, found_by, assumed = _named(model, blocks), "named by the caller", ()  # type: ignore[arg-type]
+        names, found_by, assumed = _named(given, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
         names, found_by, assumed = _found(model, runs)
     language = in_text_tower(model, names[0])
     token = class_token
     if token is None and not language and class_token_parameter(model, names, runs) is not None:
         token = 0
-    for given in (final_norm, unembedding):
-        if given is not None:
-            _submodule(model, given)
+    final_norm, unembedding = (None if path is None else _name(given, path) for path in (final_norm, unembedding))
     if batch_first is None:
         first = model if spans else model.get_submodule(names[0])
         attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
@@ -155,19 +155,18 @@ def check_model(model: Any) -> None:
 def recognises_blocks(model: nn.Module) -> bool:
     """Whether the config declares the blocks, or modules are recognised as attention by their names."""
     model = unwrap(model)
-    return declared_blocks(model) is not None or any(len(run.names) > 1 for run in find_runs(model))
+    return declared_blocks(model) is not None or any(run.depth > 1 for run in find_runs(model))
 
 
-def _boundary_module(model: nn.Module, name: str) -> str:
-    _submodule(model, name)
-    return name
+def _named_boundary(model: nn.Module, boundary: Boundary) -> Boundary:
+    return replace(boundary, module=_name(model, boundary.module))
 
 
-def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
-    known = {id(unwrap(module)): name for name, module in model.named_modules(remove_duplicate=False)}
+def _named(given: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
+    """Return the names in `model`, the given model without wrappers, of the blocks that the caller names."""
     if isinstance(blocks, str):
-        container = _submodule(model, blocks)
-        blocks = [f"{blocks}.{name}" for name, _ in container.named_children()]
+        container = _name(given, blocks)
+        blocks = [f"{container}.{name}".lstrip(".") for name, _ in model.get_submodule(container).named_children()]
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
     # An nn.ModuleList is no Sequence.
@@ -179,22 +178,25 @@ def _named(model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[st
         )
     if len(blocks) == 0:
         raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
+    known = names_by_id(given)
     names = []
     for block in blocks:
-        module = _submodule(model, block) if isinstance(block, str) else block
-        if id(unwrap(module)) not in known:
-            raise UsageError(f"a module named as a block ({type(module).__name__}) is not part of the model")
-        names.append(known[id(unwrap(module))])
-    if len(set(names)) < len(names):
+        if isinstance(block, str):
+            names.append(_name(given, block))
+        elif id(innermost(block)) in known:
+            names.append(known[id(innermost(block))])
+        else:
+            raise UsageError(f"a module named as a block ({type(block).__name__}) is not part of the model")
+    if len({id(model.get_submodule(name)) for name in names}) < len(names):
         raise UsageError("`blocks` names a module twice; name each once, in order of depth: repeated calls are found")
     return names
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        raise UsageError(f"the model has no module named {name!r}; its parts are {_top_level(model)}") from error
+def _name(model: nn.Module, path: str) -> str:
+    name = name_without_wrappers(model, path)
+    if name is None:
+        raise UsageError(f"the model has no module named {path!r}; its parts are {_top_level(unwrap(model))}")
+    return name
 
 
 def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
@@ -218,36 +220,30 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
         text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
         if within and text and not is_encoder_decoder(declared.owner):
             return declared.names, str(declared), ("blocks",)
-    if not any(len(run.names) > 1 for run in runs):
+    if not any(run.depth > 1 for run in runs):
         candidates = candidate_runs(model)
         (run, *others) = outermost(candidates) or (None,)
         if run is None or others:
-            raise UsageError(
-                f"no residual blocks found in {type(model).__name__}. {describe_candidates(model, candidates)}"
-            )
+            raise nothing_found(model, candidates)
         how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
         return run.names, how, ("blocks", "attention")
     trunks = [run for run in runs if not is_class_attention(run)]
-    if len(trunks) == 1 and len(trunks[0].names) > 1 and "/" not in trunks[0].block_class:
+    if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
         (run,), after = trunks, [run for run in runs if is_class_attention(run)]
         if not after:
             return run.names, f"the only list of blocks with attention, {run}", ("blocks",)
         return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", ("blocks",)
-    raise UsageError(_ambiguity(model, runs))
+    raise _ambiguity(model, runs)
 
 
-def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> str:
-    depths = {len(run.names) for run in runs}
+def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> BlocksNotFound:
+    depths = {run.depth for run in runs}
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
-    why = (
-        "blocks of several towers or stages do not form one chain"
-        if len(runs) > 1
-        else "its modules are of several classes"
-    )
-    lines = "".join(f"\n  {run.argument}  # {run}" for run in runs)
-    return f"{lists} found ({paths}) in {type(model).__name__}, and {why}. Name the one to measure:{lines}"
+    why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
+    found = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
+    return BlocksNotFound(found, proposals(model, runs))
 
 
 def _top_level(model: nn.Module) -> str:

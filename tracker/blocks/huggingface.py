@@ -1,12 +1,10 @@
 """Read what a Hugging Face model declares about itself: its blocks, token embedding, unembedding and towers."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-
-from tracker.blocks.towers import unwrap
 
 
 @dataclass(frozen=True)
@@ -15,12 +13,13 @@ class DeclaredBlocks:
 
     owner: nn.Module
     container: str
-    names: tuple[str, ...]
+    depth: int
+    names: tuple[str, ...]  # each once, if a block is in the list several times
     tower: str = ""  # the text tower, if there are several
     role: str = ""  # how the tower reaches the model's output
 
     def __str__(self) -> str:
-        return f"{type(self.owner).__name__}.base_model, a list of config.num_hidden_layers = {len(self.names)}"
+        return f"{type(self.owner).__name__}.base_model, a list of config.num_hidden_layers = {self.depth}"
 
 
 def huggingface_owner(model: nn.Module, block: str | None = None) -> nn.Module | None:
@@ -87,7 +86,7 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     found = _block_list(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
     if found is None:
         return None
-    return DeclaredBlocks(owner, found.container, found.names, _name_of(model, tower), role)
+    return replace(found, tower=_name_of(model, tower), role=role)
 
 
 def _table(embedding: Any) -> nn.Embedding | None:
@@ -103,7 +102,7 @@ def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
     """Return the Hugging Face models in `model` that contain the block, the outermost first."""
     return [
         module
-        for name, module in unwrap(model).named_modules()
+        for name, module in model.named_modules()
         if (block is None or name == "" or block.startswith(f"{name}."))
         and hasattr(module, "config")
         and hasattr(module, "get_input_embeddings")
@@ -138,11 +137,11 @@ def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None
         return None
     classes = set(getattr(owner, "_no_split_modules", None) or ())
     lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    chosen = [m for m in lists if type(unwrap(m[0])).__name__ in classes] or lists
+    chosen = [m for m in lists if type(m[0]).__name__ in classes] or lists
     if len(chosen) != 1:
         return None
     container = _name_of(model, chosen[0])
-    return DeclaredBlocks(owner, container, tuple(f"{container}.{i}" for i in range(depth)))
+    return DeclaredBlocks(owner, container, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children()))
 
 
 def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:

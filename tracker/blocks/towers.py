@@ -7,9 +7,11 @@ module that contains one run and no other: the vision tower of a vision-language
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
+
+from tracker.blocks.proposals import Proposal
 
 
 @dataclass(frozen=True)
@@ -20,34 +22,25 @@ class Run:
     names: tuple[str, ...]
     block_class: str  # the blocks' class; several are joined by "/"
     fills_container: bool
+    depth: int  # entries of the container: more than names, if a module is in it several times
     tower: str = ""  # "" is the whole model
     tower_class: str = ""
 
     def __str__(self) -> str:
         where = f" in {self.tower} ({self.tower_class})" if self.tower and self.tower != self.container else ""
-        return f"{len(self.names)} x {self.block_class}{where}"
+        number = f"{self.depth} x " if self.depth == len(self.names) else f"{self.depth} times {len(self.names)} x "
+        return f"{number}{self.block_class}{where}"
 
     @property
-    def argument(self) -> str:
+    def where(self) -> str:
+        """The container, or the first and the last module if they do not fill it."""
+        return self.container if self.fills_container and self.container else f"{self.names[0]} to {self.names[-1]}"
+
+    @property
+    def proposal(self) -> Proposal:
         """The `blocks=` argument that selects this run."""
-        return f"blocks={self.container if self.fills_container and self.container else list(self.names)!r}"
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers: `torch.compile`, DataParallel, DistributedDataParallel, a TransformerBridge.
-
-    TransformerLens's TransformerBridge keeps the model that its forward calls outside its own tree, and puts its hook points
-    into that model.
-    """
-    while True:
-        if "_orig_mod" in model._modules:
-            model = model._modules["_orig_mod"]  # type: ignore[assignment]
-        elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif "original_model" in model.__dict__ and "TransformerBridge" in {c.__name__ for c in type(model).__mro__}:
-            model = model.__dict__["original_model"]
-        else:
-            return model
+        blocks = self.container if self.fills_container and self.container else list(self.names)
+        return Proposal(repr(blocks), blocks, self.where, str(self))
 
 
 _OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
@@ -91,6 +84,19 @@ def related(run: Run, names: Sequence[str]) -> bool:
 def nested(run: Run, names: Sequence[str]) -> bool:
     """Whether the run is inside one of the named modules."""
     return any(_inside(run.container, name) for name in names)
+
+
+def proposals(model: nn.Module, runs: Sequence[Run]) -> list[Proposal]:
+    """Return the `blocks=` argument of each run, after that of all as one chain, if they are the entries of one list."""
+    holder = runs[0].container.rpartition(".")[0] if runs else ""
+    alike = len({run.container for run in runs}) > 1 and len({run.block_class for run in runs}) == 1
+    entries = all(run.container.rpartition(".")[0] == holder and run.fills_container for run in runs)
+    joined = []
+    if alike and entries and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential)):
+        names = [name for run in runs for name in run.names]
+        what = f"{len(names)} x {runs[0].block_class} in {holder or 'the model'}"
+        joined = [Proposal(repr(names), names, f"{names[0]} to {names[-1]}", what)]
+    return [*joined, *(run.proposal for run in runs)]
 
 
 def is_class_attention(run: Run) -> bool:
@@ -151,14 +157,16 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) ->
 def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str]) -> Iterator[Run]:
     if not isinstance(modules[container], (nn.ModuleList, nn.Sequential)):
         return
+    entries = [child for child in modules[container]._modules.values() if child is not None]
     children = [_join(container, child) for child, _ in modules[container].named_children()]
     stretch: list[str] = []
     for name in [*children, None]:
         if name is not None and name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             stretch.append(name)
         elif stretch:
-            block_classes = dict.fromkeys(type(unwrap(modules[element])).__name__ for element in stretch)
-            yield Run(container, tuple(stretch), "/".join(block_classes), stretch == children)
+            block_classes = dict.fromkeys(type(modules[element]).__name__ for element in stretch)
+            depth = sum(any(entry is modules[name] for name in stretch) for entry in entries)
+            yield Run(container, tuple(stretch), "/".join(block_classes), stretch == children, depth)
             stretch = []
 
 
@@ -169,11 +177,11 @@ def _resolved(run: Run, found: Sequence[Run], modules: dict[str, nn.Module], att
         other for other in within if not any(nested(other, third.names) for third in within if third is not other)
     ]
     inner = [r for other in direct for r in _resolved(other, found, modules, attention)]
-    if len(run.names) > 1:  # a block may contain a list of attentions: heads, or self- and cross-attention
+    if run.depth > 1:  # a block may contain a list of attentions: heads, or self- and cross-attention
         inner = [other for other in inner if all(_is_block(name, modules, attention) for name in other.names)]
-    if any(len(other.names) > 1 for other in inner):
+    if any(other.depth > 1 for other in inner):
         return inner
-    return [run] if len(run.names) > 1 or all(_is_block(name, modules, attention) for name in run.names) else []
+    return [run] if run.depth > 1 or all(_is_block(name, modules, attention) for name in run.names) else []
 
 
 def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]) -> bool:
@@ -202,9 +210,7 @@ def named_attention(class_name: str) -> bool:
 
 def _with_tower(run: Run, runs: Sequence[Run], modules: dict[str, nn.Module]) -> Run:
     tower = tower_of(run.names, runs)
-    return Run(
-        run.container, run.names, run.block_class, run.fills_container, tower, type(unwrap(modules[tower])).__name__
-    )
+    return replace(run, tower=tower, tower_class=type(modules[tower]).__name__)
 
 
 def _ends(name: str) -> list[int]:

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.candidates import candidate_runs, describe_candidates
-from tracker.blocks.find import Blocks, find_blocks
-from tracker.blocks.towers import Run, unwrap
+from tracker.blocks.candidates import candidate_runs, nothing_found
+from tracker.blocks.find import Blocks, find_blocks, unwrap
+from tracker.blocks.proposals import BlocksNotFound, Proposal
+from tracker.blocks.towers import Run, proposals
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.inputs import Batch
 from tracker.capture.noise import noise_like
 from tracker.capture.outputs import check_finite, hidden_state
 from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
 
 TOKENS = 1  # the axis of tokens in a hidden state that is batch first
 
@@ -59,11 +59,18 @@ class Observed:
             return "not decided: with one token, nothing moves between tokens; give an input of at least two"
         if len(still) == len(run.names):
             return "they move no information between tokens"
-        starts = [f"input of {name}" for name in run.names if name not in still]
-        return (
-            f"{len(still)} of them move no information between tokens. If each of these belongs to the module before it: "
-            f"blocks={[*starts, f'output of {run.names[-1]}']!r}"
+        return f"{len(still)} of them move no information between tokens"
+
+    def pairs(self, run: Run) -> list[Proposal]:
+        """Return spans from each module that moves information between tokens to the next, if some modules move none."""
+        starts = [f"input of {name}" for name in self.order if self.mixed[name]]
+        if self.fault or self.tokens < 2 or not 1 < len(starts) < len(run.names) == len(self.order):
+            return []
+        boundaries = [*starts, f"output of {run.names[-1]}"]
+        what = (
+            f"{len(starts)} blocks; each module that moves no information between tokens belongs to the one before it"
         )
+        return [Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", what)]
 
     def batch_first(self) -> bool:
         """Whether information moves along the second axis of the states, rather than along the first."""
@@ -79,7 +86,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
         batch: the forward call.
 
     Raises:
-        UsageError: if no list is such a chain, or several are.
+        BlocksNotFound: if no list is such a chain, or several are.
         FloatingPointError: if a module of a list takes or returns a value that is not finite.
     """
     model = unwrap(model)
@@ -88,14 +95,13 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
     findings = [seen.finding(run) for run, seen in zip(runs, observed, strict=True)]
     chains = [(run, seen) for run, seen, finding in zip(runs, observed, findings, strict=True) if not finding]
     if not chains:
-        raise UsageError(
-            f"no residual blocks found in {type(model).__name__}. {describe_candidates(model, runs, findings)}"
-        )
+        pairs = [proposal for run, seen in zip(runs, observed, strict=True) for proposal in seen.pairs(run)]
+        raise nothing_found(model, runs, findings, pairs)
     if len(chains) > 1:
-        lines = "".join(f"\n  {run.argument}  # {run}" for run, _ in chains)
-        raise UsageError(
+        raise BlocksNotFound(
             f"{len(chains)} lists of blocks found in {type(model).__name__} by a forward pass: the modules of each move "
-            f"information between tokens. Name the one to measure:{lines}"
+            "information between tokens.",
+            proposals(model, [run for run, _ in chains]),
         )
     ((run, seen),) = chains
     found = find_blocks(model, seen.order, batch_first=seen.batch_first())
@@ -107,13 +113,15 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
     """Return the blocks assumed from the module tree, laid out as a forward pass shows. Arguments as in `choose_blocks`.
 
     Raises:
-        UsageError: if the forward pass shows no chain of blocks, or another one.
+        BlocksNotFound: if the forward pass shows no chain of blocks, or another one.
     """
     seen = choose_blocks(model, new_replica, batch)
     if seen.names != assumed.names:
-        raise UsageError(
-            f"{assumed.names[0]} to {assumed.names[-1]} ({assumed.found_by}) are not the blocks: a forward pass shows "
-            f"{seen.names[0]} to {seen.names[-1]}. Name the one to measure: blocks={list(seen.names)!r}"
+        names = list(seen.names)
+        where = f"{names[0]} to {names[-1]}"
+        raise BlocksNotFound(
+            f"{assumed.names[0]} to {assumed.names[-1]} ({assumed.found_by}) are not the blocks: a forward pass shows {where}.",
+            [Proposal(repr(names), names, where, seen.found_by)],
         )
     return replace(assumed, batch_first=seen.batch_first)
 

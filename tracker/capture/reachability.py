@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.find import Blocks
-from tracker.blocks.towers import class_token_parameter, find_runs, related
+from tracker.blocks.proposals import BlocksNotFound
+from tracker.blocks.towers import class_token_parameter, find_runs, proposals, related
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.noise import noise_like
 from tracker.capture.outputs import hidden_state, with_hidden_state
@@ -60,12 +61,10 @@ def check_reachability(
             return
     if not _differ(_floating(plain), _floating(_run(new_replica(), inputs, noise_at=slice(None)))):
         others = [run for run in find_runs(replica.module) if not related(run, found.names)]
-        lines = "".join(f"\n  {run.argument}  # {run}" for run in others) or (
-            " blocks='path.to.list', or a list of modules"
-        )
-        raise UsageError(
+        raise BlocksNotFound(
             f"nothing that {type(replica.module).__name__} returns depends on its last block, {found.names[-1]} "
-            f"({found.found_by}). Name the blocks that reach its output:{lines}"
+            f"({found.found_by}): name blocks that reach its output.",
+            proposals(replica.module, others),
         )
     if token is not None:
         raise UsageError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracker.blocks.proposals import HOW_TO_NAME
 from tracker.capture import outputs, residual_pair
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.attention import OriginalAttention, intercept_attention
@@ -68,6 +69,10 @@ class _Recorder:
         self.head = Head(replica)
         self.norms = NormWatch()
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
+        self.states: dict[int, Tensor] = {}  # what the last block returned, `residual_pair.states_in`
+        self.stream: tuple[int, Tensor] | None = (
+            None  # a second state that the running block takes, and its index there
+        )
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
 
@@ -87,9 +92,10 @@ class _Recorder:
         if not (isinstance(x, Tensor) and x.dim() == 3):
             given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
-                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width)"
+                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
             )
         batch_first = self.replica.description.batch_first
+        streams = residual_pair.passed_on(bound, self.states)
         place, second = self.find_pair(bound, state) if self.outputs else (None, None)
         x = x if second is None else x + residual_pair.get_argument(bound, second)
         x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
@@ -99,11 +105,15 @@ class _Recorder:
             x = self.spill.keep(x.clone())
         elif self.is_last_output(x):
             x = self.calls[-1].y
+        elif len(streams) > 1:
+            raise residual_pair.two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
         else:
             raise UsageError(
                 f"the model changes the hidden state between {self.calls[-1].name} and {name}; "
                 "name consecutive blocks, so that each takes the output of the one before"
             )
+        beside = [i for i in streams if i > 0 and second is None]
+        self.stream = (beside[0], self.states[beside[0]]) if beside else None
         bound.arguments[state] = None  # every replay sets it; keeping it here would keep the original alive
         if second is not None:
             residual_pair.set_argument(bound, second, None)
@@ -169,12 +179,15 @@ class _Recorder:
         if id(block) not in self.replica.ends_in_norm:
             self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
+        self.states = residual_pair.states_in(dict(enumerate(output)) if isinstance(output, (tuple, list)) else {})
+        self.check_one_stream(call, y)
         self.outputs = residual_pair.outputs_like(y, output)
         y = y if call.second_output is None else y + output[call.second_output]
         y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
         if y.shape != call.x.shape:
             raise UsageError(
-                f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
+                f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape. "
+                f"{HOW_TO_NAME}"
             )
         outputs.check_finite(y, f"block {call.layer} ({call.name})")
         call.y = self.spill.keep(y.clone())
@@ -185,6 +198,22 @@ class _Recorder:
             attention.key, attention.value = self.spill.keep(attention.key), self.spill.keep(attention.value)
         self.calls.append(call)
         self.head.leave_block()
+
+    def check_one_stream(self, call: BlockCall, y: Tensor) -> None:
+        """Check that a block does not change a second state beside the hidden state, or return that one first.
+
+        Raises:
+            UsageError: if it does.
+        """
+        if self.stream is not None:
+            place, given = self.stream
+            returned = self.states.get(place)
+            if returned is not None and returned.shape == given.shape and not torch.equal(returned, given):
+                raise residual_pair.two_streams(call.name, y, returned)
+        others = residual_pair.states_in(call.arguments.arguments).values()
+        returned = [state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape]
+        if y.shape != call.x.shape and returned and any(other.shape == y.shape for other in others):
+            raise residual_pair.two_streams(call.name, returned[0], y)
 
     def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
         """Check that the block gives the same output from its attributes after the recorded call as from those before it.

@@ -3,6 +3,9 @@
 Blocks with a fused add and norm (mamba-ssm, flash-attn, vLLM) leave the addition to the next block: the hidden state is
 x^l = hidden + residual. If a block depends on the sum alone, it is measured with x^l in the first tensor and zero in the
 second; any other block is refused.
+
+Blocks with two streams (Flux, SD3: image and text tokens) pass on two states of any shapes, each of which changes in every
+block. No single state is the whole one, and they are refused.
 """
 
 from collections.abc import Mapping
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracker.blocks.proposals import HOW_TO_NAME
 from tracker.errors import UsageError
 from tracker.linalg.transfer import standard_normal
 
@@ -70,9 +74,30 @@ def check_sum(call: Any) -> None:
     if not (torch.allclose(split, whole, rtol=0, atol=scale) and torch.allclose(whole, call.y, rtol=0, atol=scale)):
         raise UsageError(
             f"block {call.name} takes and returns two tensors of the hidden state's shape (the second as "
-            f"{call.second_argument!r}), but it is no function of their sum alone, so there is no single hidden "
-            "state to measure; name blocks that take and return one: blocks=[...]"
+            f"{call.second_argument!r}), but it is no function of their sum alone: they are two streams, with no single hidden "
+            f"state to measure. {HOW_TO_NAME}"
         )
+
+
+def states_in(values: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    """Return the entries that may be hidden states: floating tensors of three dimensions."""
+    return {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()}
+
+
+def passed_on(arguments: BoundArguments, states: Mapping[int, Tensor]) -> list[int]:
+    """Return the indices of the previous block's `states_in` that are among these arguments."""
+    given = states_in(_flat(arguments)).values()
+    return [i for i, y in states.items() if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in given)]
+
+
+def two_streams(name: str, *states: Tensor) -> UsageError:
+    """Return the error for a block that changes two states."""
+    a, b = (tuple(state.shape) for state in states)
+    return UsageError(
+        f"block {name} takes and returns two hidden states, {a} and {b}, and changes both: the blocks carry two streams, and "
+        f"the Jacobian of one leaves out what passes through the other, so there is no single hidden state to measure. "
+        f"{HOW_TO_NAME}"
+    )
 
 
 def set_argument(arguments: BoundArguments, name: str, value: Any) -> None:

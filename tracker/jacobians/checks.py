@@ -175,6 +175,20 @@ def require_reproduction(
     return error
 
 
+def require_derivative(call: BlockCall, rows: Rows, recorded_dtype: torch.dtype) -> None:
+    """Check by a few vector-Jacobian products over the full sequence that a block can be linearized. It holds its weights.
+
+    Raises:
+        UsageError: if its code fails with gradients, or does not reproduce the recorded output.
+    """
+    _, group = next(rows.disjoint_groups())
+    block = linearize_full_sequence(call, group)
+    before, recorded = group.select(call.x), group.select(call.y)
+    with replay_errors(call):
+        block.pullback(standard_normal((2, *before.shape), before))
+    require_reproduction(call, block.y - before, recorded - before, recorded, recorded_dtype)
+
+
 def quality(J: Float[Tensor, "R d m"], dtype: torch.dtype, scale: float = 1.0) -> Bool[Tensor, " 2"]:
     """Whether all entries are finite, and whether rounding hides some row's J from this dtype.
 

@@ -55,8 +55,15 @@ def record_call(
         seen = f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given"
         if not replica.description.batch_first:
             raise UsageError(f"{seen}. {SEQUENCE_FIRST}")
+        if n != len(batch.labels):
+            raise UsageError(
+                f"{seen}: the model makes other samples of them before its blocks (frames, windows, several passes), whose "
+                "tokens are not those of one input. Measure the part of the model that takes such samples, on inputs for it"
+            )
+        named = replica.description.found_by.endswith("named by the caller")
         raise UsageError(
-            f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model, batch_first=False)"
+            f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model"
+            f"{', BLOCKS' * named}, batch_first=False){', with the blocks that you name now as BLOCKS' * named}"
         )
     valid, padding = _valid(batch, raw)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]

@@ -33,6 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from tracker.blocks.find import Blocks, Named, find_blocks, unwrap
+from tracker.blocks.wrappers import innermost
 from tracker.capture.activation_checkpointing import checkpointing_disabled
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.inputs import batches, positions
@@ -77,7 +78,7 @@ def coupling_penalty(
     Raises:
         UsageError: for inputs, tokens, pairs or blocks that can't be used.
     """
-    model = unwrap(model)
+    model = innermost(model)
     found = blocks if isinstance(blocks, Blocks) else find_blocks(model, blocks)
     if found.spans:
         raise UsageError("coupling_penalty needs blocks that are modules; these are given by their boundaries")
@@ -245,7 +246,7 @@ def _record(model: nn.Module, found: Blocks, layers: Sequence[int], arguments: A
     with ExitStack() as hooks:
         for layer in layers:
             hook = partial(enter, layer)
-            block = model.get_submodule(found.names[layer - 1])
+            block = unwrap(model).get_submodule(found.names[layer - 1])
             hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         try:
             model(*arguments, **keywords)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tracker.blocks.boundaries import Boundary
-from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner
+from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, unwrap
+from tracker.blocks.wrappers import names_by_id
 from tracker.errors import UsageError
 from tracker.lightning_packages import PREFIXES
 
@@ -19,13 +19,13 @@ Forward = Callable[[nn.Module, Any], Any]
 class Target:
     """The measured part of a training module, by name, so that it is also found in an averaged copy of the module."""
 
-    part: str  # qualified name within the training module
+    part: str  # qualified name within the training module without wrappers
     forward: Forward | None
     blocks: Blocks  # of `model(module)`
 
     def model(self, module: nn.Module) -> nn.Module:
         """Return the part of the training module, or of a copy of it, that is run."""
-        part = module.get_submodule(self.part)
+        part = unwrap(module).get_submodule(self.part)
         return part if self.forward is None else WithForward(part, self.forward)
 
 
@@ -52,7 +52,7 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
     Raises:
         UsageError: if no blocks are found, or no part that contains them has a forward.
     """
-    found = find_blocks(module, blocks)
+    found, module = find_blocks(module, blocks), unwrap(module)
     boundaries = [boundary for span in found.spans for boundary in span]
     names = [boundary.module for boundary in boundaries] or found.names
     named = None if blocks is None else [module.get_submodule(name) for name in names]
@@ -70,7 +70,7 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
     model = Target(part, forward, found).model(module)
     if not found.spans or named is None:
         return Target(part, forward, find_blocks(model, named))
-    own = {id(other): name for name, other in model.named_modules(remove_duplicate=False)}
+    own = names_by_id(model)
     outside = [name for name, other in zip(names, named, strict=True) if id(other) not in own]
     if outside:
         raise UsageError(
@@ -79,20 +79,6 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
         )
     renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
     return Target(part, forward, find_blocks(model, list(zip(renamed[::2], renamed[1::2], strict=True))))
-
-
-def check_whole(module: nn.Module) -> None:
-    """Check that the weights of a module can be read one by one.
-
-    Raises:
-        UsageError: for weights in flattened pieces (FSDP 1, DeepSpeed ZeRO 3).
-    """
-    flattened = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
-    if flattened or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        raise UsageError(
-            f"{'FSDP 1' if flattened else 'DeepSpeed ZeRO 3'} keeps weights in flattened pieces that can't be read one by one; "
-            "shard with FSDP2 (in Lightning, ModelParallelStrategy), or train with DDP"
-        )
 
 
 def _runs(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tracker.blocks.find import Named
+from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger
 from tracker.measures.options import accepts_options, documented
@@ -19,7 +20,7 @@ from tracker.training import schedule as schedules
 from tracker.training.publisher import Log
 from tracker.training.run import Run
 from tracker.training.skipped import Skipped
-from tracker.training.target import Forward, check_whole
+from tracker.training.target import Forward
 
 
 class TransformersCallback(TrainerCallback):

@@ -13,6 +13,7 @@ import xarray as xr
 from torch import nn
 
 from tracker.blocks.find import Named
+from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger, LogTo
 from tracker.measures.options import accepts_options, documented
@@ -21,7 +22,7 @@ from tracker.training import schedule as schedules
 from tracker.training.publisher import Log
 from tracker.training.run import Run
 from tracker.training.skipped import Skipped
-from tracker.training.target import Forward, check_whole
+from tracker.training.target import Forward
 
 
 class Watch:

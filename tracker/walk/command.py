@@ -22,8 +22,8 @@ class Walk:
     Exit status: 0 all measured; 1 some revision failed (listed at the end, the others kept); 2 bad usage.
 
     Args:
-        model: nano (trained here where it is absent), a Pythia size (14m to 12b, with -deduped or -seedN after it), a
-            Hugging Face repository id, or a directory of checkpoints.
+        model: nano (trained here where it is absent), a Pythia size (14m to 12b, perhaps with -deduped, -seedN,
+            -data-seedN or -weight-seedN after it), a Hugging Face repository id, or a directory of checkpoints.
         steps: paper (Fig. 1b), all, log2, scores (those with benchmark results), or numbers such as 128,512. Default:
             paper for Pythia, all for others.
         revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where

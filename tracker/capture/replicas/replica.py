@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, unwrap
+from tracker.blocks.find import Blocks
+from tracker.blocks.wrappers import path_inside
 from tracker.capture.attention import hook_attn_method
 from tracker.capture.hooked_attention import hook_methods
 from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
@@ -29,7 +30,7 @@ from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
 from tracker.capture.replicas.sharded import Gather, gather_alone
 from tracker.capture.replicas.streaming import Streaming, Tensors
-from tracker.capture.replicas.weights import is_plain, plain_class, plain_tensor
+from tracker.capture.replicas.weights import check_whole, is_plain, plain_class, plain_tensor
 from tracker.errors import UsageError
 
 
@@ -52,6 +53,7 @@ class Replica:
         device: torch.device,
         gather: Gather = gather_alone,
     ):
+        check_whole(model)
         self._shared = SharedTensors()
         self.generators = Generators(device)
         self.module = _ModuleCopier(self._shared, self.generators).copy(model)
@@ -232,10 +234,15 @@ class _ModuleCopier:
         self.memo: dict[int, Any] = {}  # by id of the original
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Copy a module and all its parts; each module has one copy, however many modules hold it."""
-        module = unwrap(module)
-        if id(module) in self.memo:
-            return self.memo[id(module)]
+        """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
+        steps, module = path_inside(module)
+        new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
+        for step in steps:
+            if not hasattr(new, step):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
+                new.__dict__[step] = new
+        return new
+
+    def _copy(self, module: nn.Module) -> nn.Module:
         new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
         state = new.__dict__
         for name, value in module.__dict__.items():

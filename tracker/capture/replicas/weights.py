@@ -48,6 +48,20 @@ def plain_tensor(module: nn.Module, name: str, tensor: Tensor, gather: Gather = 
     return tensor.detach() if tensor.requires_grad else tensor
 
 
+def check_whole(module: nn.Module) -> None:
+    """Check that the weights of a module can be read one by one.
+
+    Raises:
+        UsageError: for weights in flattened pieces (FSDP 1, DeepSpeed ZeRO 3).
+    """
+    flattened = any("_fsdp_wrapped_module" in part._modules for part in module.modules())
+    if flattened or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise UsageError(
+            f"{'FSDP 1' if flattened else 'DeepSpeed ZeRO 3'} keeps weights in flattened pieces that can't be read one by one; "
+            "shard with FSDP2 (in Lightning, ModelParallelStrategy), or train with DDP"
+        )
+
+
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class whose forward takes plain weights: nn.Linear for a quantised linear layer, else `cls`."""
     quantised = cls.__module__.startswith("bitsandbytes.") and issubclass(cls, nn.Linear)

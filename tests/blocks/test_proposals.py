@@ -1,0 +1,233 @@
+"""The lines that a refusal proposes: each is tried, and only those that measure are proposed."""
+
+import copy
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests import home_made
+from tests.home_made import VOCABULARY
+from tests.models import WIDTH, tokens
+from tests.sweep import of_packages
+from tracker.errors import UsageError
+
+K = 2
+
+
+def refusal(model, inputs=None) -> str:
+    with pytest.raises(UsageError) as error:
+        tracker.measure(model, tokens() if inputs is None else inputs, k=K)
+    return str(error.value)
+
+
+def lines(message: str):
+    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
+
+
+class Model(nn.Module):
+    """Blocks in a list, or in a list of lists."""
+
+    def __init__(self, blocks: nn.ModuleList):
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Embedding(VOCABULARY, WIDTH), blocks, nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for entry in self.blocks:
+            for block in entry if isinstance(entry, nn.ModuleList) else [entry]:
+                x = block(x)
+        return self.head(x)
+
+
+KINDS = [home_made.Torch, home_made.Flat]  # with attention that has a name, and without
+
+
+@pytest.mark.parametrize("block", KINDS)
+def test_a_block_that_is_in_a_list_several_times_is_measured_at_each_call(block):
+    torch.manual_seed(0)
+    one, other = block(), block()
+    shared = Model(nn.ModuleList([one, other, one, other]))
+    copies = Model(nn.ModuleList(copy.deepcopy(b) for b in (one, other, one, other)))
+    copies.embed, copies.head = shared.embed, shared.head
+    assert "4 times 2 x" in str(tracker.find_blocks(shared))
+    found, expected = (tracker.measure(m, tokens(), k=K, dtype="float64") for m in (shared, copies))
+    assert found.attrs["blocks"] == "blocks.0, blocks.1, blocks.0, blocks.1"
+    np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)
+    alone = tracker.measure(Model(nn.ModuleList([one] * 3)), tokens(), k=K)
+    assert alone.attrs["blocks"] == "blocks.0, blocks.0, blocks.0"
+
+
+@pytest.mark.parametrize("block", KINDS)
+def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
+    torch.manual_seed(0)
+    chunks = Model(nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)))
+    flat = Model(nn.ModuleList(b for chunk in chunks.blocks for b in chunk))  # type: ignore[union-attr]
+    flat.embed, flat.head = chunks.embed, chunks.head
+    proposed = lines(refusal(chunks))
+    assert proposed == [["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"], "blocks.0", "blocks.1"]
+    found = tracker.measure(chunks, tokens(), blocks=proposed[0], k=K)
+    np.testing.assert_array_equal(found.miscoupling, tracker.measure(flat, tokens(), k=K).miscoupling)
+    with pytest.raises(UsageError, match="These lines were not tried, which takes inputs; tracker.measure"):
+        tracker.find_blocks(chunks)
+
+
+class NoGradients(home_made.Torch):
+    """A block that the model can run, and nothing can linearize."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            raise NotImplementedError("no backward on this device")
+        return super().forward(x)
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.first = nn.ModuleList(block() for _ in range(2))
+        self.second = nn.ModuleList(home_made.Torch() for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = x.mean(1, keepdim=True)
+            for block in self.first:
+                y = block(y)
+        for block in self.second:
+            x = block(x)
+        return x + y
+
+
+def test_a_line_whose_derivative_fails_is_not_proposed():
+    message = refusal(TwoTowers(NoGradients), torch.randn(2, 4, WIDTH))
+    assert lines(message) == ["second"]
+    assert re.search(r"^  first \(2 x NoGradients.*no backward on this device", message, re.MULTILINE)
+    assert "Name the blocks to measure; each line was tried on these inputs" in message
+
+
+def test_where_no_line_works_the_message_says_why_for_each():
+    class OnlyFirst(TwoTowers):
+        def forward(self, x):
+            for block in self.first:
+                x = block(x) + 1
+            for block in self.second:
+                x = block(x) + 1
+            return x
+
+    message = refusal(OnlyFirst(home_made.Torch), torch.randn(2, 4, WIDTH))
+    assert not lines(message) and message.count("the model changes the hidden state between") == 2
+    assert message.endswith("blocks=[('input of A', 'output of B'), ...]") and message.count("Name the blocks") == 1
+
+
+def test_a_refusal_can_be_sent_between_processes():
+    with pytest.raises(UsageError) as error:
+        tracker.find_blocks(TwoTowers(home_made.Torch))
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+class Joint(nn.Module):
+    """Attention over two streams, as in SD3 and Flux: image tokens first or last in what the block returns."""
+
+    def __init__(self, image_first: bool):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.image, self.text = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.image_first = image_first
+
+    def forward(self, image, text):
+        x = torch.cat([image, text], 1)
+        y = self.attn(x, x, x, need_weights=False)[0]
+        image, text = image + self.image(y[:, : image.shape[1]]), text + self.text(y[:, image.shape[1] :])
+        return (image, text) if self.image_first else (text, image)
+
+
+class Single(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attn(x, x, x, need_weights=False)[0]
+
+
+class Diffusion(nn.Module):
+    def __init__(self, image_first: bool, single: int):
+        super().__init__()
+        self.joint = nn.ModuleList(Joint(image_first) for _ in range(3))
+        self.single = nn.ModuleList(Single() for _ in range(single))
+        self.image_first = image_first
+
+    def forward(self, image, text):
+        for block in self.joint:
+            out = block(image=image, text=text)
+            image, text = out if self.image_first else out[::-1]
+        x = torch.cat([text, image], 1)
+        for block in self.single:
+            x = block(x)
+        return x[:, text.shape[1] :]
+
+
+@pytest.mark.parametrize("image_first", [True, False])
+@pytest.mark.parametrize("words", [4, 6])
+def test_blocks_with_two_streams_are_refused_for_that_reason(image_first, words):
+    inputs = {"image": torch.randn(2, 6, 16), "text": torch.randn(2, words, 16)}
+    assert "two streams" in refusal(Diffusion(image_first, 0), inputs)
+    message = refusal(Diffusion(image_first, 2), inputs)
+    assert lines(message) == ["single"] and re.search(r"^  joint \(3 x Joint.*two streams", message, re.MULTILINE)
+    assert tracker.measure(Diffusion(image_first, 2), inputs, blocks="single", k=K).sizes["layer"] == 2
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_second_tensor_that_stays_the_same_is_no_stream(changes):
+    class WithMemory(Single):
+        def forward(self, x, memory=None):  # type: ignore[override]
+            memory = x.mean(1, keepdim=True) if memory is None else memory * (2 if changes else 1)
+            return super().forward(x) + memory, memory
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(WithMemory() for _ in range(3))
+
+        def forward(self, x):
+            memory = None
+            for block in self.blocks:
+                x, memory = block(x, memory)
+            return x
+
+    x = torch.randn(2, 5, 16)
+    if changes:
+        assert "two streams" in refusal(Model(), x)
+    else:
+        assert tracker.measure(Model(), x, k=K).sizes["layer"] == 3
+
+
+CLASSES = [
+    "vit_pytorch.parallel_vit.ViT",
+    "vit_pytorch.simple_vit_with_hyper_connections.SimpleViT",
+    "vit_pytorch.simple_vit_attn_residual.SimpleViTAttnResidual",
+    "vit_pytorch.vit_with_patch_merger.ViT",
+    "vit_pytorch.accept_video_wrapper.AcceptVideoWrapper",
+    "x_transformers.Decoder(unet_skips=True)",
+]
+WORKING = {"x_transformers.Decoder(macaron=True)": 1, "vit_pytorch.vivit.ViViT": 1}
+
+
+@pytest.fixture(scope="module")
+def builders():
+    return dict(of_packages.builders())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_packages_whose_blocks_form_no_chain_are_refused_without_a_line(builders, name):
+    outcome, message = of_packages.judge(name, builders[name])
+    assert outcome == of_packages.REFUSED and "Tried on these inputs, and not measurable" in message
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_packages_whose_blocks_have_no_module_are_measured_by_the_proposed_line(builders, name):
+    outcome, proposed = of_packages.judge(name, builders[name])
+    assert outcome == of_packages.WITH_LINE and proposed.count("; ") == WORKING[name] - 1
