@@ -4,6 +4,7 @@
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
+# make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
 # make lint: run ruff, pyright and import-linter
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
@@ -16,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-vit test test-all test-shapes test-oldest lint docs package gpu .venv
+.PHONY: demo demo-vit test test-all test-shapes test-oldest sweep-tenth lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -51,6 +52,9 @@ test-oldest: .venv/installed
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/oldest
 	$(BIN)/uv pip install --quiet --compile-bytecode --python build/oldest/bin/python --resolution lowest-direct --editable '.[dev]'
 	OMP_NUM_THREADS=1 build/oldest/bin/python $(PYTEST)
+
+sweep-tenth: .venv/installed
+	$(BIN)/python -m tests.sweep --share day/10
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -141,11 +141,11 @@ FAULTS = {  # what the message has to name
     "data": (lambda f, x: f(x.data).tanh(), ".data"),
     "NumPy": (lambda f, x: f(torch.from_numpy(x.detach().numpy())).tanh(), "numpy"),
     "item": (lambda f, x: f(x) * x.abs().mean().item(), "item()"),
-    "inference mode": (in_inference_mode, "inference"),
 }
 RIGHT = {  # how it is known
     "plain": (lambda f, x: f(x).tanh(), None),
     "no gradients": (without_gradients, None),
+    "inference mode": (in_inference_mode, None),
     "right backward": (lambda f, x: Right.apply(f(x)), "differences"),
     "detached branch": (lambda f, x: f(x.detach()).tanh(), "differences, detached"),
     "rounded, straight through by detach": (rounded, "differences, detached"),
@@ -200,7 +200,15 @@ def test_what_is_no_fault_is_measured(name, dtype):
     assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
 
 
-@pytest.mark.parametrize("net", [lambda: model(without_gradients), lambda: nn.Sequential(Reversible(), Reversible())])
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: model(without_gradients),
+        lambda: model(in_inference_mode),
+        lambda: nn.Sequential(Reversible(), Reversible()),
+    ],
+    ids=["no_grad", "inference_mode", "reversible"],
+)
 def test_blocks_that_switch_gradients_off_are_measured_as_what_they_compute(net):
     net = net()
     J = torch.as_tensor(measured(net).jacobian.values)

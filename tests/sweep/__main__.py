@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import datetime
 import json
 import multiprocessing
 import sys
@@ -14,10 +15,13 @@ SECONDS = 120
 
 
 def main() -> int:
-    """The command line; the exit status is 1 where something is wrong, raises or changes its model."""
+    """The command line; the exit status is 1 where something is wrong, raises, changes its model or differs after use."""
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
     parser.add_argument("--only", default="", help="classes whose names contain this")
     parser.add_argument("--group", action="append", help="causal, multimodal, encoder, vision, timm; all by default")
+    parser.add_argument(
+        "--share", type=share, default=(0, 1), help="I/N: every N-th class from the I-th on; day/N: by the date"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
     parser.add_argument("--list", action="store_true", help="the classes, and no more")
@@ -34,20 +38,36 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     groups = given.group or catalogue.GROUPS
     todo = [(name, group) for group in groups for name in catalogue.classes(group) if given.only in name]
+    first, step = given.share
+    todo = todo[first::step]
     if given.list:
         print("\n".join(f"{group:12} {name}" for name, group in todo))
         return 0
     outcomes = sweep(todo, given.processes, given.seconds, given.log)
-    everything = not given.only and not given.group
+    everything = not given.only and not given.group and step == 1
     out = given.out or (table.PATH if everything else None)
     if out:
         chosen = "".join(f" --group {group}" for group in given.group or ()) + (
             f" --only {given.only}" if given.only else ""
         )
+        chosen += f" --share {first + 1}/{step}" if step > 1 else ""
         table.write(out, outcomes, "python -m tests.sweep" + chosen)
     counts = table.counts(outcomes)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     return int(any(counts.get(outcome) for outcome in table.FAULTS))
+
+
+def share(text: str) -> tuple[int, int]:
+    """Where a share of the classes begins (0-based), and its step. `day/N` takes another share each day, all in N days."""
+    first, _, count = text.partition("/")
+    if (
+        not count.isdecimal()
+        or not (first == "day" or first.isdecimal() and 0 < int(first) <= int(count))
+        or count == "0"
+    ):
+        raise argparse.ArgumentTypeError(f"{text!r}; give I/N with I from 1 to N, such as 3/10, or day/N")
+    N = int(count)
+    return (datetime.date.today().toordinal() % N if first == "day" else int(first) - 1), N
 
 
 def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""One class: built, run, measured, compared with the oracle, and looked over for changes."""
+"""One class: built, run, measured, compared with the oracle, looked over for changes, used and measured again."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tracker
-from tests.sweep import oracle
+from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
 from tracker.errors import UsageError
 
@@ -27,11 +27,12 @@ class Outcome:
 
     name: str
     group: str
-    outcome: str  # right, refused, wrong, raw exception, changed, not built, too slow
+    outcome: str  # right, refused, wrong, raw exception, changed, differs after use, no oracle, not built, too slow
     detail: str = ""
     error: float = float("nan")
     blocks: str = ""
     note: str = ""
+    used: str = ""  # how it was used before the second measurement
 
 
 class Wrong(Exception):
@@ -53,8 +54,12 @@ def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
 
 def _examine(built: Built, result: Outcome) -> None:
     pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
+    fresh: xr.Dataset | str | None = None
     try:
-        measured = [([built.inputs], _measured(built, built.inputs))]
+        fresh = _measured_or_refused(built)
+        if isinstance(fresh, str):
+            raise UsageError(fresh)
+        measured = [([built.inputs], fresh)]
         if built.prompts:
             prompts = [" ".join(map(str, ids[0].tolist())) for ids in built.prompts]
             calls = [{"input_ids": ids} for ids in built.prompts]
@@ -82,6 +87,35 @@ def _examine(built: Built, result: Outcome) -> None:
     if changes:
         was = f" (else: {result.outcome} {result.detail})"
         result.outcome, result.detail = "changed", "; ".join(changes[:3]) + was
+    if fresh is not None and result.outcome in ("right", "refused", "no oracle"):
+        _use(pristine, built, fresh, result)
+
+
+def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome) -> None:
+    """Use the measured model and measure it again. Where its own output changes with use, another measurement is right."""
+    own = use.output(pristine.model, built)
+    repeats = use.identical(own, use.output(pristine.model, built))
+    if repeats and not use.identical(own, use.output(built.model, built)):
+        result.outcome, result.detail = "changed", "gives another output after it was measured"
+        return
+    result.used = ", ".join(use.use(built))
+    after_use = use.output(built.model, built)
+    if repeats and not use.identical(own, after_use):
+        result.note += "; computes something else after use"
+        return
+    before = State(built.model)
+    try:
+        found = use.difference(fresh, _measured_or_refused(built))
+    except _Raised as error:
+        result.outcome, result.detail = "raw exception", "after use: " + last_line(error.__cause__ or error)
+        return
+    changes = before.changes(built.model)
+    if repeats and not use.identical(own, use.output(built.model, built)):
+        changes.append("gives another output")
+    if found:
+        result.outcome, result.detail = "differs after use", found
+    if changes:
+        result.outcome, result.detail = "changed", "after use: " + "; ".join(changes[:3])
 
 
 class _Raised(Exception):
@@ -101,6 +135,14 @@ def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
         raise
     except Exception as error:
         raise _Raised from error
+
+
+def _measured_or_refused(built: Built) -> xr.Dataset | str:
+    """The measurement, or the message of the refusal."""
+    try:
+        return _measured(built, built.inputs)
+    except UsageError as error:
+        return str(error)
 
 
 def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcome) -> float:

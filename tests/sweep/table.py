@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.sweep.judge import Outcome
 
 PATH = str(Path(__file__).parent.parent.parent / "docs" / "sweep.md")
-FAULTS = ("wrong", "raw exception", "changed")
+FAULTS = ("wrong", "raw exception", "changed", "differs after use")
 ORDER = ("right", "refused", *FAULTS, "no oracle", "too slow", "not built")
 
 
@@ -38,6 +38,10 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
         "- **refused**: a `UsageError`; the table shows its first line.",
         "- **wrong**: other numbers, blocks or tokens. **raw exception**: another exception, although the model itself runs. "
         "**changed**: measuring changed the model.",
+        "- **differs after use**: measured again, after the model was used, it gives another Dataset (bit for bit) or another "
+        "refusal. *Used* says what ran before: a forward pass in inference mode with hidden states and attentions as further "
+        "outputs, as far as the class takes that; one with a backward pass; `generate`. Where use changes the model's own "
+        "output, a note says so, and nothing is compared.",
         "- **no oracle**: measured, but the comparison cannot be made. **not built**: there is no tiny configuration, or the "
         "model does not run by itself.",
         "",
@@ -53,11 +57,12 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
             "",
             f"## {group}",
             "",
-            "| class | outcome | error | reason or blocks | note |",
-            "|---|---|---|---|---|",
+            "| class | outcome | error | used | reason or blocks | note |",
+            "|---|---|---|---|---|---|",
         ]
         for outcome in (o for o in outcomes if o.group == group):
             error = f"{outcome.error:.0e}" if outcome.error == outcome.error else ""
-            shown = [outcome.name, outcome.outcome, error, outcome.detail or outcome.blocks, outcome.note.lstrip("; ")]
+            what, note = outcome.detail or outcome.blocks, outcome.note.lstrip("; ")
+            shown = [outcome.name, outcome.outcome, error, outcome.used, what, note]
             lines.append("| " + " | ".join(text.replace("|", "\\|") for text in shown) + " |")
     Path(path).write_text("\n".join(lines) + "\n")

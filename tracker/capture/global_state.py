@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from threading import RLock
+from threading import RLock, get_ident
+from typing import Any
 
 import torch
 
@@ -30,6 +31,28 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(preserve_random_state(device))
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(_inference_mode_as_no_grad())
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
         yield
+
+
+@contextmanager
+def _inference_mode_as_no_grad() -> Iterator[None]:
+    """Let this thread's uses of `torch.inference_mode`, which may decorate a forward, turn off gradients and no more.
+
+    The values are the same. But tensors made in inference mode have no version counter, and no graph may save them.
+    """
+    thread, enter = get_ident(), torch.inference_mode.__enter__
+
+    def enter_no_grad(self: Any) -> None:
+        if get_ident() != thread:
+            return enter(self)
+        # What `inference_mode.__exit__` ends.
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+
+    torch.inference_mode.__enter__ = enter_no_grad
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = enter

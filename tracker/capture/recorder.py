@@ -166,7 +166,8 @@ class _Recorder:
     ) -> Any:
         """Record an attention's keys, values and mask, and run it."""
         if self.running is not None:
-            self.running.attention.append(AttentionCall(key, value, mask, causal))
+            # Copies: they may be views of a cache that the block writes to at every call.
+            self.running.attention.append(AttentionCall(key.clone(), value.clone(), mask, causal))
         return attention(query, key, value, mask, causal)
 
     def leave_block(self, block: nn.Module, args: tuple, output: Any) -> None:

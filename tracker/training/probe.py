@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from tracker.capture import inputs
 from tracker.capture.inputs import Batch, batches, check_tokenizer
 from tracker.errors import UsageError
 from tracker.notices import warn_caller

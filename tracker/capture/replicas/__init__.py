@@ -3,7 +3,8 @@
 Input: an `nn.Module`, its `Blocks`, a dtype and a device. Output: a `Replica`, which runs like the model, in eval mode and in
 that dtype.
 
-- `replica`: the copied module tree, and when its parts hold weights.
+- `replica`: the copy, and when its parts hold weights.
+- `module_copier`: the copied module tree.
 - `weights`: parameters as plain tensors: dequantized, gathered from shards, loaded from offloading.
 - `sharded`: the agreement of ranks before each weight that is sharded over them is read.
 - `streaming`: copies of blocks' weights on an accelerator, made ahead of their use.

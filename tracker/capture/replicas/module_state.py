@@ -2,6 +2,9 @@
 
 A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
 attributes are saved before a call and restored before another.
+
+A replica's buffers are those of the caller's model at every use, so what a module writes to them is lost. So are, then, its
+attributes since: a rotary embedding whose tables are buffers keeps their length as an attribute.
 """
 
 from collections import deque
@@ -35,6 +38,43 @@ class ModuleState:
             for name in _attributes(part).keys() - saved.keys():
                 del part.__dict__[name]
             part.__dict__.update(_copy(saved, memo))
+
+
+class WeightHolder:
+    """A part of the replica that holds weights, and its attributes before.
+
+    What it writes to its buffers ends with the weights. Then so do its attributes: they may say what the buffers have, such as
+    the length of a table.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self.before = dict(part.__dict__)
+        self.given: list[tuple[str, int, int]] | None = None  # the buffers as given; None before
+
+    def note_buffers(self) -> None:
+        """Note the buffers that the part was given, to see whether it writes to them."""
+        self.given = _versions(self.part)
+
+    def release(self, written: "list[WeightHolder] | None") -> None:
+        """Take the weights; restore the part, or put it into the list, if it wrote to its buffers."""
+        if self.given is None or self.given == _versions(self.part):
+            self.part.__dict__.update(_parameters=self.before["_parameters"], _buffers=self.before["_buffers"])
+        elif written is None:
+            self.restore()
+        else:
+            self.part.__dict__["_parameters"] = self.before["_parameters"]
+            written.append(self)
+
+    def restore(self) -> None:
+        """Restore all attributes."""
+        self.part.__dict__.clear()
+        self.part.__dict__.update(self.before)
+
+
+def _versions(part: nn.Module) -> list[tuple[str, int, int]]:
+    """Identify a part's buffers and what was written to them."""
+    return [(name, id(t), t._version) for name, t in part.__dict__["_buffers"].items() if t is not None]
 
 
 def irreproducible(observation: str) -> UsageError:

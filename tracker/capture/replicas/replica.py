@@ -1,37 +1,33 @@
-"""Copy a model's module tree; give the copy the model's weights, in the measuring dtype, only while they are needed.
+"""Give a copy of a model's module tree the model's weights, in the measuring dtype, only while they are needed.
 
-The replica has no hooks and no compiled wrappers and is in eval mode. So bf16 and fp16 weights are measured in float32, hooks
-on the caller's modules never fire, and nothing has to be restored when measuring raises. Lists, dictionaries and cache
-objects that the modules hold are copied (`copies`); tensors share the caller's memory until a forward pass writes to them
-(`guard`).
+So bf16 and fp16 weights are measured in float32, hooks on the caller's modules never fire, and nothing has to be restored
+when measuring raises.
 
 Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an accelerator, the next
 block's in the dtype they are stored in (`streaming`). Weights that have the measuring dtype and device already are shared, not
 copied.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import zip_longest
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks
-from tracker.blocks.wrappers import path_inside
 from tracker.capture.attention import hook_attn_method
 from tracker.capture.hooked_attention import hook_methods
 from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
 from tracker.capture.replicas.configs import adjust_configs
 from tracker.capture.replicas.copies import clone_if_tensor, copy_nested
 from tracker.capture.replicas.guard import SharedTensors, WriteGuard
+from tracker.capture.replicas.module_copier import ModuleCopier
+from tracker.capture.replicas.module_state import WeightHolder
 from tracker.capture.replicas.sharded import Gather, gather_alone
 from tracker.capture.replicas.streaming import Streaming, Tensors
-from tracker.capture.replicas.weights import check_whole, is_plain, plain_class, plain_tensor
-from tracker.errors import UsageError
+from tracker.capture.replicas.weights import check_whole, plain_tensor
 
 
 class StopForward(BaseException):
@@ -56,7 +52,7 @@ class Replica:
         check_whole(model)
         self._shared = SharedTensors()
         self.generators = Generators(device)
-        self.module = _ModuleCopier(self._shared, self.generators).copy(model)
+        self.module = ModuleCopier(self._shared, self.generators).copy(model)
         for part in self.module.modules():
             hook_attn_method(part)
             hook_methods(part)
@@ -123,6 +119,9 @@ class Replica:
                 undone. It may call the block again: that runs neither hook.
         """
         running: list[tuple[nn.Module, ExitStack | None]] = []  # with no stack: called again while it runs
+        written: list[
+            WeightHolder
+        ] = []  # parts of blocks that wrote to their buffers, which a later call in this pass may read
 
         def load(block: nn.Module, args: tuple, kwargs: dict) -> None:
             if any(block is other for other, _ in running):
@@ -132,7 +131,7 @@ class Replica:
                 enter(block, args, kwargs)
             weights = ExitStack()
             running.append((block, weights))
-            weights.enter_context(self.materialize(block))
+            weights.enter_context(self.materialize(block, written=written))
             self._shared.begin_call()
 
         def release(block: nn.Module, args: tuple, output: Any) -> Any:
@@ -147,6 +146,7 @@ class Replica:
 
         with ExitStack() as stack:
             stack.enter_context(self.materialize(self.module, exclude=self.blocks))
+            stack.callback(lambda: [part.restore() for part in reversed(written)])
             stack.callback(lambda: [weights.close() for _, weights in reversed(running) if weights is not None])
             for block in self.blocks:
                 stack.callback(block.register_forward_pre_hook(load, with_kwargs=True).remove)
@@ -155,26 +155,34 @@ class Replica:
 
     @contextmanager
     def materialize(
-        self, module: nn.Module | None, exclude: Sequence[nn.Module] = (), dtype: torch.dtype | None = None
+        self,
+        module: nn.Module | None,
+        exclude: Sequence[nn.Module] = (),
+        dtype: torch.dtype | None = None,
+        written: list[WeightHolder] | None = None,
     ) -> Iterator[None]:
-        """Give `module`, except the parts in `exclude`, its weights on the device, in the measuring dtype or in `dtype`."""
+        """Give `module`, except the parts in `exclude`, its weights on the device, in the measuring dtype or in `dtype`.
+
+        Args:
+            written: collects the parts that wrote to their buffers, instead of restoring them on exit.
+        """
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
         moved = self._streaming.take(module) if module is not None and id(module) in self._next else {}
         converted: Tensors = {}  # tied weights stay tied
-        replaced = []
+        held: list[WeightHolder] = []
         try:
             for part in module.modules() if module is not None else ():
                 if id(part) in skipped:
                     continue
+                held.append(WeightHolder(part))
                 for store in ("_parameters", "_buffers"):
-                    tensors = part.__dict__[store]
-                    replaced.append((part, store, tensors))
                     part.__dict__[store] = {
                         name: self._materialize(part, name, t, dtype, copied, moved, converted)
-                        for name, t in tensors.items()
+                        for name, t in part.__dict__[store].items()
                     }
+                held[-1].note_buffers()
                 for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
                     hook(part, ())
             if following := self._next.get(id(module)):
@@ -182,8 +190,8 @@ class Replica:
             with self._shared.watch(converted.values()):
                 yield
         finally:
-            for part, store, tensors in replaced:
-                part.__dict__[store] = tensors
+            for part in held:
+                part.release(written)
 
     def _materialize(
         self,
@@ -223,76 +231,3 @@ class Replica:
             tensor = tensor.to(self.device)  # cast there: on the host it would grow before it is copied
         tensor = tensor.to(self.device, dtype)
         return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph
-
-
-class _ModuleCopier:
-    """Copy a module tree: own dictionaries and containers, shared tensors, no hooks, eval mode, no compiled wrappers."""
-
-    def __init__(self, shared: SharedTensors, generators: Generators) -> None:
-        self.shared = shared
-        self.generators = generators
-        self.memo: dict[int, Any] = {}  # by id of the original
-
-    def copy(self, module: nn.Module) -> nn.Module:
-        """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
-        steps, module = path_inside(module)
-        new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
-        for step in steps:
-            if not hasattr(new, step):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
-                new.__dict__[step] = new
-        return new
-
-    def _copy(self, module: nn.Module) -> nn.Module:
-        new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
-        state = new.__dict__
-        for name, value in module.__dict__.items():
-            if name in _HOOKS:
-                state[name] = OrderedDict()
-            elif name in ("_parameters", "_buffers", "_modules"):
-                state[name] = {key: None if entry is None else self.copy_leaf(entry) for key, entry in value.items()}
-            else:
-                state[name] = copy_nested(value, self.copy_leaf, self.memo)
-        state.update(training=False, _compiled_call_impl=None)
-        # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
-        state["_weight_hooks"] = [
-            h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")
-        ]
-        _rebind_methods(module, new)
-        return new
-
-    def copy_leaf(self, value: Any) -> Any:
-        """Copy a module, or a generator, share a plain tensor, keep anything else; `copy_nested` has handled containers."""
-        if isinstance(value, nn.Module):
-            return self.copy(value)
-        if isinstance(value, Tensor) and is_plain(value):
-            if id(value) not in self.memo:  # tied weights stay tied
-                self.memo[id(value)] = self.shared.share(value)
-            return self.memo[id(value)]
-        if isinstance(value, Generator):
-            self.generators.held.append(copy_generator(value))
-            return self.generators.held[-1]
-        return value
-
-
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
-
-
-def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
-    """Bind methods stored on the instance to its copy, and drop the forwards that accelerate and `torch.compile` installed.
-
-    Raises:
-        UsageError: if anything else replaced the forward on the instance.
-    """
-    state = new.__dict__
-    for name, value in list(state.items()):
-        if isinstance(value, MethodType) and value.__self__ is module:
-            state[name] = MethodType(value.__func__, new)
-    if "_original_forward" in state:  # what accelerate wrapped in autocast
-        state["forward"] = state.pop("_original_forward")
-    if "_hf_hook" in state or hasattr(state.get("forward"), "_torchdynamo_orig_callable"):
-        state.pop("forward", None)
-    if "forward" in state and not isinstance(state["forward"], MethodType):
-        raise UsageError(
-            f"the forward of {type(module).__name__} was replaced on the instance by {state['forward']!r}, and what that "
-            "computes is not known: measure the model without it, or make it a method or a subclass"
-        )

@@ -1,0 +1,402 @@
+"""Models that were used before they are measured, and passes in inference mode. The numbers do not change.
+
+Libraries attach things to a model at its first use: hooks and a flag that says so, tables that grow with the longest input,
+caches. A model measured before use, after use and after measuring gives the same Dataset bit for bit.
+"""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import tracker
+from tests.brute_force import run
+from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
+from tracker.errors import UsageError
+
+HEAD = WIDTH // HEADS
+
+
+def assert_identical(seen, expected):
+    assert set(seen.variables) == set(expected.variables)
+    for name, values in expected.variables.items():
+        np.testing.assert_array_equal(seen[name].values, values.values, err_msg=name)
+    differ = {key for key in expected.attrs if seen.attrs[key] != expected.attrs[key]}
+    assert differ <= {"seconds", "created"}
+
+
+def llava():
+    """Its forward takes the images' features from the hidden states that hooks capture."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        image_size=16,
+        patch_size=8,
+    )
+    text = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=HEADS
+    )
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
+    ids = tokens(1, 8)
+    ids[0, 1:5] = 5
+    images = torch.randn(1, 3, 16, 16)
+    return transformers.LlavaForConditionalGeneration(config).eval(), {"input_ids": ids, "pixel_values": images}
+
+
+def captured(model, inputs):
+    model(**inputs, output_hidden_states=True, output_attentions=True)
+
+
+def generated(model, inputs):
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+
+
+def generated_with_a_static_cache(model, inputs):
+    model.generate(**inputs, max_new_tokens=2, do_sample=False, cache_implementation="static")
+
+
+def trained(model, inputs):
+    model.train()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    model.gradient_checkpointing_disable()
+    model.disable_input_require_grads()
+
+
+def compiled(model, inputs):
+    torch.compile(model, backend="eager")(**inputs)
+
+
+def in_inference_mode(model, inputs):
+    with torch.inference_mode():
+        captured(model, inputs)
+        generated(model, inputs)
+
+
+def adapted(model, inputs):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted(**inputs)
+    adapted.merge_adapter()
+    adapted.unmerge_adapter()
+    adapted.unload()
+
+
+USES = [captured, generated, generated_with_a_static_cache, trained, compiled, in_inference_mode, adapted]
+
+
+@pytest.fixture(scope="module")
+def fresh_llava():
+    model, inputs = llava()
+    return model, inputs, tracker.measure(model, inputs, k=4)
+
+
+LLAVAS = [captured, *(pytest.param(use, marks=pytest.mark.slow) for use in (generated, in_inference_mode))]
+
+
+@pytest.mark.parametrize("use", LLAVAS)
+def test_hooks_that_transformers_installs_at_first_use(fresh_llava, use):
+    model, inputs, expected = fresh_llava
+    model = copy.deepcopy(model)
+    assert_identical(tracker.measure(model, inputs, k=4), expected)
+    with torch.no_grad():
+        before = model(**inputs).logits
+    use(model, inputs)
+    assert_identical(tracker.measure(model, inputs, k=4), expected)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_used_language_models(use):
+    model, ids = build("llama, grouped keys")
+    expected = tracker.measure(model, ids, k=4)
+    use(model, {"input_ids": ids})
+    assert_identical(tracker.measure(model, ids, k=4), expected)
+
+
+class Rotary(nn.Module):
+    """Tables of angles that grow with the longest input, as buffers or as attributes; their length is an attribute."""
+
+    def __init__(self, as_buffers: bool):
+        super().__init__()
+        self.as_buffers = as_buffers
+        self.make(3)
+
+    def make(self, n):
+        angles = torch.arange(n)[:, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat(2)
+        for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
+            if self.as_buffers:
+                self.register_buffer(name, table, persistent=False)
+            else:
+                setattr(self, name, table)
+        self.length = n
+
+    def forward(self, x):
+        n = x.shape[-2]
+        if n > self.length:
+            self.make(n)
+        first, second = x.chunk(2, -1)
+        return x * self.cos[:n].to(x) + torch.cat([-second, first], -1) * self.sin[:n].to(x)
+
+
+class Attention(nn.Module):
+    """Attention through a cache of keys that it writes in place."""
+
+    def __init__(self, cache, rotary):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.cache, self.rotary = cache, rotary
+        if cache == "attribute":
+            self.keys = torch.zeros(2, 16, HEADS, HEAD, dtype=torch.float64)
+        if cache == "buffer":
+            self.register_buffer("keys", torch.zeros(2, 16, HEADS, HEAD))
+        if cache == "made at first use":
+            self.keys = None
+
+    def forward(self, x):
+        B, n, _ = x.shape
+        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, HEAD)).unbind(2)
+        if self.cache:
+            if self.keys is None:
+                self.keys = torch.zeros(B, n, HEADS, HEAD, dtype=x.dtype)
+            self.keys[:B, :n] = k
+            k = self.keys[:B, :n]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, cache, rotary):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(cache, rotary)
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x).tanh()
+
+
+class Own(nn.Module):
+    """A language model with caches and rotary embeddings; all blocks may share the latter."""
+
+    def __init__(self, cache="", as_buffers=None, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        rotary = [None if as_buffers is None else Rotary(as_buffers) for _ in range(3)]
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(cache, rotary[0] if shared else one) for one in rotary)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.double().eval()
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class NoGrad(Own):
+    @torch.no_grad()
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+class Inference(Own):
+    @torch.inference_mode()
+    def forward(self, ids):
+        return super().forward(ids)
+
+
+def measured(model, ids):
+    return tracker.measure(model, ids, k=4, dtype=torch.float64, keep="jacobian")
+
+
+def assert_jacobians(ds, model, ids, functorch=True):
+    last = ids.shape[1] - 1
+    oracle = run(model, ids, list(model.layers), model.norm, batch_first=True, functorch=functorch)
+    for l in range(3):
+        np.testing.assert_allclose(ds.jacobian[0, 0, l], oracle.jacobian(l, 0, last, last).detach(), atol=1e-12)
+
+
+@pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "attributes"])
+@pytest.mark.parametrize("shared", [False, True], ids=["of each block", "shared"])
+@pytest.mark.filterwarnings("ignore:block 1")  # the full sequence: a table of a single row is another one
+def test_tables_that_grow(as_buffers, shared):
+    model = Own(as_buffers=as_buffers, shared=shared)
+    expected = measured(model, tokens(2, 6))
+    assert_jacobians(expected, copy.deepcopy(model), tokens(2, 6))
+    with torch.no_grad():
+        model(tokens(2, 9))
+    assert_identical(measured(model, tokens(2, 6)), expected)
+    with torch.inference_mode():
+        model(tokens(2, 12))
+    assert_identical(measured(model, tokens(2, 6)), expected)
+
+
+class Counting(Rotary):
+    """Counts its calls in a buffer, and keeps what it returned last in an attribute, which the model reads at the end."""
+
+    def __init__(self):
+        super().__init__(as_buffers=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last = None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = super().forward(x)
+        return self.last
+
+
+class Reading(Own):
+    def __init__(self):
+        super().__init__(as_buffers=False)
+        for layer in self.layers:
+            layer.attention.rotary = Counting()
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        return logits + sum(layer.attention.rotary.last.mean() for layer in self.layers)
+
+
+@pytest.mark.filterwarnings("ignore:block 1")
+def test_attributes_of_modules_that_write_to_buffers_last_as_long_as_the_pass():
+    model = Reading()
+    assert_jacobians(measured(model, tokens(2, 6)), copy.deepcopy(model), tokens(2, 6), functorch=False)
+    assert all(layer.attention.rotary.last is None for layer in model.layers)
+
+
+CACHES = ["", "attribute", "buffer", "made at first use"]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache or "none")
+@pytest.mark.parametrize("decorated", [NoGrad, Inference], ids=["no_grad", "inference_mode"])
+def test_a_forward_in_inference_mode(decorated, cache):
+    ids = tokens(2, 6)
+    expected = measured(Own(cache), ids)
+    assert expected.diagnostics_sliced.all()
+    assert_jacobians(expected, Own(), ids)
+    seen = measured(decorated(cache), ids)
+    seen.attrs["model_class"] = expected.attrs["model_class"]
+    assert_identical(seen, expected)
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: cache or "none")
+def test_models_and_inputs_made_in_inference_mode(cache):
+    expected = measured(Own(cache), tokens(2, 6))
+    with torch.inference_mode():
+        model, ids = Own(cache), tokens(2, 6)
+    assert model.embed.weight.is_inference() and ids.is_inference()
+    assert_identical(measured(model, ids), expected)
+    used = Own(cache)
+    with torch.inference_mode():
+        used(ids)
+    assert_identical(measured(used, ids), expected)
+
+
+def test_inference_mode_of_other_threads_and_after_an_error():
+    seen = []
+
+    class Failing(Inference):
+        def forward(self, ids):
+            def other():
+                with torch.inference_mode():
+                    seen.append(torch.ones(1).is_inference())
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            with torch.inference_mode():
+                seen.append(torch.ones(1).is_inference())
+            with torch.inference_mode(False):
+                seen.append(torch.is_grad_enabled())
+            seen.append(torch.is_grad_enabled())
+            raise RuntimeError("planted")
+
+    enter = torch.inference_mode.__enter__
+    with pytest.raises(RuntimeError, match="planted"):
+        measured(Failing(), tokens(2, 6))
+    assert seen == [True, False, True, False] and torch.inference_mode.__enter__ is enter
+    with torch.inference_mode():
+        assert torch.ones(1).is_inference()
+
+
+class Inside(nn.Module):
+    """A branch that runs without gradients."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        with torch.inference_mode():
+            return self.branch(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_branch_in_inference_mode_is_a_branch_without_gradients():
+    """Whether the missing derivative is refused is not for this test: inference mode adds nothing to it."""
+    model = Own()
+    model.layers[1].attention = Inside(model.layers[1].attention)
+    try:
+        measured(model, tokens(2, 6))
+    except UsageError:
+        pass
+
+
+def dynamic():
+    """Llama whose angles depend on the longest sequence seen. Its own limit of tokens is not that of the angles."""
+    model, _ = build("llama, grouped keys")
+    rotary = model.model.rotary_emb
+    rotary.config = copy.deepcopy(model.config)
+    rotary.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    rotary.config.max_position_embeddings = rotary.max_seq_len_cached = rotary.original_max_seq_len = 8
+    rotary.rope_type = "dynamic"
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(20)
+    return model
+
+
+def tokenizer(prompt, return_tensors):
+    return {"input_ids": torch.tensor([[int(word) for word in prompt.split()]])}
+
+
+def text(ids):
+    return " ".join(map(str, ids[0].tolist()))
+
+
+def test_a_prompt_is_measured_as_if_alone_where_angles_depend_on_the_longest_sequence():
+    longer, shorter = tokens(1, 20), tokens(1, 12)
+    together = tracker.measure(dynamic(), [text(longer), text(shorter)], tokenizer=tokenizer, k=4)
+    alone = tracker.measure(dynamic(), shorter, k=4)
+    np.testing.assert_array_equal(together.norm[1].values[:, :12], alone.norm[0].values)
+    np.testing.assert_allclose(together.singular_value[1], alone.singular_value[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_model_is_measured_as_it_computes_where_use_changes_its_function():
+    ids, model = tokens(1, 12), dynamic()
+    fresh = tracker.measure(model, ids, k=4)
+    with torch.no_grad():
+        before = copy.deepcopy(model)(ids).logits
+        model(tokens(1, 20))
+        after = copy.deepcopy(model)(ids).logits
+    assert not torch.equal(before, after)
+    used = tracker.measure(model, ids, k=4)
+    assert float(abs(used.norm - fresh.norm).max()) > 1e-4
+    states = copy.deepcopy(model)(ids, output_hidden_states=True).hidden_states
+    expected = [float(state[0, -1].detach().norm()) for state in states]
+    np.testing.assert_allclose(used.norm_normed[0].values[:, -1], expected, rtol=1e-5)

@@ -1,0 +1,97 @@
+"""Use a model as people do before they measure it, and compare what is measured before and after."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+from tests.sweep import oracle
+from tests.sweep.catalogue import Built
+
+# Tried in this order: attention without gradients may refuse to return its weights.
+OPTIONS: list[dict[str, Any]] = [
+    {"output_hidden_states": True, "output_attentions": True, "return_dict": True},
+    {"output_hidden_states": True, "return_dict": True},
+    {},
+]
+OF_THE_RUN = ("seconds", "created")  # attributes of a Dataset
+
+
+def use(built: Built) -> list[str]:
+    """Run the model in inference mode with all optional outputs that it takes, then backward, then let it generate.
+
+    Returns:
+        What ran; a model need not be able to do all of it.
+    """
+    model: Any = built.model.eval()
+    done = []
+    with torch.inference_mode():
+        for options in OPTIONS:
+            if _accepts(model, options) and _runs(lambda options=options: model(**_inputs(built), **options)):
+                done.append(
+                    "attentions" if "output_attentions" in options else "hidden states" if options else "forward"
+                )
+                break
+    if _runs(lambda: sum(value.sum() for value in oracle.floats(model(**_inputs(built)))).backward()):  # type: ignore[union-attr]
+        done.append("backward")
+    model.zero_grad(set_to_none=True)
+    if built.text and getattr(model, "can_generate", bool)():
+        if _runs(lambda: model.generate(**_inputs(built), max_new_tokens=2, do_sample=False, pad_token_id=0)):
+            done.append("generate")
+    return done
+
+
+def output(model: nn.Module, built: Built) -> list[Tensor]:
+    """The floating tensors that a copy of the model returns in eval mode."""
+    with torch.no_grad():
+        return list(oracle.floats(copy.deepcopy(model).eval()(**_inputs(built))))
+
+
+def identical(before: list[Tensor], after: list[Tensor]) -> bool:
+    """Whether two outputs agree bit for bit."""
+    return len(before) == len(after) and all(
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
+    )
+
+
+def difference(fresh: xr.Dataset | str, used: xr.Dataset | str) -> str:
+    """What differs between two measurements, or the messages of two refusals; empty if nothing does."""
+    if isinstance(fresh, str) or isinstance(used, str):
+        if isinstance(fresh, str) and isinstance(used, str):
+            return "" if fresh == used else f"refused otherwise: {used.splitlines()[0]}"
+        return f"refused: {used.splitlines()[0]}" if isinstance(used, str) else "not refused any more"
+    names = sorted({str(name) for name in fresh.variables} ^ {str(name) for name in used.variables})
+    names += [str(name) for name in fresh.variables if name in used.variables and not _equal(fresh[name], used[name])]
+    attributes = fresh.attrs.keys() | used.attrs.keys()
+    names += [
+        name for name in sorted(attributes - {*OF_THE_RUN}) if str(fresh.attrs.get(name)) != str(used.attrs.get(name))
+    ]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _equal(a: xr.DataArray, b: xr.DataArray) -> bool:
+    x, y = a.values, b.values
+    return x.shape == y.shape and x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+
+
+def _inputs(built: Built) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in built.inputs.items()}
+
+
+def _accepts(model: nn.Module, options: dict[str, Any]) -> bool:
+    known = inspect.signature(model.forward).parameters
+    return options.keys() <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+
+def _runs(call: Callable[[], Any]) -> bool:
+    """Whether a call runs: a tiny model, or its library, may raise anything."""
+    try:
+        call()
+    except Exception:
+        return False
+    return True
