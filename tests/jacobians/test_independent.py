@@ -227,6 +227,7 @@ def test_every_family_agrees_with_forward_mode_and_differences(name):
     net, inputs = build(name)
     ds = tracker.measure(net, inputs, k=2, tokens=[1, -1])
     others = set(json.loads(ds.attrs["independent_checks"]).values())
-    # Bloom's GELU is a custom function without forward mode.
-    assert all(name == "bloom" and other.startswith("differences: no forward mode") for other in others), others
+    # Bloom's GELU is a custom function without forward mode; routers and kinks within a step of float32 are settled in float64.
+    assert all(other.startswith("differences:") for other in others), others
+    assert any("no forward mode" in other for other in others) == (name == "bloom")
     assert ds.diagnostics_independent_error.max() < 1e-4

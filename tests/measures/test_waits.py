@@ -58,20 +58,20 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    assert few.syncs <= 80 and few.launches <= 1800
+    assert few.syncs <= 80 and few.launches <= 2000
 
 
 def test_a_block_waits_a_few_times(pretend):
     two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
     assert three.syncs - two.syncs <= 9
     assert three.to_device - two.to_device <= 12
-    assert three.launches - two.launches <= 650
+    assert three.launches - two.launches <= 800
 
 
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, neox(4), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
     assert totals(few) == totals(many)
-    assert few.syncs <= 40
+    assert few.syncs <= 44
 
 
 def test_a_prompt_waits_a_few_times(pretend):

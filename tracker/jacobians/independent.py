@@ -42,7 +42,7 @@ from tracker.jacobians.restriction import (
     linearize_rows,
     replay_errors,
 )
-from tracker.jacobians.slicing import Rows
+from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.comparison import FAST, FLOOR, tolerance
 from tracker.linalg.jacobian import GradientsStayOn, RowFunction, linearize
 from tracker.linalg.transfer import read, standard_normal
@@ -93,7 +93,11 @@ class Comparison:
             return f"no forward mode: {self.no_forward_mode}"
         if not self.forward_agrees:
             return f"forward mode differs by {self.forward:.1e}"
-        return "it rounds to two bytes" if isnan(self.differences) else f"differences differ by {self.differences:.1e}"
+        return (
+            "differences can't be used there"
+            if isnan(self.differences)
+            else f"differences differ by {self.differences:.1e}"
+        )
 
 
 def compare_rows(
@@ -111,9 +115,13 @@ def compare_rows(
     h = _step(x, STEPS[x.itemsize][0])
     together = torch.cat([x, x + h * v, x - h * v])
     tangents = torch.cat([v, torch.zeros_like(x), torch.zeros_like(x)])
-    block = linearize_rows(restrict_to(rows.subset(torch.arange(3 * R) % R)), together, v=tangents)
-    _, ahead, behind = block.y.chunk(3)
     u = standard_normal((PROBES, *x.shape), x)
+    try:
+        block = linearize_rows(restrict_to(rows.subset(torch.arange(3 * R) % R)), together, v=tangents)
+    except NotSliceable:  # a block may keep memory for so many samples and no more
+        block = linearize_rows(restrict_to(rows), x, v=v)
+        return _comparison(x, u, v, block.pullback(u), block.tangent, [], block, residual)
+    _, ahead, behind = block.y.chunk(3)
     g = block.pullback(torch.cat([u, torch.zeros_like(u), torch.zeros_like(u)], dim=1))[:, :R]
     forward = None if block.tangent is None else block.tangent[:R]
     return _comparison(x, u, v, g, forward, [(ahead - behind) / (2 * h)], block, residual)
@@ -178,6 +186,11 @@ def _comparison(
 ) -> Comparison:
     """Compare g = J^T u with J v by forward mode and by differences with several steps, the best of which counts."""
     precision = min(x.itemsize, block.least_bytes)
+    # A row of zeros has no scale from which to take a step.
+    if forward is not None:
+        differences = [torch.where(x.any(-1, keepdim=True), one, forward) for one in differences]
+    elif differences and not x.any(-1).all():
+        differences = []
     found = ([] if forward is None else [forward]) + (differences if precision in STEPS else [])
     errors = read([_error(one, u, v, g, residual) for one in found])
     of_forward = nan if forward is None else errors.pop(0)
@@ -218,11 +231,16 @@ def _differences(f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]) 
 
 def _with_detached(f: RowFunction, x: Tensor, v: Tensor) -> tuple[Tensor | None, "_WithoutDetach"]:
     """Return J v by forward mode with `detach` as the identity, None if that fails, and what hides values from autograd."""
-    with _WithoutDetach() as seen:
-        try:
-            return linearize(f, x, v).tangent, seen
-        except FAILURES as error:  # `detach().numpy()`, among others
-            raise_device_errors(error)
+    seen = _WithoutDetach()
+
+    def attached(x: Tensor) -> Tensor:
+        with seen:
+            return f(x)
+
+    try:
+        return linearize(attached, x, v).tangent, seen
+    except FAILURES as error:  # `detach().numpy()`, among others
+        raise_device_errors(error)
     return None, seen
 
 

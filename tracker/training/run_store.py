@@ -13,7 +13,7 @@ from tracker.training.run_lock import hold, release
 
 def identity(settings: Settings, weights: str) -> dict[str, Any]:
     """Return the settings that all units of the store share."""
-    shared = settings.identity([name for name in OPTIONS if name != "pair_layers"])
+    shared = settings.identity([name for name in OPTIONS if name not in ("pair_layers", "derivative")])
     return {"schema": SCHEMA, **shared, "dtype": f"torch.{settings.dtype}", "weights": weights}
 
 
