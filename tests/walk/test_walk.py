@@ -150,7 +150,7 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
         raw = [f"{name}_raw" for name in (*MISCOUPLINGS, "singular_value")]
         raw += [f"diagnostics_{name}_raw" for name in ("singular_gap", *CERTIFICATE)]
         added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
-        assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 7
+        assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 8
         unit = unit.drop_vars(added).drop_vars(("diagnostics_undefined", "quantity"))
         whole = store.read(step)["diagnostics_undefined"]
         unit["diagnostics_undefined"] = whole[[name not in added for name in whole["quantity"].values]]
