@@ -40,7 +40,7 @@ def windows(monkeypatch):
     monkeypatch.setattr(
         checks,
         "_derivative_error_at",
-        lambda call, rows, row_attention: (lengths.append(call.x.shape[1]), at(call, rows, row_attention))[1],
+        lambda call, *given: (lengths.append(call.x.shape[1]), at(call, *given))[1],
     )
     with preserve_global_state(CPU):
         yield lengths
@@ -101,7 +101,7 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
 def test_an_undefined_error_at_either_place_is_kept(monkeypatch, undefined):
     replica, calls = recorded(*build("gpt_neox"))
     errors = iter(float("nan") if place == undefined else 0.0 for place in range(2))
-    at = lambda call, rows, row_attention: checks._DerivativeCheck(torch.tensor(next(errors)), False, None)  # noqa: E731
+    at = lambda *given: checks._DerivativeCheck(torch.tensor(next(errors)), False, None)  # noqa: E731
     monkeypatch.setattr(checks, "_derivative_error_at", at)
     rows = Rows(torch.tensor([0, 0]), torch.tensor([2, 6]))
     with replica.materialize(calls[0].block):

@@ -10,6 +10,8 @@ from torch import nn
 import tracker
 from tests.models import FAMILIES, build
 from tracker.errors import UsageError
+from tracker.jacobians.independent import compare_rows
+from tracker.jacobians.slicing import Rows
 
 D = 16
 
@@ -63,13 +65,21 @@ def in_inference_mode(f, x):
     return y.clone()
 
 
-class Wrong(torch.autograd.Function):
-    """tanh with a backward that is 1 % too large."""
+class Right(torch.autograd.Function):
+    """A right backward, and no forward mode."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.tanh()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class Wrong(Right):
+    """tanh with a backward that is 1 % too large."""
 
     @staticmethod
     def backward(ctx, g):
@@ -113,19 +123,6 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g
-
-
-class Right(torch.autograd.Function):
-    """A right backward, and no forward mode."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 - ctx.saved_tensors[0].tanh() ** 2)
 
 
 def rounded(f, x):
@@ -231,3 +228,11 @@ def test_every_family_agrees_with_forward_mode_and_differences(name):
     assert all(other.startswith("differences:") for other in others), others
     assert any("no forward mode" in other for other in others) == (name == "bloom")
     assert ds.diagnostics_independent_error.max() < 1e-4
+
+
+@pytest.mark.parametrize("source, error", [(None, 1e-6), ([0], 1e-2)])
+def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_token_does_not_have(source, error):
+    rows = Rows(torch.tensor([0]), torch.tensor([3]), None if source is None else torch.tensor(source))
+    x = torch.randn(1, D, generator=torch.Generator().manual_seed(2)).double()
+    found = compare_rows(lambda some: lambda x: Wrong.apply(1e-4 * x), rows, x).differences
+    assert error / 3 < found < 3 * error  # 1 % of a Jacobian of size 1e-4, relative to itself or to the identity

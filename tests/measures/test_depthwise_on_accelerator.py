@@ -88,5 +88,5 @@ def test_launches_and_copies_to_the_host_do_not_grow_with_the_rows(pretend):
             measured(pretend.device, svd="full", tokens=[*range(1, rows), -1], final_norm="include")
         costs.append(counts)
     few, many = costs
-    assert many.to_host <= few.to_host + 4
+    assert many.to_host <= few.to_host + 2
     assert many.launches < 1.5 * few.launches

@@ -58,14 +58,15 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    assert few.syncs <= 80 and few.launches <= 2000
+    # 150 launches and one wait of each block are its comparison with forward mode and differences.
+    assert few.syncs <= 80 and few.launches <= 1950
 
 
 def test_a_block_waits_a_few_times(pretend):
     two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
     assert three.syncs - two.syncs <= 9
     assert three.to_device - two.to_device <= 12
-    assert three.launches - two.launches <= 800
+    assert three.launches - two.launches <= 760
 
 
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):

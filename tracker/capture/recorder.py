@@ -70,9 +70,8 @@ class _Recorder:
         self.norms = NormWatch()
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.states: dict[int, Tensor] = {}  # what the last block returned, `residual_pair.states_in`
-        self.stream: tuple[int, Tensor] | None = (
-            None  # a second state that the running block takes, and its index there
-        )
+        # A second state that the running block takes, and its index there.
+        self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
 

@@ -22,19 +22,19 @@ class CheckCache:
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self._derivative_errors: dict[Any, tuple[float, Comparison]] = {}
+        self._derivative_errors: dict[Any, tuple[float, Comparison | None]] = {}
         self._adjoint_errors: dict[Any, float] = {}
         self._independently: dict[Any, Independent] = {}
         self._reproduced: dict[Any, bool] = {}
         self._independent: set[Any] = set()
 
     def derivative_error(
-        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows
-    ) -> tuple[float, Comparison]:
+        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, compared: bool
+    ) -> tuple[float, Comparison | None]:
         """Return `checks.derivative_error` of a path."""
         key = (path, rows.source is None, *check_key(call))
         if key not in self._derivative_errors:
-            self._derivative_errors[key] = derivative_error(call, rows, row_attention)
+            self._derivative_errors[key] = derivative_error(call, rows, row_attention, compared)
         return self._derivative_errors[key]
 
     def independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:

@@ -37,6 +37,7 @@ from tracker.jacobians.independent import Comparison, compare_rows
 from tracker.jacobians.restriction import (
     RowAttention,
     linearize_full_sequence,
+    linearize_rows,
     replay_errors,
     restrict,
     slicing_errors,
@@ -49,19 +50,25 @@ from tracker.linalg.transfer import read, standard_normal
 WINDOW = 16  # tokens
 
 
-def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> tuple[float, Comparison]:
-    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d), and how J v at
-    the last of these rows compares with derivatives that do not come from reverse mode.
+def derivative_error(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool = True
+) -> tuple[float, Comparison | None]:
+    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d), and, if
+    `compared`, how J v at the last of these rows compares with derivatives that do not come from reverse mode.
 
     It is checked at the first and the last requested row of every sample, or at the last position of the sequence if only
     position 0 is requested.
     """
     if rows.source is not None:
         groups = [group for _, group in rows.disjoint_groups()]
-        found = [_derivative_error_at(call, group, row_attention) for group in (groups[0], groups[-1])]
-        return _largest(read([one.error for one in found])), found[-1].comparison
+        first = _derivative_error_at(call, groups[0], row_attention, compared=False)
+        last = _derivative_error_at(call, groups[-1], row_attention, compared)
+        return _largest(read([first.error, last.error])), last.comparison
     places = _places(rows, call.x.shape[1])
-    in_windows = [_derivative_error_in_window(call, place, row_attention) for place in places]
+    # The comparison is made once, at the last place.
+    in_windows = [
+        _derivative_error_in_window(call, place, row_attention, compared and place is places[-1]) for place in places
+    ]
     errors = iter(read([found.error for found in in_windows if found is not None]))
     passed, failed = [], []
     for place, found in zip(places, in_windows, strict=True):
@@ -70,8 +77,9 @@ def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -
         else:
             failed.append(place)
     # A check that fails in a window is made again in the full sequence: padding may fill the window.
-    again = [_derivative_error_at(call, place, row_attention) for place in failed]
-    (last,) = [found for found in (*in_windows, *again) if found is not None][-1:]
+    again = [_derivative_error_at(call, place, row_attention, compared and place is places[-1]) for place in failed]
+    last = again[-1] if failed and failed[-1] is places[-1] else in_windows[-1]
+    assert last is not None
     return _largest(passed + read([found.error for found in again])), last.comparison
 
 
@@ -91,15 +99,17 @@ class _DerivativeCheck:
 
     error: Tensor
     rounded: bool
-    comparison: Comparison
+    comparison: Comparison | None
 
 
-def _derivative_error_in_window(call: BlockCall, rows: Rows, row_attention: RowAttention) -> _DerivativeCheck | None:
+def _derivative_error_in_window(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool
+) -> _DerivativeCheck | None:
     """Return the same as `_derivative_error_at` in windows; None if the sequence is short or can't be cut."""
     if call.x.shape[1] <= 2 * WINDOW:
         return None
     try:
-        return _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention)
+        return _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention, compared)
     except (NotSliceable, UsageError):
         return None
 
@@ -108,16 +118,22 @@ def _largest(errors: Sequence[float]) -> float:
     return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
 
 
-def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention) -> _DerivativeCheck:
+def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool) -> _DerivativeCheck:
     x = rows.select_sources(call.x)
+    restrict_to = lambda some: restrict([(call, some)], row_attention)  # noqa: E731
+    comparison = None
     with slicing_errors():
-        comparison = compare_rows(lambda some: restrict([(call, some)], row_attention), rows, x)
-    u, found = comparison.pulled_back
+        if compared:
+            comparison = compare_rows(restrict_to, rows, x)
+            (u, found), rounded = comparison.pulled_back, comparison.rounded
+        else:
+            block, u = linearize_rows(restrict_to(rows), x), standard_normal(x.shape, x)
+            found, rounded = block.pullback(u[None])[0], block.rounded
     with replay_errors(call):
         expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
     error = relative_error(found - identity, expected - identity, u, x.dtype)
-    return _DerivativeCheck(error, comparison.rounded or call.recorded_coarser, comparison)
+    return _DerivativeCheck(error, rounded or call.recorded_coarser, comparison)
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:

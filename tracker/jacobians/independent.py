@@ -7,7 +7,7 @@ or values that the code takes out of autograd's sight. For a random v, reverse m
     differences     (f(x + h v) - f(x - h v)) / 2h, from values alone
 
 For random u_1, ..., u_m, the root mean square of u_i . (J v) - (J^T u_i) . v has the size of the error of J v; it is divided by
-the size of (J - 1) v. Forward mode is as exact as reverse mode, but misses what both miss (`.data`, NumPy, inference mode).
+the size of (J - 1) v. Forward mode is as exact as reverse mode, but misses what both miss (`.data`, NumPy).
 Differences miss nothing; their error is of order h^2 + rounding / h.
 
 Both are computed in the pass of the derivative check (`checks`), which runs the rows at x, x + h v and x - h v together. If they
@@ -100,18 +100,15 @@ class Comparison:
         )
 
 
-def compare_rows(
-    restrict_to: Callable[[Rows], RowFunction], rows: Rows, x: Float[Tensor, "R d"], residual: bool = True
-) -> Comparison:
+def compare_rows(restrict_to: Callable[[Rows], RowFunction], rows: Rows, x: Float[Tensor, "R d"]) -> Comparison:
     """Compare at single rows, in one pass.
 
     Args:
         restrict_to: returns the block as a function of some rows, which may repeat.
         rows: R rows.
         x: their input, or that of their sources.
-        residual: whether the Jacobian of interest is that of block - 1, to which errors are relative.
     """
-    R, v = len(rows), standard_normal(x.shape, x, seed=1)
+    R, v, residual = len(rows), standard_normal(x.shape, x, seed=1), rows.source is None
     h = _step(x, STEPS[x.itemsize][0])
     together = torch.cat([x, x + h * v, x - h * v])
     tangents = torch.cat([v, torch.zeros_like(x), torch.zeros_like(x)])
@@ -168,7 +165,7 @@ def _settle_in_full_sequence(call: BlockCall, rows: Rows, at_rows: Comparison | 
     if isnan(exact.differences) and isnan(exact.forward):
         return Independent("none", nan, reason)
     attached, seen = _with_detached(f, x, v)
-    if seen.detached and exact.forward_agrees and attached is not None:
+    if DETACH in seen.names and exact.forward_agrees and attached is not None:
         if any(_distance(attached, found, v) <= exact.allowed[1] for found in differences):
             return Independent("differences, detached", exact.forward, "its code detaches tensors")
     raise _refusal(call, exact, sorted(seen.names | set(_custom_functions(f, x))))
@@ -261,24 +258,20 @@ class _WithoutDetach(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.detached = False
         self.names: set[str] = set()
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if (name := _HIDES.get(function)) is not None:
             self.names.add(name)
         if function in (Tensor.detach, torch.detach):
-            self.detached = True
             return arguments[0].view_as(arguments[0])
-        result = function(*arguments, **(keywords or {}))
-        if isinstance(result, Tensor) and result.is_inference():
-            self.names.add("torch.inference_mode")
-        return result
+        return function(*arguments, **(keywords or {}))
 
 
+DETACH = "detach()"
 _HIDES = {
-    Tensor.detach: "detach()",
-    torch.detach: "detach()",
+    Tensor.detach: DETACH,
+    torch.detach: DETACH,
     Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
     Tensor.numpy: "numpy()",
     Tensor.item: "item()",

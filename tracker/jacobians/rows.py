@@ -108,9 +108,8 @@ class Jacobians:
         self.memory = memory
         self.advance = advance
         self.derivative: Derivative = derivative
-        self.independent: dict[
-            int, Independent
-        ] = {}  # layer -> the check, where forward mode and differences were not both used
+        # Layer -> the check, where forward mode and differences were not both used.
+        self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
@@ -255,7 +254,8 @@ class Jacobians:
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(self.replica.dtype, allowed):
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
-            error, comparison = self._checks.derivative_error(path, PATHS[path], call, rows)
+            compared = self.derivative == "checked"
+            error, comparison = self._checks.derivative_error(path, PATHS[path], call, rows, compared)
             if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if rounded and not self._checks.reproduces_recorded_output(call):

@@ -119,9 +119,8 @@ class Replica:
                 undone. It may call the block again: that runs neither hook.
         """
         running: list[tuple[nn.Module, ExitStack | None]] = []  # with no stack: called again while it runs
-        written: list[
-            WeightHolder
-        ] = []  # parts of blocks that wrote to their buffers, which a later call in this pass may read
+        # Parts of blocks that wrote to their buffers, which a later call in this pass may read.
+        written: list[WeightHolder] = []
 
         def load(block: nn.Module, args: tuple, kwargs: dict) -> None:
             if any(block is other for other, _ in running):
