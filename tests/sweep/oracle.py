@@ -5,6 +5,7 @@ Hooks keep the hidden states that enter and leave the blocks while the model run
 """
 
 import itertools
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -105,12 +107,15 @@ def quiet() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-def run(model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: int | None = None) -> Graph:
+def run(
+    model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: int | None = None, seed: int | None = None
+) -> Graph:
     """Run the model once, in eval mode and with gradients on.
 
     Args:
         blocks: names of the blocks measured, without repetition.
         cut: detach what this call of a block gives (0-based) from what it was made of; the first one's input is a leaf.
+        seed: of the random numbers that the model draws.
     """
     graph, open_calls, last = Graph(), [], []
     names = {id(model.get_submodule(name)): name for name in blocks}
@@ -166,6 +171,10 @@ def run(model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: in
         if "norm" in type(module).__name__.lower():
             handles.append(module.register_forward_hook(partial(norm, name), with_kwargs=True))
     try:
+        if seed is not None:
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
         with torch.enable_grad():
             graph.output = model(**inputs)
     finally:
