@@ -278,6 +278,8 @@ MASKS = {
     "a window": ORDER & ORDER.triu(-2).bool(),
     "documents": SAME,
     "documents, causal": SAME & ORDER,
+    "chunks, causal, one token in the last": (torch.arange(N)[:, None] // 3 == torch.arange(N) // 3) & ORDER,
+    "causal, a last document of one token": ((torch.arange(N) < N - 1)[:, None] == (torch.arange(N) < N - 1)) & ORDER,
     "a prefix": ORDER | (torch.arange(N) < 3),
     "a prefix of all but one": ORDER | (torch.arange(N) < N - 1),
     "one sample's own": torch.stack([ORDER, SAME, ORDER.T])[:, None],

@@ -170,9 +170,10 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     errors: dict[str, float] = {}
     for b in range(B):
         at = b
-        if ds.attrs["random_draws"]:  # as `measure` runs a sample: alone, and with these random numbers
+        seed = int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1  # -1: this sample drew none
+        if seed >= 0:  # as `measure` runs a sample: alone, and with these random numbers
             alone = {name: value[b : b + 1] for name, value in inputs.items()}
-            graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=int(ds.random_seed[b]))
+            graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=seed)
             norm, at = _final_norm(built, graph, ds), 0
         errors |= _of_states(ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b)
         for i, t in enumerate(ds.token_position.values[b].astype(int).tolist()):

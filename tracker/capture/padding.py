@@ -1,7 +1,8 @@
 """Padding that no `attention_mask` states: read from the masks of the recorded pass, and confirmed by running the blocks again.
 
 A position is padding if no other position attends to it, and it does not attend to itself or attends to nothing else. So a causal
-mask has no padding: its last position, to which no other attends, attends to others and to itself.
+mask has no padding: its last position, to which no other attends, attends to others and to itself. Where a causal mask lets it
+attend to itself alone, as the first token of a chunk or of a packed document, it is a token too.
 
 The masks are those of the first block's own attention. Where that is not intercepted, every argument of the block and of the
 model that may be a mask is tried. A reading counts if other states at its positions change no other position's state after the
@@ -158,6 +159,8 @@ def _hidden_positions(visible: Bool[Tensor, "B n n"]) -> Bool[Tensor, "B n"]:
     itself = visible.diagonal(dim1=1, dim2=2)
     others = visible & ~torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device)
     hidden = ~others.any(1) & ~(itself & others.any(2))
+    causal = ~visible.triu(1).any((1, 2))
+    hidden[:, -1] &= ~(itself[:, -1] & causal)  # no later position could attend to it
     return hidden & (itself & ~hidden).any(1, keepdim=True)
 
 
