@@ -50,13 +50,16 @@ def unit(
     window = ("prompt", "layer", "position")
     L, n, diagonal = layers, positions, np.eye(layers, dtype=bool)
     variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MISCOUPLINGS}
-    variables |= {f"{name}_null": (pair[:-1], values(0.99, 1.01, 1, len(ks), L)) for name in MISCOUPLINGS}
-    of_k = np.sqrt(1 - 1 / np.array(ks, np.float32))[:, None]  # that of offdiag_normalized is no model's own
-    variables["offdiag_normalized_null"] = (pair[:-1], np.broadcast_to(of_k, (prompts, 1, len(ks), L)).copy())
-    variables["singular_value"] = (("prompt", "token", "layer", "rank"), -np.sort(-values(0.1, 9, 1, L, max(ks))))
+    s, layer = -np.sort(-values(0.1, 9, 1, L, max(ks))), ("prompt", "token", "layer")
+    variables["singular_value"] = ((*layer, "rank"), s)
+    # Null levels of Jacobians without a trace, whose left and right singular vectors have nothing in common.
+    variables["isotropic"], variables["alignment"] = (layer, np.zeros_like(s[..., 0])), ((*layer, "rank"), 0 * s)
+    variables |= {name: (layer, np.sqrt((s**2).sum(-1) / 2)) for name in ("symmetric_norm", "antisymmetric_norm")}
+    zeros = np.zeros((prompts, 1, len(ks), L), np.float32)
+    variables |= {f"overlap_{power}": (pair[:-1], zeros) for power in ("squares", "fourths")}
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
-    for name in ("lss", "expodistance", "expodistance_normed", "equidistance", "equidistance_normed"):
+    for name in ("lss", "lss_normed", "expodistance", "expodistance_normed", "equidistance", "equidistance_normed"):
         base, normed, _ = name.partition("_normed")
         variables[f"{base}_window{normed}"] = (window, values(1, 5, L, n))
     for name in ("norm", "norm_normed"):

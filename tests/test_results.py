@@ -57,11 +57,10 @@ def test_other_settings_are_refused_once_results_exist(store):
 
 
 def test_units_with_other_layer_pairs_across_tokens_are_not_joined(store):
-    for step, others in ((3, None), (4, [2.0, np.nan])):
-        pairs = xr.Dataset({"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))}, {"layer": [1, 2]})
-        made = pairs if others is None else pairs.assign_coords(pair_layer_other=("layer", others))
-        store.write(step, made.assign_coords(step=step))
-    with pytest.raises(ValueError, match=r"differ in their layers compared across tokens .*l' = l"):
+    for step, others in ((3, [1.0, 2.0]), (4, [2.0, np.nan])):
+        pairs = xr.Dataset({"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))}, {"layer": [1, 2]}, SHARED)
+        store.write(step, pairs.assign_coords(pair_layer_other=("layer", others), step=step))
+    with pytest.raises(ValueError, match=r"differ in their layers compared across tokens .*\[1.0, 2.0\]"):
         tracker.open_results(store.path)
 
 

@@ -18,6 +18,8 @@ _MODULES = {
     "Watch": "training.watch",
     "Store": "results",
     "measure": "measurement",
+    "null_level": "analysis.null_levels",
+    "null_spread": "analysis.null_levels",
     "find_blocks": "blocks.find",
     "open_results": "results",
     "plot": "figures.notebook",
@@ -37,11 +39,14 @@ __all__ = [
     "coupling_penalty",
     "find_blocks",
     "measure",
+    "null_level",
+    "null_spread",
     "open_results",
     "plot",
 ]
 
 if TYPE_CHECKING:
+    from tracker.analysis.null_levels import null_level, null_spread
     from tracker.blocks.find import find_blocks
     from tracker.figures.notebook import plot
     from tracker.measurement import measure

@@ -136,11 +136,9 @@ def _over_positions(measure: "Measure") -> "LinePlot":
 
 
 def _for_k(measure: "Measure", k: int) -> "LinePlot":
-    from tracker.measures.registry import BY_NAME
-
     pairs, over = ("/mean_offdiag", ", l ≠ l'") if measure.curve == "pairs" else ("", "")
     title = measure.label[0].upper() + measure.label[1:]
-    metrics = [f"{metric}/k{k}{pairs}" for metric in (measure.metric, BY_NAME[measure.null].metric)]
+    metrics = [f"{metric}/k{k}{pairs}" for metric in (measure.metric, f"{measure.metric}_null")]
     return _lines(f"{title}, K = {k}{over}, with its null level", metrics)
 
 

@@ -26,7 +26,7 @@ from checkpoints.integrity import find_repeats
 from tracker.measures.alike import require_one_curve
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
-from tracker.measures.names import with_present_names
+from tracker.measures.names import require_version
 from tracker.measures.netcdf import file_content
 from tracker.measures.settings import Settings
 from tracker.netcdf import opened
@@ -126,16 +126,16 @@ class Store:
         return self.file(step)
 
     def read(self, step: int) -> xr.Dataset:
-        """Read one unit into memory; variables have their present names, whatever version measured it.
+        """Read one unit into memory.
 
         Raises:
-            ValueError: if the file is damaged, or not one of ours.
+            ValueError: if the file is damaged, not one of ours, or of another version of the package.
         """
         with self._opened(step) as stored:
             unit = stored.load()
         if "prompt" not in unit.dims:
             raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
-        return labelled(with_present_names(unit))
+        return labelled(require_version(unit, self.file(step)))
 
     def revision(self, step: int) -> str:
         """Return the revision that a unit was measured from, without reading the rest of its file.

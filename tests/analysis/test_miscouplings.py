@@ -6,7 +6,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
-from tracker.analysis.miscouplings import _means_over_pairs, read_miscouplings
+from tracker.analysis.miscouplings import read_miscouplings
 from tracker.analysis.statistics import curves
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
@@ -47,21 +47,3 @@ def test_measures_can_be_chosen_and_damage_is_named(store, tmp_path):
     damaged.file(3).write_bytes(Store(store).file(0).read_bytes()[:5000])
     with pytest.raises(ValueError, match="step00000003.nc can't be read"):
         read_miscouplings(tmp_path)
-
-
-@pytest.mark.parametrize("undefined", [False, True])
-@pytest.mark.parametrize("layers", [1, 2, 5])
-def test_means_over_pairs_are_those_of_a_loop(layers, undefined):
-    random = np.random.default_rng(layers)
-    values, null = random.random((3, 2, layers, layers)), random.random((3, 2, layers))
-    if undefined:
-        values[0, 1, -1, 0] = np.nan
-    found = _means_over_pairs(values, null)
-    kinds = (lambda l, m: True, lambda l, m: l != m, lambda l, m: abs(l - m) == 1)
-    for sample in np.ndindex(3, 2):
-        for i, counts in enumerate(kinds):
-            pairs = [(l, m) for l in range(layers) for m in range(layers)]
-            pairs = [(l, m) for l, m in pairs if counts(l, m) and not np.isnan(values[sample][l, m])]
-            levels = [null[sample][l] * (l != m) for l, m in pairs]
-            expected = [np.mean([values[sample][pair] for pair in pairs]), np.mean(levels)] if pairs else [np.nan] * 2
-            np.testing.assert_allclose(found[:, *sample, i], expected, rtol=1e-13)

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import tracker
 from tests.analysis.test_regression import assert_covers
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import LEAST, Onset, onset
-from tracker.analysis.statistics import null_matrix, over_pairs
+from tracker.analysis.statistics import over_pairs
 from tracker.measures.registry import MISCOUPLINGS
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128])
@@ -154,7 +155,7 @@ def test_chance_alignment_of_untrained_models():
         ds = tracker.measure(model, torch.randint(0, 200, (6, 16)), measures="coupling", k=10)
         for name, found in shares.items():
             curve, null = (
-                over_pairs(m.astype(float)).sel(pairs="mean_offdiag").mean() for m in (ds[name], null_matrix(ds, name))
+                over_pairs(m.astype(float)).sel(pairs="mean_offdiag").mean() for m in (ds[name], null_level(ds, name))
             )
             found.append(float(1 - curve / null))
     largest = {name: max(map(abs, found)) for name, found in shares.items()}

@@ -7,6 +7,7 @@ import xarray as xr
 
 import tracker
 from tests.models import Size, build, neox, tokens
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.statistics import (
     CURVES,
     curves,
@@ -40,8 +41,8 @@ def test_means_over_pairs_and_prompts(ds):
             point = points.sel(k=4, pairs=name)
             assert float(point[measure]) == pytest.approx(per_prompt.mean(), rel=1e-6)
             assert float(point[f"{measure}_q25"]) == pytest.approx(np.quantile(per_prompt, 0.25), rel=1e-6)
-            null = ds[f"{measure}_null"].sel(k=4).values  # (prompt, token, l), of the block described
-            expected = np.mean([null[:, :, l] * (l != m) for l, m in chosen])
+            null = null_level(ds, measure).sel(k=4).values
+            expected = np.mean([null[:, :, l, m] for l, m in chosen])
             assert float(point[f"{measure}_null"]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -78,22 +79,22 @@ def test_optional_measures_in_logs():
     assert [len(at) for at in compared] == [4, 3]
     for kind in ("self", "fixed_input", "fixed_output"):
         measured = ds[f"{kind}_offdiag_normalized"].sel(k=4).values  # (prompt, layer, token, other)
-        null = ds[f"{kind}_offdiag_normalized_null"].sel(k=4).values  # (prompt, layer, token)
+        null = null_level(ds, f"{kind}_offdiag_normalized").sel(k=4).values
         pairs = [[(l, t, u) for l in range(2) for t in at for u in at] for at in compared]  # l' = l + 1: also t = t'
         expected = np.mean([np.mean([measured[p][at] for at in chosen]) for p, chosen in enumerate(pairs)])
-        level = np.mean([np.mean([null[p][at[:2]] for at in chosen]) for p, chosen in enumerate(pairs)])
+        level = np.mean([np.mean([null[p][at] for at in chosen]) for p, chosen in enumerate(pairs)])
         assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
         assert flat[f"tokens/{kind}/offdiag_normalized_null/k4"] == pytest.approx(level, rel=1e-6)
     off = [(l, m) for l in range(3) for m in range(3) if l != m]
     swapped = np.mean([ds.miscoupling_vju.sel(k=2).values[..., l, m] for l, m in off])
     assert flat["coupling/miscoupling_vju/k2/mean_offdiag"] == pytest.approx(swapped, rel=1e-6)
     for name in ("miscoupling", "offdiag_normalized"):
-        before = np.mean([ds[f"{name}_raw"].sel(k=2).values[..., l, m] for l, m in off])
-        assert flat[f"coupling/{name}_raw/k2/mean_offdiag"] == pytest.approx(before, rel=1e-6)
-        level = np.mean([ds[f"{name}_raw_null"].sel(k=2).values[..., l] for l, _ in off])
-        assert flat[f"coupling/{name}_raw_null/k2/mean_offdiag"] == pytest.approx(level, rel=1e-6)
-    assert {name.split("/")[1] for name in flat if "_raw" in name and "coupling" in name} == {
-        f"{name}_raw{null}" for name in ("miscoupling", "offdiag_normalized") for null in ("", "_null")
+        before = np.mean([ds[f"{name}_normed"].sel(k=2).values[..., l, m] for l, m in off])
+        assert flat[f"coupling/{name}_normed/k2/mean_offdiag"] == pytest.approx(before, rel=1e-6)
+        level = np.mean([null_level(ds, f"{name}_normed").sel(k=2).values[..., l, m] for l, m in off])
+        assert flat[f"coupling/{name}_normed_null/k2/mean_offdiag"] == pytest.approx(level, rel=1e-6)
+    assert {name.split("/")[1] for name in flat if "_normed" in name and "coupling" in name} == {
+        f"{name}_normed{null}" for name in ("miscoupling", "offdiag_normalized") for null in ("", "_null")
     }
     last = ds.entropy.values[:, -1]
     assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
@@ -110,13 +111,11 @@ def test_no_jacobian_in_its_own_basis_counts(pair_layers):
     others = dict(pair_layers or [(1, 1), (2, 2), (3, 3)])
     pairs = [(l, t, u) for l, m in others.items() for t in range(3) for u in range(3) if (l, t) != (m, u)]
     for kind in ("self", "fixed_input", "fixed_output"):
-        for name in ("miscoupling", "miscoupling_null"):
-            values = ds[f"{kind}_{name}"].values[:, 0]
-            expected = np.mean(
-                [values[:, l - 1, t, u] if values.ndim == 4 else values[:, l - 1, t] for l, t, u in pairs]
-            )
-            assert curves(ds, CURVES)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
-            assert summary(ds)[f"{kind}_{name}"].item() == pytest.approx(expected, rel=1e-6)
+        name = f"{kind}_miscoupling"
+        for values, point in ((ds[name], name), (null_level(ds, name), f"{name}_null")):
+            expected = np.mean([values.values[:, 0, l - 1, t, u] for l, t, u in pairs])
+            assert curves(ds, CURVES)[point].item() == pytest.approx(expected, rel=1e-6)
+            assert summary(ds)[point].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +133,6 @@ def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
     model = neox(size=Size(32, 4))
     ds = tracker.measure(model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers)
     assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
-    older = ds.drop_vars("pair_layer_other")
-    assert (layers_in_words(older), middle_layers(older)) == ("l' = l", (2, 2))
 
 
 @pytest.mark.slow
@@ -154,7 +151,7 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     last = ours["noise_similarity_ends"].isel(end=-1, drop=True)
     np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
     # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
-    level = unit["miscoupling_null"].mean(("prompt", "token", "layer"))
+    level = null_level(unit, "miscoupling_vju").mean(("prompt", "token", "layer", "layer_other"))
     np.testing.assert_allclose(ours["miscoupling_vju_null"].sel(pairs="mean"), level, rtol=1e-6)
 
 

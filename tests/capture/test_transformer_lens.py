@@ -209,7 +209,7 @@ def test_a_plain_bridge_has_the_measures_of_its_hugging_face_model(name, tmp_pat
     torch.manual_seed(0)
     ds = tracker.measure(bridge(name, tmp_path, compatible=False), IDS, k=4)
     assert ds.attrs["final_norm"] == plain.attrs["final_norm"] == "include"
-    for measure in ("miscoupling", "miscoupling_raw", "lss", "expodistance", "norm"):
+    for measure in ("miscoupling", "miscoupling_normed", "lss", "expodistance", "norm"):
         np.testing.assert_allclose(ds[measure], plain[measure], rtol=1e-4, atol=1e-5)
 
 

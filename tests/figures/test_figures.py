@@ -14,6 +14,7 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
+from tracker.analysis.null_levels import null_level
 from tracker.figures import drawing, jacobians
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
@@ -100,7 +101,8 @@ def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
     close(table.coupling, -off_diagonal(m).mean(1))
-    close(table.null, -np.sqrt((K - 1) / K))
+    level = null_level(ds, "offdiag_normalized").sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other")
+    close(table.null, -off_diagonal(level.values[:, :, 0]).mean(1))
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
 
@@ -109,7 +111,7 @@ def with_onset(ds, steps, departed, by=0.2):
     departure = xr.DataArray(np.where(departed, by, 0.0), dims="step") * xr.DataArray(
         [0.9, 1, 1.1, 1, 1], dims="prompt"
     )
-    level = ds.offdiag_normalized_null - departure
+    level = null_level(ds, "offdiag_normalized") - departure
     coupled = level.where(ds.layer != ds.layer_other, 0).transpose(*ds.offdiag_normalized.dims)
     return ds.assign(offdiag_normalized=coupled).assign_coords(step=list(steps))
 
@@ -155,7 +157,9 @@ def test_1c(one, tmp_path):
     row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
     last = ds.offdiag_normalized.sel(k=K, step=2000)
     both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
-    close(row.coupling_above_null, np.sqrt((K - 1) / K) - both, rtol=1e-5)
+    level = null_level(ds, "offdiag_normalized").sel(k=K, step=2000)
+    level = (level.sel(layer=1, layer_other=3) + level.sel(layer=3, layer_other=1)).mean() / 2
+    close(row.coupling_above_null, level - both, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +204,6 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
         A, s = ds[f"{variant}_matrix"].sel(layer=1), ds[f"{variant}_singular_value"].sel(layer=1, rank=1)
         expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
     close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
-
-
-def test_matrices_of_older_results(tmp_path):
-    """Older results compare tokens within a block and have no singular values; A in the own basis has them."""
-    inputs = torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
-    unit = tracker.measure(neox(), inputs, k=K, measures="all,tokenwise", pair_tokens=3, pair_layers=0)
-    s = unit.self_singular_value.sel(layer=2, rank=1).isel(prompt=0)
-    older = unit.drop_vars(["pair_layer_other", *(name for name in unit if "_singular_value" in str(name))])
-    figure, table = draw("4", {"older": older.expand_dims(step=[0])}, None)
-    assert figure.axes[0].get_title() == "older, step 0\nl = 2, l' = 2"
-    assert set(table.block) == set(table.block_other) == {2}
-    expected = abs(unit.self_matrix.sel(layer=2).isel(prompt=0, pair_token=1, pair_token_other=2)) / s[1]
-    close(figure.axes[0].images[0].get_array()[K + 1 : 2 * K + 1, 2 * K + 2 :], expected, rtol=1e-5)
 
 
 def test_5_and_25(one, tmp_path):
@@ -353,9 +344,7 @@ def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one)
     titles = [panel.get_title().splitlines()[1] for panel in axes if panel.get_title()]
     last = open_results(one).isel(step=-1, prompt=0, token=0, layer=-1)
     assert titles == [f"{half} of block {l}" for half in ("attention", "MLP") for l in (1, 2, 3)]
-    np.testing.assert_allclose(
-        pictures[-1], abs(last.mlp_matrix) / float(last.singular_value_raw.sel(rank=1)), rtol=1e-5
-    )
+    np.testing.assert_allclose(pictures[-1], abs(last.mlp_matrix) / float(last.singular_value.sel(rank=1)), rtol=1e-5)
     places = [panel.get_subplotspec() for panel in axes if panel.get_title()]
     assert [place.is_first_row() for place in places] == 3 * [True] + 3 * [False]  # a row for each half
 

@@ -1,6 +1,7 @@
 """Every architecture against brute force: which path serves it, and that Jacobians and mis-couplings are right."""
 
 import dataclasses
+import itertools
 import warnings
 
 import numpy as np
@@ -57,23 +58,17 @@ def test_jacobians_and_mis_couplings(name, dtype):
     assert ds.diagnostics_complete.all()
     truth = brute_force_jacobians(expected, inputs)
     assert jacobian_difference(model, inputs, ds, truth, dtype) <= J_TOLERANCE[dtype]
-    raw = "miscoupling_raw" in ds
-    assert raw == (expected.norm is not None)
+    assert ("miscoupling_normed" in ds) == (expected.norm is not None)
     for (b, position), J in truth.items():
-        if raw:
-            last = dataclasses.replace(expected, norm=None).jacobian(len(J) - 1, b, position, position).detach()
-            found = ds.isel(prompt=b, token=0 if position == 1 else 1)
-            for measure, values in brute_force.couplings([*J[:-1], last], K).items():
-                factor = conditioning([*J[:-1], last], K) if dtype == torch.float32 else 1
-                scale = 1 if measure != "offdiag" else max(1, float(values.max()))
-                seen = found[f"{measure}_raw"].sel(k=K).values
-                np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
-        for k in (2, K):
+        found = ds.isel(prompt=b, token=0 if position == 1 else 1)
+        last = dataclasses.replace(expected, norm=None).jacobian(len(J) - 1, b, position, position).detach()
+        by_name = {"": [*J[:-1], last]} | ({"_normed": J} if expected.norm is not None else {})
+        for (end, of_blocks), k in itertools.product(by_name.items(), (2, K)):
             # Only in float32 do near-degenerate pairs cost digits that the tolerance does not leave.
-            factor = conditioning(J, k) if dtype == torch.float32 else 1
-            for measure, values in brute_force.couplings(J, k).items():
-                seen = ds[measure].sel(k=k).isel(prompt=b, token=0 if position == 1 else 1).values
+            factor = conditioning(of_blocks, k) if dtype == torch.float32 else 1
+            for measure, values in brute_force.couplings(of_blocks, k).items():
                 scale = 1 if measure != "offdiag" else max(1, float(values.max()))
+                seen = found[f"{measure}{end}"].sel(k=k).values
                 np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
 
 
@@ -110,9 +105,10 @@ def measured_jacobians(model, inputs, ds, rows, dtype):
         replica = Replica(model, find_blocks(model), dtype, torch.device("cpu"))
         recording = record(replica, batch.arguments, batch.keywords)
         if ds.attrs["final_norm"] == "include":
-            recording = recording.fold_final_norm()
+            recording = recording.with_final_norm()
         jacobians = Jacobians(replica)
-        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in recording.calls]
+        calls = [*recording.calls[:-1], recording.normed_last or recording.calls[-1]]
+        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in calls]
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])

@@ -60,7 +60,7 @@ def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     for J, expected in zip(seen, truth, strict=True):
         error = torch.linalg.matrix_norm(J - expected) / torch.linalg.matrix_norm(expected)
         assert float(error.max()) < 1e-4
-    values = torch.from_numpy(ds.singular_value.values[:, 0])
+    values = torch.from_numpy(ds.singular_value_normed.values[:, 0])
     expected = torch.stack([torch.linalg.svdvals(J[:2])[:, :4] for J in truth], 1)
     torch.testing.assert_close(values.double(), expected, rtol=1e-4, atol=0)
 

@@ -26,7 +26,8 @@ def recorded(name, dtype=torch.float64, inputs=None):
     passes = []
     for x in inputs:
         (batch,) = batches(model, x.to(dtype) if x.is_floating_point() else x, None, None)
-        passes.append(record(replica, batch.arguments, batch.keywords).fold_final_norm().calls)
+        recording = record(replica, batch.arguments, batch.keywords).with_final_norm()
+        passes.append([*recording.calls[:-1], recording.normed_last or recording.calls[-1]])
     return replica, passes
 
 

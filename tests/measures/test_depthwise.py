@@ -8,6 +8,7 @@ import torch
 
 import tracker
 from tests.models import Size, build, tokens
+from tracker.analysis.null_levels import null_level
 from tracker.linalg import svd
 from tracker.measures import depthwise
 from tracker.measures.registry import MISCOUPLINGS
@@ -43,7 +44,7 @@ def test_matrix_free_equals_dense(name, dtype, tolerance):
 @pytest.mark.parametrize("svd_by", ["full", "krylov", "matrix-free"])
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2, soft cap", "bloom"])
 def test_both_conventions_of_the_final_norm(name, svd_by):
-    """The `_raw` variables of a measurement with the final norm equal those of a measurement without it."""
+    """Variables without a suffix are of the blocks alone; those that end in `_normed` differ in the last block."""
     model, given = build(name, Size(width=64))
     options = {"k": (3, 6), "dtype": torch.float64, "svd": svd_by, "tokens": [1, -1]}
     with warnings.catch_warnings():
@@ -54,18 +55,17 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
     certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
     certificate = [f"diagnostics_{name}" for name in certificate]
     for variable in (*MISCOUPLINGS, "singular_value", *certificate):
-        raw = included[f"{variable}_raw"]
-        assert raw.dims == included[variable].dims
-        np.testing.assert_allclose(raw, excluded[variable], rtol=0, atol=1e-10, err_msg=variable)
+        alone, normed = included[variable], included[f"{variable}_normed"]
+        assert normed.dims == alone.dims
+        np.testing.assert_allclose(alone, excluded[variable], rtol=0, atol=1e-10, err_msg=variable)
         if variable in MISCOUPLINGS:
-            np.testing.assert_allclose(
-                included[f"{variable}_raw_null"], excluded[f"{variable}_null"], rtol=1e-10, err_msg=variable
-            )
-            np.testing.assert_array_equal(raw[..., :-1, :-1], included[variable][..., :-1, :-1])
-            assert float(abs(raw - included[variable])[..., -1, :-1].min()) > 1e-4
-            assert float(abs(raw - included[variable])[..., :-1, -1].max()) > 1e-4
-            assert f"{variable}_raw" not in excluded
-            assert int(included.diagnostics_undefined.sel(quantity=f"{variable}_raw")) == 0
+            level = null_level(included, variable)
+            np.testing.assert_allclose(level, null_level(excluded, variable), rtol=1e-10, err_msg=variable)
+            np.testing.assert_array_equal(normed[..., :-1, :-1], alone[..., :-1, :-1])
+            assert float(abs(normed - alone)[..., -1, :-1].min()) > 1e-4
+            assert float(abs(normed - alone)[..., :-1, -1].max()) > 1e-4
+            assert f"{variable}_normed" not in excluded
+            assert int(included.diagnostics_undefined.sel(quantity=f"{variable}_normed")) == 0
     for shared in ("miscoupling_vju", "matrix"):
         assert included[shared].sizes["layer"] == included[shared].sizes["layer_other"] == included.sizes["layer"] == 3
 
@@ -78,7 +78,7 @@ def test_both_conventions_where_jacobians_do_not_fit_together():
     for at_once in (1, 3):  # of the three blocks' Jacobians and the one more
         budget = 2 * at_once * 64**2 * 8
         included = tracker.measure(model, given, **options, final_norm="include", memory_budget=budget)
-        np.testing.assert_allclose(included.offdiag_normalized_raw, excluded.offdiag_normalized, atol=1e-10)
+        np.testing.assert_allclose(included.offdiag_normalized, excluded.offdiag_normalized, atol=1e-10)
 
 
 def test_one_jacobian_more_for_both_conventions(monkeypatch):
@@ -93,7 +93,7 @@ def test_one_jacobian_more_for_both_conventions(monkeypatch):
 
     monkeypatch.setattr(depthwise.Jacobians, "__call__", counted)
     tracker.measure(model, given, k=3)
-    assert asked == [(1, False), (2, False), (3, True), (3, False)]
+    assert asked == [(1, False), (2, False), (3, False), (3, True)]
     for other in ("exclude", "drop"):
         asked.clear()
         tracker.measure(model, given, k=3, final_norm=other)

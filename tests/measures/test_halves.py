@@ -72,8 +72,7 @@ def test_against_brute_force(name):
         torch.testing.assert_close(A + M if parallel else (I + M) @ (I + A) - I, whole, rtol=0, atol=1e-6)
         U, s, Vh = torch.linalg.svd(whole)
         at = ds.isel(prompt=0, token=0, layer=l)
-        spectrum = at.singular_value_raw if "singular_value_raw" in ds else at.singular_value
-        np.testing.assert_allclose(spectrum, s[:K], atol=1e-8)
+        np.testing.assert_allclose(at.singular_value, s[:K], atol=1e-8)
         mutual = brute_force.couplings([A, M], K)["miscoupling"]
         for half, J, coupling in (("attention", A, mutual[0, 1]), ("mlp", M, mutual[1, 0])):
             matrix = U[:, :K].T @ J @ Vh[:K].T

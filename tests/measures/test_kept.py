@@ -30,9 +30,8 @@ def measured(name, **options):
 def test_they_equal_those_of_brute_force(name):
     model, inputs, ds = measured(name)
     found = find_blocks(model)
-    norm = model.get_submodule(ds.final_norm_module) if ds.final_norm == "include" else None
     blocks = [model.get_submodule(one) for one in found.names]
-    oracle = brute_force.run(model, inputs, blocks, norm, found.batch_first)
+    oracle = brute_force.run(model, inputs, blocks, None, found.batch_first)
     for b in range(ds.sizes["prompt"]):
         for i, t in enumerate(ds.token_position.values[b].astype(int)):
             for l in range(ds.sizes["layer"]):

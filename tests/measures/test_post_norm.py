@@ -142,7 +142,8 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     with pytest.warns(UserWarning, match=TEXT):
         ds = tracker.measure(transformers.BertModel(config).eval(), ids, k=10)
     off = ds.miscoupling.where(ds.layer != ds.layer_other)
-    assert float(off.mean()) < 0.3 and float(ds.miscoupling_null.mean()) == pytest.approx(1.003, abs=2e-3)
+    level = tracker.null_level(ds, "miscoupling").where(ds.layer != ds.layer_other)
+    assert float(off.mean()) < 0.3 and float(level.mean()) == pytest.approx(0.985, abs=2e-3)
     assert (abs(ds.singular_value.sel(rank=[1, 2]) - 1) < 0.01).all() and (ds.singular_value.sel(rank=3) < 0.2).all()
 
 
@@ -182,7 +183,9 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
 
     def miscoupling(tokens: str | list[int]) -> tuple[float, float]:
         ds = tracker.measure(model.eval(), probe, tokens=tokens, k=10, measures="coupling")
-        return float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()), float(ds.miscoupling_null.mean())
+        return float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()), float(
+            tracker.null_level(ds, "miscoupling").where(ds.layer != ds.layer_other).mean()
+        )
 
     measured = {"[CLS]": "cls", "last word": "last", "[SEP]": [-1]}
     untrained = {name: miscoupling(tokens) for name, tokens in measured.items()}

@@ -63,7 +63,7 @@ def test_each_option_enables_its_variables_and_those_of_no_other():
 def test_entries_refer_to_entries():
     options = {"", "keep", *registry.choices()}
     for measure in MEASURES:
-        assert measure.option in options and (measure.null or "lss") in BY_NAME, measure.name
+        assert measure.option in options and (measure.counted or not measure.null), measure.name
         assert not measure.base or measure.base in BY_NAME, measure.name
         assert bool(measure.logged) <= bool(measure.curve and measure.metric), measure.name
     metrics = [measure.metric for measure in MEASURES if measure.logged]
@@ -75,9 +75,10 @@ def names_before() -> set[str]:
     pairs = ("mean", "mean_offdiag", "mean_adjacent")
     names = {"coupling/mean_offdiag", "coupling/mean_offdiag_null"}
     coupling = [f"{m}{part}" for m in WITH_A_NULL for part in ("", "_q25", "_q75", "_null", "_vju")]
-    coupling += [f"{m}_raw{null}" for m in ("miscoupling", "offdiag_normalized") for null in ("", "_null")]
+    coupling += [f"{m}_vju_null" for m in WITH_A_NULL]
+    coupling += [f"{m}_normed{null}" for m in ("miscoupling", "offdiag_normalized") for null in ("", "_null")]
     names |= {f"coupling/{m}/k{k}/{which}" for m in coupling for k in (2, 4) for which in pairs}
-    trajectory = ["lss", "expodistance", "expodistance_normed", "alpha_mean", "alpha_mean_normed"]
+    trajectory = ["lss", "lss_normed", "expodistance", "expodistance_normed", "alpha_mean", "alpha_mean_normed"]
     trajectory += ["equidistance", "equidistance_normed", "entropy"]
     names |= {f"trajectory/{m}/{q}" for m in trajectory for q in ("q25", "median", "q75")}
     names |= {f"trajectory/noise_similarity/{level}" for level in ("1pct", "3pct", "10pct", "30pct", "100pct")}

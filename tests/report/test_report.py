@@ -17,6 +17,7 @@ from checkpoints.suites import PYTHIA_STEPS
 from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, unit
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import curves
 from tracker.figures.model_comparisons import score_against_coupling
@@ -256,7 +257,7 @@ class TestNumbers:
         np.testing.assert_allclose(numbers(drawn), expected[np.isfinite(expected)], rtol=1e-6)
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]
-        above = (ds.miscoupling_null - ds.miscoupling).sel(k=4).where(apart)
+        above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).where(apart)
         np.testing.assert_allclose(numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6)
         assert named(shown(page, "prompts"), "null level")["y"] == [0, 0]
         points = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
@@ -452,19 +453,19 @@ class TestChoices:
         assert drawn == contents(summary(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
 
     @pytest.mark.slow
-    def test_before_the_final_norm_the_last_row_and_column_are_others(self, page, results):
+    def test_with_the_final_norm_the_last_row_and_column_are_others(self, page, results):
         stored = tracker.open_results(results).isel(step=3).sel(k=4)
         drawn = []
-        for name in ("miscoupling", "miscoupling_raw"):
+        for name in ("miscoupling", "miscoupling_normed"):
             page.select_option("#measure", name)
             drawn.append(numbers(shown(page, "matrix")[0]["z"]))
             expected = off_diagonal(stored[name].astype(float).mean(("prompt", "token")).values)
             np.testing.assert_allclose(drawn[-1], expected, **TO_16_BITS)
             said = page.inner_text("#matrix-figure figcaption")
-            assert ("the last block with the final norm in it" in said) == (name == "miscoupling")
+            assert ("the last block with the final norm in it" in said) == (name == "miscoupling_normed")
         shown(page, "coupling")
         assert page.inner_text("#coupling-title").endswith(
-            ": mis-coupling m_K, before final norm, K = 4, pairs of different blocks"
+            ": mis-coupling m_K, with the final norm, K = 4, pairs of different blocks"
         )
         assert np.nanmax(abs(drawn[0] - drawn[1])[:-1, :-1]) < 1e-4 < np.nanmax(abs(drawn[0] - drawn[1])[-1])
 
@@ -479,8 +480,9 @@ class TestChoices:
             drawn, level = named(history, "mean over prompts"), named(history, "null level")
             of = stored.sel(layer=l, layer_other=m).values if l != m else np.zeros(4)
             np.testing.assert_allclose(numbers(drawn["y"]), of, **TO_16_BITS)
-            null = ds.miscoupling_null.sel(k=4, layer=l).mean(("prompt", "token")).values
-            np.testing.assert_allclose(numbers(level["y"]), null, rtol=1e-6)
+            null = null_level(ds, "miscoupling").sel(k=4, layer=l, layer_other=m).mean(("prompt", "token")).values
+            if l != m:
+                np.testing.assert_allclose(numbers(level["y"]), null, **TO_16_BITS)
             assert drawn["customdata"] == [0, 1, 8, 2000]
             A = abs(ds.matrix).mean(("prompt", "token")).isel(step=3).sel(layer=l, layer_other=m).values
             np.testing.assert_allclose(numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500)
@@ -586,7 +588,7 @@ class TestSeveral:
     def test_prompts_against_their_difficulty(self, shared, several):
         page, ds = shared("six"), tracker.open_results(several[0]).isel(step=-1)
         line = named(shown(page, "difficulty"), "prompts")
-        above = (ds.miscoupling_null - ds.miscoupling).sel(k=4).astype(float).values
+        above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).astype(float).values
         couplings = [np.nanmean(off_diagonal(A)) for A in above[:, 0]]
         assert line["x"] == [3, 1, 4]
         np.testing.assert_allclose(line["y"], couplings, atol=1e-6)
@@ -630,9 +632,7 @@ class TestBetween:
         page.select_option("#k", "8")
         for pairs in ("mean_offdiag", "mean"):
             page.select_option("#pairs", pairs)
-            above = [
-                ds.offdiag_normalized_null.where(ds.layer != ds.layer_other, 0) - ds.offdiag_normalized for ds in last
-            ]
+            above = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
             whole = [A.sel(k=8).mean(("prompt", "token")).astype(float).values for A in above]
             couplings = [np.nanmean(off_diagonal(A)) if pairs == "mean_offdiag" else A.mean() for A in whole]
             assert_line(page, "fit", couplings, score)
@@ -806,7 +806,7 @@ class TestHonesty:
         store = Store(generated(tmp_path / "run", (64, 128, 256), layers=3, prompts=4))
         for step in store.steps():
             unit = store.read(step)
-            level = unit["miscoupling_null"] - 0.3
+            level = null_level(unit, "miscoupling") - 0.3
             unit["miscoupling"] = level.where(unit["layer"] != unit["layer_other"], 0).transpose(
                 *unit["miscoupling"].dims
             )
@@ -849,37 +849,6 @@ class TestHonesty:
         assert ("lss-figure" in visible) == (measures == "trajectory")
         assert "1 checkpoint at step 7" in page.inner_text("header")
         assert page.is_disabled("#step")
-
-    @pytest.mark.slow
-    def test_results_of_before_the_layers_could_be_chosen(self, open_page, results, tmp_path):
-        """They are of tokens within a block, which the page says; of results on one page each says its own."""
-        import torch
-
-        older = Store(tmp_path / "older")
-        older.check_settings({"model": "older"})
-        for step in (0, 1):
-            torch.manual_seed(step)
-            unit = tracker.measure(neox(), tokens(2), k=4, measures="all,tokenwise", pair_tokens=3, pair_layers=0)
-            added = [f"{kind}_singular_value" for kind in ("self", "fixed_input", "fixed_output")]
-            older.write(step, unit.drop_vars(["pair_layer_other", *added]).assign_coords(step=step))
-        ds = tracker.open_results(older.path).isel(step=1)
-        page = open_page(write_report(older.path, tmp_path / "page.html"))
-        (drawn,) = shown(page, "token_matrix")
-        stored = ds.self_miscoupling.sel(k=4, layer=2).mean("prompt").values
-        np.testing.assert_allclose(numbers(drawn["z"]), off_diagonal(stored), **TO_16_BITS)
-        assert (
-            page.inner_text("#token_matrix-title")
-            == "Mis-coupling of pairs of tokens: block 2, in bases of the same block, step 1"
-        )
-        curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
-        apart = ds.pair_token != ds.pair_token_other
-        assert curve[1] == pytest.approx(float(ds.self_miscoupling.where(apart).mean()), rel=1e-6)
-        assert page.inner_text("#token_curves-title").endswith(", l′ = l")
-        (drawn,) = shown(page, "token_absolute")
-        assert np.nanmax(numbers(drawn["z"])) == pytest.approx(1, rel=0.01)
-        both = open_page(write_report([older.path, results], tmp_path / "both.html"))
-        names = [line["name"] for line in shown(both, "token_curves") if line.get("name")]
-        assert {"older, l′ = l", "toy, l′ = l + 1"} <= set(names)
 
     @pytest.mark.slow
     def test_one_block(self, open_page, tmp_path):

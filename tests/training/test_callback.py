@@ -273,7 +273,7 @@ def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
         store.write(step, older.assign_attrs(store.read(step).attrs | {"final_norm": "include"}))
     fit(trainer([second], max_steps=8), WithFinalNorm, ckpt_path=tmp_path / "step=4.ckpt")
     assert list(second.units) == [8] and second.units[8].attrs["final_norm"] == "include"
-    assert "miscoupling_raw" in second.units[8] and tracker.open_results(store.path).attrs["final_norm"] == "include"
+    assert "miscoupling_normed" in second.units[8] and tracker.open_results(store.path).attrs["final_norm"] == "include"
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from tests import processes
 from tracker import pythia
 from tracker.analysis.statistics import scalars
 from tracker.measures.families import CERTIFICATE
-from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
 from tracker.report.summary import summary
 from tracker.results import VOLATILE, Store
@@ -147,17 +146,16 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
     store = Store(out)
     for step in (2, 4):
         unit = store.read(step)
-        raw = [f"{name}_raw" for name in (*MISCOUPLINGS, "singular_value")]
-        raw += [f"diagnostics_{name}_raw" for name in ("singular_gap", *CERTIFICATE)]
-        added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).removesuffix("_null") in raw]
-        assert len(added) == 2 * (1 + 1 + 3) + 2 * 4 + 2 + 8
+        added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).endswith("_normed")]
+        added = [name for name in added if "coupling" in name or "diag" in name]
+        assert len(added) == 1 + 1 + 3 + 4 + len(CERTIFICATE) + 1
         unit = unit.drop_vars(added).drop_vars(("diagnostics_undefined", "quantity"))
         whole = store.read(step)["diagnostics_undefined"]
         unit["diagnostics_undefined"] = whole[[name not in added for name in whole["quantity"].values]]
         store.write(step, unit)
     alone = scalars(store.read(4))
     assert (
-        not [name for name in alone if "trace" in name or ("coupling/" in name and "_raw" in name)]
+        not [name for name in alone if "trace" in name or ("coupling/" in name and "_normed" in name)]
         and write_report(out, tmp_path / "old.html").exists()
     )
     assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
@@ -174,8 +172,8 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
     ]
     assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
     page = contents(summary(ds))
-    assert not ds.offdiag_normalized_raw.sel(step=[2, 4]).notnull().any()
-    assert ds.offdiag_normalized_raw.sel(step=8).notnull().all()
+    assert not ds.offdiag_normalized_normed.sel(step=[2, 4]).notnull().any()
+    assert ds.offdiag_normalized_normed.sel(step=8).notnull().all()
     grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
     assert (
         grown[:2] == [None, None]

@@ -21,9 +21,10 @@ import pandas as pd
 import torch
 import xarray as xr
 
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.measures.coupling import depth_means
-from tracker.measures.dataset import pair_layers
+from tracker.measures.dataset import compared_tokens, pair_layers
 from tracker.measures.declaration import Measure, Reduction
 from tracker.measures.headline import BELOW_NULL, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL, UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
@@ -60,7 +61,7 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
 
 def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
     by_prompt = over_pairs(_in_float64(results[measure.name]))
-    null = over_pairs(_in_float64(null_matrix(results, measure.name)))
+    null = over_pairs(null_level(results, measure.name))
     samples = ("prompt", "token")
     return {"": by_prompt.mean(samples), **_band(by_prompt, samples), "_null": null.mean(samples)}
 
@@ -68,7 +69,7 @@ def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Dat
 def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
     matrices = _in_float64(results[measure.name])
     compared, over = compared_tokens(results), ("layer", "pair_token", "pair_token_other")
-    null = _in_float64(results[measure.null]).where(matrices.notnull()).where(compared)
+    null = null_level(results, measure.name).where(compared)
     by_prompt = matrices.where(compared).mean(over)
     return {"": by_prompt.mean("prompt"), **_band(by_prompt, ("prompt",)), "_null": null.mean(over).mean("prompt")}
 
@@ -106,15 +107,6 @@ def _band(values: xr.DataArray, over: tuple[str, ...]) -> dict[str, xr.DataArray
     return {f"_{q}": spread.sel(statistic=q, drop=True) for q in ("q25", "q75")}
 
 
-def compared_tokens(results: xr.Dataset) -> xr.DataArray:
-    """Return which token pairs of each layer count in a mean: all, as in the paper, except a Jacobian in its own basis.
-
-    The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
-    """
-    own_block = pair_layers(results) == results["layer"]
-    return ~(own_block & (results["pair_token"] == results["pair_token_other"]))
-
-
 def layers_in_words(results: xr.Dataset) -> str:
     """Describe which layers' Jacobians were compared across tokens, such as l' = l + 1."""
     layers = {int(l) for l in results["layer"].values}
@@ -133,16 +125,6 @@ def middle_layers(results: xr.Dataset) -> tuple[int, int]:
     return int(middle["layer"]), int(middle)
 
 
-def largest_singular_values(results: xr.Dataset, kind: str) -> xr.DataArray:
-    """Return s_1 of the Jacobians compared across tokens, over (layer, pair_token); results need `kind_matrix`."""
-    if f"{kind}_singular_value" in results:
-        return results[f"{kind}_singular_value"].sel(rank=1, drop=True)
-    # Older results do not have them, but have each Jacobian in its own basis: l' = l, where A is diag(s).
-    tokens = results["pair_token"]
-    A = results[f"{kind}_matrix"].sel(row=1, column=1, drop=True)
-    return A.where(tokens == results["pair_token_other"]).max("pair_token_other")
-
-
 def _in_float64(values: xr.DataArray) -> xr.DataArray:
     """Convert values, so that one step alone and the same step among others give the same sum."""
     return values.astype(np.float64)
@@ -153,18 +135,6 @@ def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
     there = values.notnull().any(over)
     spread = values.where(there, 0.0).quantile(list(QUANTILES.values()), over, skipna=True)
     return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
-
-
-def null_matrix(results: xr.Dataset, name: str) -> xr.DataArray:
-    """Return the null level of every layer pair that has a value: that of block l; 0 on the trivial diagonal.
-
-    With swapped bases (`m_vju`) the diagonal is not trivial: V^T J U of a block's own bases is not S.
-    """
-    measured = results[name]
-    measure = BY_NAME[name]
-    off_diagonal = (measured["layer"] != measured["layer_other"]) | (measure.variant == "vju")
-    null = xr.where(off_diagonal, results[measure.null], 0.0)
-    return null.where(measured.notnull()).transpose(*measured.dims)
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:
@@ -268,7 +238,7 @@ def _smallest_k(unit: xr.Dataset) -> int:
 
 
 def _metric(measure: Measure, part: str) -> str:
-    return BY_NAME[measure.null].metric if part == "_null" else f"{measure.metric}{part}"
+    return f"{measure.metric}{part}"
 
 
 def _entries(values: xr.DataArray) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -118,12 +118,19 @@ class Recording:
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
     logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
     unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
-    raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
+    normed_last: BlockCall | None = None  # the last block with the final norm, if the measures include it
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
 
-    def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
-        """Return x^0 .. x^L of some samples at these tokens, the tokens of one sample after those of another."""
-        recorded = (self.calls[0].x, *(call.y for call in self.calls))
+    def states(
+        self, samples: slice, tokens: slice, device: torch.device, normed: bool = False
+    ) -> Float[Tensor, "depth n d"]:
+        """Return x^0 .. x^L of some samples at these tokens, the tokens of one sample after those of another.
+
+        Args:
+            normed: apply the final norm to x^L, where the measures include it.
+        """
+        last = self.normed_last if normed and self.normed_last else self.calls[-1]
+        recorded = (self.calls[0].x, *(call.y for call in (*self.calls[:-1], last)))
         return torch.stack([x[samples, tokens].flatten(0, 1).to(device) for x in recorded])
 
     @property
@@ -133,20 +140,20 @@ class Recording:
 
     def scalars(self) -> int:
         """Count the recorded scalars: hidden states, keys and values."""
-        calls = [*self.calls, *([self.raw_last] if self.raw_last else [])]
+        calls = [*self.calls, *([self.normed_last] if self.normed_last else [])]
         return sum({id(t): t.numel() for call in calls for t in call.recorded_tensors()}.values())
 
     def without_last_block(self) -> "Recording":
         """Return the same pass up to the last block's input."""
         return replace(self, calls=self.calls[:-1], normed=None, logits=None)
 
-    def fold_final_norm(self) -> "Recording":
-        """Return the same pass with the final norm counted as part of the last block (paper eq. 7)."""
+    def with_final_norm(self) -> "Recording":
+        """Return the same pass, with the last block also as one that ends in the final norm (paper, eq. 7)."""
         if self.final_norm is None or self.normed is None:
             return self
         last = replace(self.calls[-1], final_norm=self.final_norm[1])
         last.y = self.normed
-        return replace(self, calls=[*self.calls[:-1], last], raw_last=self.calls[-1])
+        return replace(self, normed_last=last)
 
 
 def recording_kernels(dtype: torch.dtype) -> AbstractContextManager[Any]:

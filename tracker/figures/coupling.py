@@ -12,9 +12,10 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset
 from tracker.analysis.regression import holm, linear_fit
-from tracker.analysis.statistics import null_matrix, over_pairs, sources
+from tracker.analysis.statistics import over_pairs, sources
 from tracker.figures.drawing import (
     at_step,
     evenly_spaced,
@@ -80,7 +81,9 @@ def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plott
     rows = []
     for name, ds, i in shown:
         at = ds.isel(step=i).sel(k=k)
-        gain = (at[f"{MEASURE}_null"] - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other").values
+        gain = (
+            (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other").values
+        )
         gain = (gain + gain.T) / 2  # an edge has no direction
         first, second = np.triu_indices(len(gain), 1)
         edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": gain[first, second]}
@@ -157,7 +160,7 @@ def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
 def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.Dataset:
     """Return the coupling of each prompt and its null level, means over l != l' and tokens, (step, prompt)."""
     at = ds.sel(k=k)
-    both = {"coupling": at[MEASURE], "null": null_matrix(at, MEASURE)}
+    both = {"coupling": at[MEASURE], "null": null_level(at, MEASURE)}
     return xr.Dataset({name: -over_pairs(m.astype(float)).sel(pairs=PAIRS).mean("token") for name, m in both.items()})
 
 

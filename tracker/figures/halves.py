@@ -40,8 +40,7 @@ def residual_alignment(results: Results, _: int, given: "Axes | None" = None) ->
     tables = []
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
         A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
-        # That of the block without the final norm, as its halves are.
-        s = at["singular_value_raw" if "singular_value_raw" in at else "singular_value"]
+        s = at["singular_value"]
         panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), **SCALE)
         panel.grid(False)
         ticks = np.arange(0, len(A), -(-len(A) // TICKS))

@@ -12,7 +12,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import inverse_fit, largest_singular_values, middle_layers
+from tracker.analysis.statistics import inverse_fit, middle_layers
 from tracker.figures.drawing import FEWEST_POINTS, at_step, logarithmic_y, panels, shades
 from tracker.figures.palette import BLUE, ORANGE
 
@@ -83,7 +83,7 @@ def _token_grid(at: xr.Dataset, variable: str) -> Grid:
     labels = positions[:MAX_TILES]
     part = slice(len(labels))
     A = abs(at[variable].sel(layer=l)).transpose("pair_token", "pair_token_other", "row", "column").values
-    largest = largest_singular_values(at, variant).sel(layer=l).values[part]
+    largest = at[f"{variant}_singular_value"].sel(rank=1).sel(layer=l).values[part]
     jacobian = {
         "self": "J of token {} to itself",
         "fixed_input": f"J of token {positions[0]} to {{}}",

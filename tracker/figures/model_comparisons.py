@@ -33,7 +33,7 @@ from tracker.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
 from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, fit_text, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS, NORMED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +127,7 @@ def subsets(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
 def definitions(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
-    measures = [*MISCOUPLINGS, *(f"{name}_raw" for name in MISCOUPLINGS)]
+    measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
     couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))

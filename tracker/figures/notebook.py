@@ -10,7 +10,7 @@ from checkpoints.extras import require
 from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
-from tracker.measures.names import with_present_names
+from tracker.measures.names import require_version
 from tracker.results import open_results
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def plot(
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    with_steps = {label: _with_steps(with_present_names(ds)) for label, ds in several.items()}
+    with_steps = {label: _with_steps(require_version(ds, label)) for label, ds in several.items()}
     figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON)
     return figure
 

@@ -6,7 +6,8 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import curves, null_matrix, suspect
+from tracker.analysis.null_levels import null_level
+from tracker.analysis.statistics import curves, suspect
 from tracker.figures.drawing import banded_line, logarithmic_y, panels, require_panels, training_axis
 from tracker.figures.palette import BLUE, GREEN, ORANGE
 
@@ -52,10 +53,9 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     others = at["miscoupling"].mean(samples).where(at["layer"] != at["layer_other"])
     scale = [float(others.min()), float(others.max())]
     explained: list[Any] = [Patch(color="lightgrey", label="l = l': 0 by definition")]
-    if "miscoupling_null" in unit:
-        null = float(null_matrix(at, "miscoupling").mean(samples).where(others.notnull()).mean())
-        scale.append(null)
-        explained.append(Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}"))
+    null = float(null_level(at, "miscoupling").mean(samples).where(others.notnull()).mean())
+    scale.append(null)
+    explained.append(Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}"))
     L = others.sizes["layer"]
     if given is None:
         figure = Figure(figsize=(4.8, 4), layout="constrained")
@@ -69,8 +69,7 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    last = ", last block with the final norm" if unit.attrs.get("final_norm") == "include" else ""
-    axes.set_title(f"K = {k}{last}", fontsize=8, pad=20)
+    axes.set_title(f"K = {k}", fontsize=8, pad=20)
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
     bar.ax.tick_params(labelsize=8)

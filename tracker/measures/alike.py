@@ -17,12 +17,10 @@ def require_one_curve(units: Sequence[xr.Dataset], path: Path) -> None:
         ("number of blocks", {unit.sizes.get("layer") for unit in units}),
         ("final norm", {unit.attrs.get("final_norm", "") for unit in units}),
         ("tokens", {unit.attrs.get("tokens", "") for unit in units}),
-        ("layers compared across tokens", {_pair_layers(unit) for unit in units if "pair_position" in unit}),
+        (
+            "layers compared across tokens",
+            {str(unit["pair_layer_other"].values.tolist()) for unit in units if "pair_position" in unit},
+        ),
     ):
         if len(values) > 1:
             raise ValueError(f"{path} holds units that differ in their {name} ({values}); they make no curve")
-
-
-def _pair_layers(unit: xr.Dataset) -> str:
-    """Return the basis block l' of each block l as text."""
-    return str(unit.coords["pair_layer_other"].values.tolist()) if "pair_layer_other" in unit.coords else "l' = l"

@@ -14,7 +14,6 @@ LAYER, POSITION = ("token", "layer"), ("layer", "position")
 SECTION = "Jacobians"  # of the W&B dashboard
 WITHOUT_NORM = "without the final norm"
 _STATES: dict[str, Any] = {
-    "raw": True,
     "curve": "quartiles",
     "counted": True,
     "logged": ("",),
@@ -23,12 +22,11 @@ _STATES: dict[str, Any] = {
 }
 
 
-def _of_each(name: str, label: str, *more_dims: str, shown: bool = True, **more) -> Measure:
+def _of_each(name: str, label: str, **more) -> Measure:
     """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
-    if shown:
-        more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": SECTION}
-        more.setdefault("charts", ("depth",))
-    return Measure(name, (*LAYER, *more_dims), label, counted=True, **more)
+    more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": SECTION}
+    more.setdefault("charts", ("depth",))
+    return Measure(name, LAYER, label, counted=True, **more)
 
 
 OF_BLOCKS = (
@@ -36,7 +34,9 @@ OF_BLOCKS = (
         "jacobian_gain",
         "gain of the Jacobian",
         option="depth_use",
-        compute=lambda block: depth_use.jacobian_gain(block.layer.frobenius, block.x.shape[-1]),
+        compute=lambda block: depth_use.jacobian_gain(
+            block.layer.moments.frobenius(block.x.shape[-1]), block.x.shape[-1]
+        ),
         formula="‖J‖ / √d",
         reference=OURS,
         text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
@@ -63,16 +63,6 @@ OF_BLOCKS = (
         reference=OURS,
         text="How much of a block's Jacobian J is symmetric: 1 all of it, 0 none, 1/2 for unrelated input and output directions.",
         axis="linear",
-    ),
-    _of_each(
-        "alignment",
-        "alignment of output and input directions",
-        "rank",
-        shown=False,
-        option="normality",
-        compute=lambda block: normality.alignment(block.triplets),
-        formula="uₖ · vₖ, J = U S Vᵀ",
-        reference="Li and Papyan (2023); paper, section 3.2",
     ),
     _of_each(
         "mean_alignment",

@@ -47,10 +47,10 @@ def record_call(
     norm, final_norm = recording.final_norm or ("", None)
     if convention == "drop":
         recording = recording.without_last_block()
-    raw, depth = recording, len(recording.calls)
+    depth = len(recording.calls)
     if convention == "include":
-        recording = recording.fold_final_norm()
-    B, n, d = raw.calls[0].x.shape
+        recording = recording.with_final_norm()
+    B, n, d = recording.calls[0].x.shape
     if B != len(batch.labels):
         seen = f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given"
         if not replica.description.batch_first:
@@ -65,7 +65,7 @@ def record_call(
             f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model"
             f"{', BLOCKS' * named}, batch_first=False){', with the blocks that you name now as BLOCKS' * named}"
         )
-    valid, padding = _valid(batch, raw)
+    valid, padding = _valid(batch, recording)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     choice = settings.chosen_tokens(replica.description)
     chosen, tokens = chosen_positions(choice, recording, batch, valid, replica.description.class_token)
@@ -91,7 +91,7 @@ def record_call(
         samples[0].token_texts = batch.token_texts
     samples[0].decode = batch.decode
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
-    read = measure_states(replica, recording, raw, final_norm, valid, window, settings)
+    read = measure_states(replica, recording, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):
         sample.values |= values
         sample.basis_layers, sample.random_seed = basis_layers, recording.seed

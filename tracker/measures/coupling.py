@@ -12,14 +12,13 @@ Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
     offdiag                     |A - Diag A|_F                   paper eq. 13
     offdiag_normalized          |A - Diag A|_F / |A|_F           paper eq. 14
 
-Each has a *null level*: the root of its expected square for an unrelated basis (U', V' independent and Haar-random).
-`DEFINITIONS` declares the formula, the null level and the texts in the Dataset, the logs and the page.
+Each has a *null level*, that of an unrelated block (`null_levels`). `DEFINITIONS` declares the formulas and the texts in the
+Dataset, the logs and the page.
 The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import pi, sqrt
 
 import torch
 from jaxtyping import Float
@@ -37,20 +36,9 @@ def page(A: CouplingMatrices, s: SingularValues) -> Values:
     return _ratio(_frobenius(A - torch.diag_embed(s)), _norm(s))
 
 
-def page_null(s: SingularValues, frobenius: Values, d: int) -> Values:
-    """Return the null level of `page`."""
-    return _page_null_squared(s, frobenius, d).sqrt()
-
-
 def release(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the release's measure with p = 2."""
     return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), _norm(s))
-
-
-def release_null(s: SingularValues, frobenius: Values, d: int) -> Values:
-    """Return the null level of `release`."""
-    overlap = 2 * sqrt(2 / pi) * _ratio(frobenius * s.sum(-1), d * _norm(s) ** 2)
-    return (_page_null_squared(s, frobenius, d) - overlap).sqrt()
 
 
 def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
@@ -58,31 +46,14 @@ def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
     return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), s.sum(-1))
 
 
-def release_trace_null(s: SingularValues, frobenius: Values, d: int) -> Values:
-    """Return the null level of `release_trace`."""
-    return release_null(s, frobenius, d) * _ratio(_norm(s), s.sum(-1))
-
-
 def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries."""
     return _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
 
 
-def offdiag_null(s: SingularValues, frobenius: Values, d: int) -> Values:
-    """Return the null level of `offdiag`."""
-    K = s.shape[-1]
-    return sqrt(K * (K - 1)) * frobenius * _one_where_positive(frobenius).to(s) / d
-
-
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries, relative to |A|_F."""
     return _ratio(offdiag(A, s), _frobenius(A))
-
-
-def offdiag_normalized_null(s: SingularValues, frobenius: Values, d: int) -> Values:
-    """Return the null level of `offdiag_normalized`."""
-    K = s.shape[-1]
-    return sqrt((K - 1) / K) * _one_where_positive(frobenius).to(s)
 
 
 @dataclass(frozen=True)
@@ -93,21 +64,18 @@ class Definition:
         name: the name of its variable.
         label: a short name for charts.
         formula: (A, s) -> its value for each pair of Jacobian and basis.
-        null: (s, |J|_F, d) -> its null level.
         text: the definition in one sentence, for captions.
-        equation, null_equation: the definition and its null level in symbols.
+        equation: the definition in symbols.
         reference: where the definition is from.
-        dashboard: the variants that have a panel on the W&B dashboard: "", "raw", "vju", "tokens" (see `registry`). A
-            definition with a panel for "" has its "raw" variant logged.
+        dashboard: the variants that have a panel on the W&B dashboard: "", "normed", "vju", "tokens" (see `registry`). A
+            definition with a panel for "" has its "normed" variant logged.
     """
 
     name: str
     label: str
     formula: Callable[[Tensor, Tensor], Tensor]
-    null: Callable[[Tensor, Tensor, int], Tensor]
     text: str
     equation: str
-    null_equation: str
     reference: str
     dashboard: tuple[str, ...] = ()
 
@@ -117,10 +85,8 @@ DEFINITIONS = (
         "miscoupling",
         "mis-coupling m_K",
         page,
-        page_null,
         "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
         "‖A − S‖ / ‖s‖₂",
-        "√(1 + K² ‖J‖² / (d² ‖s‖₂²))",
         "the paper's project page, m_K",
         dashboard=("", "vju"),
     ),
@@ -128,42 +94,34 @@ DEFINITIONS = (
         "miscoupling_release",
         "mis-coupling, release",
         release,
-        release_null,
         "Mis-coupling as the authors' release defines it: | |A| − S |_F / |s|₂.",
         "‖abs(A) − S‖ / ‖s‖₂",
-        "√(1 + K² ‖J‖² / (d² ‖s‖₂²) − 2 √(2/π) ‖J‖ Σ s / (d ‖s‖₂²))",
         "authors' code, p = 2",
     ),
     Definition(
         "miscoupling_release_trace",
         "mis-coupling, release, trace",
         release_trace,
-        release_trace_null,
         "Mis-coupling as the authors' release defines it with p = 1: | |A| − S |_F / |s|₁.",
         "‖abs(A) − S‖ / ‖s‖₁",
-        "that of miscoupling_release · ‖s‖₂ / ‖s‖₁",
         "authors' code, p = 1",
     ),
     Definition(
         "offdiag",
         "off-diagonal norm",
         offdiag,
-        offdiag_null,
         "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
         "‖A − Diag A‖",
-        "√(K (K − 1)) ‖J‖ / d",
         "paper, eq. 13",
     ),
     Definition(
         "offdiag_normalized",
         "off-diagonal, normalized",
         offdiag_normalized,
-        offdiag_normalized_null,
         "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
         "‖A − Diag A‖ / ‖A‖",
-        "√((K − 1) / K)",
         "paper, eq. 14",
-        dashboard=("", "raw", "tokens"),
+        dashboard=("", "normed", "tokens"),
     ),
 )
 
@@ -204,19 +162,6 @@ def miscouplings(
     }
 
 
-def null_levels(
-    s: Float[Tensor, "*batch K"], frobenius: Float[Tensor, "*batch"], d: int
-) -> dict[str, Float[Tensor, "*batch"]]:
-    """Return the null level of every definition: its expected level for a basis unrelated to the Jacobian.
-
-    Args:
-        s: top K singular values of the Jacobian.
-        frobenius: |J|_F, over all d singular values.
-        d: width of the model.
-    """
-    return {definition.name: definition.null(s, frobenius, d) for definition in DEFINITIONS}
-
-
 def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*batch"]]:
     """Return the means over all, off-diagonal and adjacent layer pairs. They leave out NaN entries (undefined pairs)."""
     l = torch.arange(m.shape[-1], device=m.device)
@@ -226,14 +171,6 @@ def depth_means(m: Float[Tensor, "*batch L L"]) -> dict[str, Float[Tensor, "*bat
         "mean_offdiag": _mean_where(m, distance > 0),
         "mean_adjacent": _mean_where(m, distance == 1),
     }
-
-
-def _page_null_squared(s: SingularValues, frobenius: Values, d: int) -> Values:
-    return 1 + _ratio(s.shape[-1] * frobenius, d * _norm(s)) ** 2
-
-
-def _one_where_positive(frobenius: Tensor) -> Tensor:
-    return torch.where(frobenius > 0, 1.0, torch.nan)
 
 
 def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:

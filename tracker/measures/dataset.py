@@ -106,11 +106,17 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
 
 
 def pair_layers(results: xr.Dataset) -> xr.DataArray:
-    """Return the basis block l' of each block l in results with token pairs; NaN where a block has none.
+    """Return the basis block l' of each block l in results with token pairs; NaN where a block has none."""
+    return results.coords["pair_layer_other"]
 
-    Older results, measured before l' could be chosen, do not contain it: they have l' = l.
+
+def compared_tokens(results: xr.Dataset) -> xr.DataArray:
+    """Return which token pairs of each layer count in a mean: all, as in the paper, except a Jacobian in its own basis.
+
+    The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
-    return results.coords["pair_layer_other" if "pair_layer_other" in results.coords else "layer"]
+    own_block = pair_layers(results) == results["layer"]
+    return ~(own_block & (results["pair_token"] == results["pair_token_other"]))
 
 
 def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:

@@ -25,12 +25,11 @@ class Measure:
         reference: where the definition is from: the paper's equation or section, or who else.
         compute: states -> values, for variables that depend on the states alone.
         windowed: whether `compute` takes the size of a window as its second argument.
-        raw: whether `compute` takes the states before the final norm.
-        variant: "raw": the last block is taken before the final norm; "normed": the last state is taken after it; "vju": the
-            sides of the bases are swapped; a key of `KINDS`: across tokens; "": none of these.
+        variant: "normed": the last block, or the last state, includes the final norm; "vju": the sides of the bases are
+            swapped; a key of `KINDS`: across tokens; "": none of these, of the blocks alone.
         base: the variable that this one is a variant of; "" if it is none.
         curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
-        null: the variable with its null level; "" if it has none.
+        null: whether it has a null level, which is computed when it is read (`analysis.null_levels`).
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.
         logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
@@ -51,11 +50,10 @@ class Measure:
     reference: str = ""
     compute: Callable[..., Tensor] | None = None
     windowed: bool = False
-    raw: bool = False
     variant: str = ""
     base: str = ""
     curve: Reduction | None = None
-    null: str = ""
+    null: bool = False
     counted: bool = False
     metric: str = ""
     logged: tuple[str, ...] = ()

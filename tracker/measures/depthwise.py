@@ -11,13 +11,12 @@ beside an accelerator, into the host's memory.
 Columns that each block is multiplied with:
 
     dense           d
-    matrix-free     2 n + L K + 2 K + 64        n: columns of the Krylov iteration
+    matrix-free     2 n + L K + 2 K + 80        n: columns of the Krylov iteration
 
-The matrix-free method estimates |J|_F, which the null levels need: exactly on the K triplets, and from 64 random products
-on the rest, as in Hutch++ (Meyer et al. 2021).
+The matrix-free method estimates the moments of J that the null levels need (`layers`).
 
-If the last block includes the final norm, that block without the norm is measured as layer L + 1. Measures that end in
-`_raw` use it as the last layer. The cost is (L + 1) / L times the cost of one convention.
+If the final norm is included, the last block with the norm is measured as layer L + 1. Measures that end in `_normed` use it as
+the last layer. The cost is (L + 1) / L times the cost of the blocks alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +37,10 @@ from tracker.measures import coupling
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.directions import heads
 from tracker.measures.kept import kept_arrays
-from tracker.measures.layers import Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
+from tracker.measures.layers import SQUARES, Layer, dense_layers, layer_on_host, matrix_free_layer, recomputed_layer
+from tracker.measures.null_levels import overlap
 from tracker.measures.of_blocks import measure_blocks, scalars_of_row, steps
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS, NORMED
 from tracker.values import Method
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
@@ -49,9 +49,9 @@ AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-coupli
 def measured_calls(recording: Recording) -> list[BlockCall]:
     """Return the calls whose Jacobians are measured.
 
-    These are the calls of all blocks and, if the last one includes the final norm, the last one without it.
+    These are the calls of all blocks and, if the measures include the final norm, the last one with it.
     """
-    return recording.calls if recording.raw_last is None else [*recording.calls, recording.raw_last]
+    return recording.calls if recording.normed_last is None else [*recording.calls, recording.normed_last]
 
 
 def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method, memory: int) -> bool:
@@ -73,7 +73,7 @@ def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Meth
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
     """Return the expected number of columns that the matrix-free method multiplies a block's Jacobian with."""
-    return 2 * expected_columns(d, K, dtype) + (L + 2) * K + PROBES
+    return 2 * expected_columns(d, K, dtype) + (L + 2) * K + PROBES + SQUARES
 
 
 def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
@@ -158,28 +158,42 @@ def depthwise_couplings(
             layers = [layer_of(jacobians, selections, max(ks), method, memory) for selections in blocks]
         L = len(first.calls)
         values = pairs(layers, ks, extras, L=L)
-        of_calls = {"": layers[:L]} | ({"_raw": [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
+        of_calls = {"": layers[:L]} | ({NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
         for end, chosen in of_calls.items():
-            values |= {f"{name}{end}": value for name, value in _spectra(chosen).items()}
-        last = -1 if len(layers) > L else L - 1  # without the final norm
-        chosen = [*range(L - 1), last]
+            values |= {f"{name}{end}": value for name, value in _spectra(chosen, ks).items()}
         head = heads(group) if "directions" in extras else None
         how = (extras, head, memory // 2, halves, min(ks))
-        values |= measure_blocks([layers[l] for l in chosen], [blocks[l] for l in chosen], *how)
+        values |= measure_blocks(layers[:L], blocks[:L], *how)
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
         arrays |= kept_arrays(layers[:L], keep)
         jacobians.without_halves |= halves.missing if halves else {}
-        for r in range(len(layers[0].frobenius)):
+        for r in range(len(layers[0].triplets.S)):
             yield {name: value[r] for name, value in arrays.items()}
 
 
-def _spectra(layers: Sequence[Layer]) -> dict[str, Tensor]:
-    """Return the singular values and certificates of every row, by layer."""
+def of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
+    U, V, determined = (
+        torch.stack([getattr(l.triplets, part) for l in layers], 1) for part in ("U", "V", "determined")
+    )
+    of_bases = overlap(U, V, ks)
+    parts = {"isotropic": "isotropic", "symmetric_norm": "symmetric", "antisymmetric_norm": "antisymmetric"}
+    values = {name: torch.stack([getattr(l.moments, part) for l in layers], 1) for name, part in parts.items()}
+    return values | {
+        "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
+        "overlap_squares": of_bases.squares.transpose(1, 2),
+        "overlap_fourths": of_bases.fourths.transpose(1, 2),
+    }
+
+
+def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the singular values, certificates and parts of null levels of every row, by layer."""
     parts = {"singular_gap": "gap", "full_svd": "full", "residual": "residual", "complete": "complete"}
     parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
-    return {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in parts.items()}
+    spectra = {name: torch.stack([getattr(l.triplets, part) for l in layers], 1) for name, part in parts.items()}
+    return spectra | of_null_levels(layers, ks)
 
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
@@ -205,22 +219,21 @@ def pairs(
         extras: "vju" adds the mis-couplings with U and V of the bases swapped; "matrices" adds A for the smallest K, over
             (row, layer, layer_other, row, column).
         bases: the triplets whose singular vectors are the bases; None: those of the layers.
-        L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_raw`.
+        L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_normed`.
     """
     bases = [layer.triplets for layer in layers] if bases is None else bases
     U, V, S_bases = (torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS")
-    S, frobenius = torch.stack([l.triplets.S for l in layers], 1), torch.stack([l.frobenius for l in layers], 1)
+    S = torch.stack([layer.triplets.S for layer in layers], 1)
     A = _coupling_matrices(layers, U, V)
     swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in extras else None
     parts = []
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
         some = slice(r, r + at_once)
-        values = _measures_by_k(A[some], S[some], S_bases[some], frobenius[some], U.shape[-2], ks)
+        values = _measures_by_k(A[some], S[some], S_bases[some], U.shape[-2], ks)
         if L is not None and len(layers) > L:
             values = _both_conventions(values, L)
         if swapped is not None:
-            without_raw = (S[some, :L], S_bases[some, :L], frobenius[some, :L])
-            swapped_values = _measures_by_k(swapped[some], *without_raw, U.shape[-2], ks)
+            swapped_values = _measures_by_k(swapped[some], S[some, :L], S_bases[some, :L], U.shape[-2], ks)
             values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
         parts.append(values)
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
@@ -228,18 +241,14 @@ def pairs(
 
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
-    """Return the values of the first L layers and, as `_raw`, those where layer L + 1 replaces layer L."""
-    result = {name: _without_layer(value, L) for name, value in values.items()}
-    for name in MISCOUPLINGS:
-        null = f"{name}_null"
-        result |= {f"{name}_raw": _without_layer(values[name], L - 1)}
-        result |= {f"{name}_raw_null": _without_layer(values[null], L - 1)}
-    return result
+    """Return the values of the first L layers and, as `_normed`, those where layer L + 1 replaces layer L."""
+    alone = {name: _without_layer(value, L) for name, value in values.items()}
+    return alone | {f"{name}{NORMED}": _without_layer(value, L - 1) for name, value in values.items()}
 
 
 def _without_layer(values: Tensor, l: int) -> Tensor:
-    """Leave layer l, from 0, out of values over (row, k, layer) or (row, k, layer, layer_other)."""
-    for axis in range(2, values.dim()):
+    """Leave layer l, from 0, out of values over (row, k, layer, layer_other)."""
+    for axis in (2, 3):
         after = values.narrow(axis, l + 1, values.shape[axis] - l - 1)
         values = torch.cat([values.narrow(axis, 0, l), after], axis)
     return values
@@ -251,15 +260,9 @@ def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[T
     return torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)
 
 
-def _measures_by_k(
-    A: Tensor, S: Tensor, S_basis: Tensor, frobenius: Tensor, d: int, ks: Sequence[int]
-) -> dict[str, Tensor]:
-    """Return the mis-couplings, (R, k, L, M), and their null levels, (R, k, L)."""
-    by_k = [
-        coupling.miscouplings(A[..., :k, :k], S[..., :k], d, S_basis[..., :k])
-        | {f"{name}_null": level for name, level in coupling.null_levels(S[..., :k], frobenius, d).items()}
-        for k in ks
-    ]
+def _measures_by_k(A: Tensor, S: Tensor, S_basis: Tensor, d: int, ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the mis-couplings, (R, k, L, M)."""
+    by_k = [coupling.miscouplings(A[..., :k, :k], S[..., :k], d, S_basis[..., :k]) for k in ks]
     return {name: torch.stack([values[name] for values in by_k], 1) for name in by_k[0]}
 
 

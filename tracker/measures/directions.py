@@ -61,7 +61,7 @@ def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
     replica, unembedding = first.calls[0].replica, first.head
     if unembedding is None:
         return None
-    last = [((recording.raw_last or recording.calls[-1]).y, rows) for recording, rows in recordings]
+    last = [(recording.calls[-1].y, rows) for recording, rows in recordings]
     x = torch.cat([rows.select(y).to(replica.device) for y, rows in last])
     return Head(replica, unembedding, first.final_norm[1] if first.final_norm else None, x)
 

@@ -32,6 +32,7 @@ from tracker.measures.dataset import Sample
 from tracker.measures.kept import check_kept, kept_bytes
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
+from tracker.measures.null_levels import moments
 from tracker.measures.of_blocks_estimate import seconds_of_blocks
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, measures_of_states
@@ -151,12 +152,10 @@ def estimate(
 
 def _states_seconds(replica: Replica, recording: Recording, sample: Sample, settings: Settings) -> float:
     """Return the seconds of a measure that is read off the states of a recorded call."""
-    raw, norm = recording, recording.final_norm
-    if recording.raw_last is not None:
-        raw = replace(recording, calls=[*recording.calls[:-1], recording.raw_last])
+    norm = recording.final_norm
     B, n, _ = recording.calls[0].x.shape
     how = ([range(n)] * B, sample.attributes["window"], settings)
-    seconds, _ = _timed_again(lambda: measure_states(replica, recording, raw, norm and norm[1], *how))
+    seconds, _ = _timed_again(lambda: measure_states(replica, recording, norm and norm[1], *how))
     return seconds
 
 
@@ -195,7 +194,7 @@ def _coupling(case: _Case) -> dict[str, float]:
                 return J @ V
             return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
 
-        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], True, lambda: J)
+        layer = Layer(triplets, product, moments(J, triplets.S[:, 0]), [], True, lambda: J)
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds
@@ -271,8 +270,7 @@ def _middle(calls: Sequence[BlockCall]) -> tuple[BlockCall, BlockCall]:
 
 def _deepened(recording: Recording, depth: int) -> Recording:
     """Return the recording of a model with `depth` blocks like these; the last stays the last."""
-    inner = cycle([*recording.calls[:-1], recording.raw_last or recording.calls[-1]])
-    return replace(recording, calls=[*islice(inner, depth - 1), recording.calls[-1]])
+    return replace(recording, calls=[*islice(cycle(recording.calls), depth - 1), recording.calls[-1]])
 
 
 def _length(batch: Batch) -> int:

@@ -1,6 +1,7 @@
 """Families of measured variables: for layer pairs, for token pairs and for the Jacobians of blocks.
 
-Each is generated from `coupling.DEFINITIONS`, the variants and the kinds of token pairs.
+Each is generated from `coupling.DEFINITIONS`, the variants and the kinds of token pairs. Variables without a suffix are of the
+blocks alone; in those that end in `_normed`, the last block includes the final norm, as in the paper (eq. 7).
 """
 
 from dataclasses import replace
@@ -13,7 +14,6 @@ from tracker.measures.declaration import DIAGNOSTICS, Measure
 PAIR = ("token", "k", "layer", "layer_other")
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
 OF_PAIRS, SWAPPED = "A = U′ᵀ J V′", "A = V′ᵀ J U′"
-NULL = "null level: root of the expected square for independent random U′ and V′"
 KINDS = {  # of token pairs
     "self": "self: J of t against J of t′",
     "fixed_input": "fixed input: first token to t, to t′",
@@ -50,12 +50,13 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u and v random",
     ),
 }
-BEFORE_NORM = "before the final norm"
+NORMED = "_normed"  # ends the names of variables that include the final norm
+WITH_NORM = "with the final norm"
 EXTRAS = "Tokens, entropy, noise"  # a section of the W&B dashboard
 
 
 def couplings() -> tuple[Measure, ...]:
-    """Return the variables for layer pairs: each definition's measure, its variants and their null levels."""
+    """Return the variables for layer pairs: each definition's measure and its variants."""
     measures = []
     for definition in DEFINITIONS:
         name, shown = definition.name, definition.dashboard
@@ -65,7 +66,7 @@ def couplings() -> tuple[Measure, ...]:
             definition.label,
             option="coupling",
             curve="pairs",
-            null=f"{name}_null",
+            null=True,
             counted=True,
             metric=f"coupling/{name}",
             logged=("", "_q25", "_q75", "_null"),
@@ -75,17 +76,17 @@ def couplings() -> tuple[Measure, ...]:
             reference=definition.reference,
         )
         variant = replace(plain, base=name, dashboard="")
-        raw = replace(
+        normed = replace(
             variant,
-            name=f"{name}_raw",
-            variant="raw",
-            label=f"{definition.label}, before final norm",
-            null=f"{name}_raw_null",
-            metric=f"coupling/{name}_raw",
+            name=f"{name}{NORMED}",
+            variant="normed",
+            label=f"{definition.label}, {WITH_NORM}",
+            metric=f"coupling/{name}{NORMED}",
             logged=("", "_null") if "" in shown else (),
-            dashboard=EXTRAS if "raw" in shown else "",
-            text=f"{definition.text} Here the last block is taken without the final norm.",
-            formula=f"{plain.formula}; the last block before the final norm",
+            dashboard=EXTRAS if "normed" in shown else "",
+            text=f"{definition.text} Here the last block includes the final norm, as in the paper.",
+            formula=f"{plain.formula}; the last block includes the final norm",
+            reference=f"{definition.reference}; paper, eq. 7",
         )
         swapped = replace(
             variant,
@@ -94,13 +95,12 @@ def couplings() -> tuple[Measure, ...]:
             label=f"{definition.label}, sides swapped",
             option="vju",
             metric=f"coupling/{name}_vju",
-            logged=("",),
+            logged=("", "_null"),
             dashboard=EXTRAS if "vju" in shown else "",
             text=f"{definition.text} Here A = V′ᵀ J U′, the sides of the basis swapped.",
             formula=f"{definition.equation}, {SWAPPED}",
         )
-        null = f"{NULL}: {definition.null_equation}"
-        measures += [plain, raw, swapped, _null(plain, null), _null(raw, null)]
+        measures += [plain, normed, swapped]
     return tuple(measures)
 
 
@@ -111,22 +111,23 @@ def across_tokens() -> tuple[Measure, ...]:
         shared: dict[str, Any] = {"option": "tokenwise", "variant": kind}
         for definition in DEFINITIONS:
             name, shown = definition.name, "tokens" in definition.dashboard
-            measure = Measure(
-                f"{kind}_{name}",
-                TOKEN_PAIR,
-                f"{definition.label}, {text}",
-                base=name,
-                curve="token pairs",
-                null=f"{kind}_{name}_null",
-                counted=True,
-                metric=f"tokens/{kind}/{name}",
-                logged=("", "_null"),
-                dashboard=EXTRAS if shown else "",
-                formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
-                reference=f"{definition.reference}; across tokens: paper, section 3.1",
-                **shared,
+            measures.append(
+                Measure(
+                    f"{kind}_{name}",
+                    TOKEN_PAIR,
+                    f"{definition.label}, {text}",
+                    base=name,
+                    curve="token pairs",
+                    null=True,
+                    counted=True,
+                    metric=f"tokens/{kind}/{name}",
+                    logged=("", "_null"),
+                    dashboard=EXTRAS if shown else "",
+                    formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
+                    reference=f"{definition.reference}; across tokens: paper, section 3.1",
+                    **shared,
+                )
             )
-            measures += [measure, _null(measure, f"{NULL}: {definition.null_equation}")]
         tokens = TOKEN_PAIR[1:3]
         shared["reference"] = "paper, section 3.1"
         for name in ("residual", "complete"):
@@ -136,6 +137,7 @@ def across_tokens() -> tuple[Measure, ...]:
                 Measure(f"{DIAGNOSTICS}{kind}_{name}", tokens, f"{label}, {text}", formula=formula, **shared)
             )
         measures += [
+            *_of_null_levels(f"{kind}_", "", tokens, f", {text}", shared),
             Measure(
                 f"{kind}_singular_value",
                 (*tokens, "rank"),
@@ -157,7 +159,7 @@ def across_tokens() -> tuple[Measure, ...]:
 def jacobians() -> tuple[Measure, ...]:
     """Return the singular values and certificates of the Jacobians, with and without the final norm in the last block."""
     measures = []
-    for end, variant, text in (("", "", ""), ("_raw", "raw", f", last block {BEFORE_NORM}")):
+    for end, variant, text in (("", "", ""), (NORMED, "normed", f", last block {WITH_NORM}")):
         shared: dict[str, Any] = {"option": "coupling", "variant": variant}
         layer, rank = ("token", "layer"), ("token", "layer", "rank")
         gap = "gap to the next singular value, relative to s_1"
@@ -182,6 +184,7 @@ def jacobians() -> tuple[Measure, ...]:
                 Measure(f"{DIAGNOSTICS}{name}{end}", layer, f"{label}{text}", formula=formula, reference=OURS, **shared)
                 for name, (label, formula) in CERTIFICATE.items()
             ),
+            *_of_null_levels("", end, layer, text, shared),
         ]
     return tuple(measures)
 
@@ -217,15 +220,33 @@ def kept() -> tuple[Measure, ...]:
     )
 
 
-def _null(measure: Measure, formula: str) -> Measure:
-    return Measure(
-        measure.null,
-        measure.dims[:-1],
-        f"{measure.label}: null level",
-        option=measure.option,
-        variant=measure.variant,
-        base=measure.name,
-        metric=f"{measure.metric}_null",
-        formula=formula,
-        reference=OURS,
+def _of_null_levels(
+    start: str, end: str, dims: tuple[str, ...], text: str, shared: dict[str, Any]
+) -> tuple[Measure, ...]:
+    """Return the variables from which null levels are computed: moments of each Jacobian, overlaps of its singular vectors."""
+    of_jacobian = {
+        "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d"),
+        "symmetric_norm": ("norm of the Jacobian's symmetric part without the isotropic one", "‖(J + Jᵀ) / 2 − τ I‖"),
+        "antisymmetric_norm": ("norm of the Jacobian's antisymmetric part", "‖(J − Jᵀ) / 2‖"),
+    }
+    of_vectors = {
+        "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
+        "overlap_squares": (
+            "overlap of left and right singular vectors: squares", "Σ (uᵢ · vⱼ)² over i ≠ j ≤ K", _with_k(dims),
+        ),
+        "overlap_fourths": (
+            "overlap of left and right singular vectors: fourth powers", "Σ (uᵢ · vⱼ)⁴ over i ≠ j ≤ K", _with_k(dims),
+        ),
+    }  # fmt: skip
+    declared = {name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()} | of_vectors
+    shared = {"reference": OURS} | shared
+    return tuple(
+        Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
+        for name, (label, formula, of) in declared.items()
     )
+
+
+def _with_k(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dimensions with K before those of blocks, as in `PAIR` and `TOKEN_PAIR`."""
+    at = dims.index("layer")
+    return (*dims[:at], "k", *dims[at:])

@@ -5,7 +5,7 @@ With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K t
     gains               |J_A|_F / sqrt(d), |J_M|_F / sqrt(d)
     shares              sum_k u_k . J_A v_k / sum_k s_k, and of J_M         of what the block does along its top K directions;
                         they add up to 1 where the halves are parallel
-    coupling            mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null levels as of blocks
+    coupling            mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null level as of blocks
     alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
                         diagonal where a half acts along the block's own directions
 
@@ -21,6 +21,7 @@ from tracker.jacobians.halves import Halves
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
 from tracker.measures.depth_use import jacobian_gain
+from tracker.measures.null_levels import Overlap, moments, null_level, overlap
 
 Values = Float[Tensor, " R"]
 
@@ -47,7 +48,15 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
             f"{half}_gain": jacobian_gain(norm, d),
             f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
             f"{half}_coupling": mutual["miscoupling"][:, 0, 0],
-            f"{half}_coupling_null": coupling.page_null(s, norm, d),
+            f"{half}_coupling_null": _null_level(J, s, basis),
             f"{half}_matrix": A,
         }
     return found
+
+
+def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
+    """Return the null level of the mis-coupling of J in one basis."""
+    U, V, K, d = basis.U[:, None], basis.V[:, None], s.shape[-1], J.shape[-1]
+    overlaps = overlap(U, V, [K])
+    of_basis = Overlap(overlaps.diagonal, overlaps.squares[..., 0], overlaps.fourths[..., 0])
+    return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[:, 0, 0]

@@ -1,4 +1,4 @@
-"""The Jacobians of blocks at their rows, as the measures use them: singular triplets, norms and products.
+"""The Jacobians of blocks at their rows, as the measures use them: singular triplets, moments and products.
 
 The Jacobians are kept on the device or in the host's memory, formed and dropped, or never formed.
 """
@@ -6,7 +6,6 @@ The Jacobians are kept on the device or in the host's memory, formed and dropped
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
 
 import torch
 from jaxtyping import Float
@@ -16,16 +15,19 @@ from tracker.capture.spill import to_host
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
+from tracker.measures.null_levels import Moments, moments
 from tracker.values import Method
+
+SQUARES = 16  # random products J z that estimate the trace of J^2
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Singular triplets, norms and products of one block's Jacobians at R rows.
+    """Singular triplets, moments and products of one block's Jacobians at R rows.
 
     Attributes:
         product: V (R, d, m) -> J V (R, d, m).
-        frobenius: |J|_F.
+        moments: those of J that null levels need.
         checks: the checks of the Jacobian at each row.
         formed: whether the Jacobian was formed entry by entry.
         dense: the Jacobians (R, d, d), kept or formed again; None: from products.
@@ -33,7 +35,7 @@ class Layer:
 
     triplets: Triplets
     product: Callable[[Tensor], Tensor]
-    frobenius: Float[Tensor, " R"]
+    moments: Moments
     checks: list[CheckResults]
     formed: bool
     dense: Callable[[], Tensor] | None = None
@@ -61,12 +63,12 @@ def dense_layers(
     """
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
     triplets = triplets_of_jacobians(Js, K, method, memory, jacobians.advance)
-    norms = [torch.linalg.matrix_norm(J) for J in Js]
+    of_blocks = [moments(J, of_block.S[:, 0]) for J, of_block in zip(Js, triplets, strict=True)]
     device = Js[0].device
     kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
     return [
-        Layer(of_block, partial(_product, dense), norm, checks_of_block, True, dense)
-        for of_block, dense, norm, checks_of_block in zip(triplets, kept, norms, checks, strict=True)
+        Layer(of_block, partial(_product, dense), of_J, checks_of_block, True, dense)
+        for of_block, dense, of_J, checks_of_block in zip(triplets, kept, of_blocks, checks, strict=True)
     ]
 
 
@@ -128,17 +130,42 @@ def matrix_free_layer(
         jacobians.advance(len(V))
         return JV
 
-    frobenius, checks = _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections)
-    return Layer(triplets, product, frobenius, checks, False, lambda: _form_jacobians(jacobians, selections)[0])
+    checks = _for_each_row(sketch.checks, selections)
+    return Layer(
+        triplets,
+        product,
+        _estimated_moments(sketch, triplets),
+        checks,
+        False,
+        lambda: _form_jacobians(jacobians, selections)[0],
+    )
 
 
-def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:
-    """Estimate |J|_F."""
-    U, S, V = triplets.U, triplets.S, triplets.V
-    rest = sketch.products - V @ (S[..., None] * (U.mT @ sketch.signs))
-    scale = S[:, :1].clamp_min(torch.finfo(S.dtype).tiny)  # squares of tiny entries underflow
-    rest = torch.linalg.matrix_norm(rest / scale[..., None] / sqrt(PROBES))
-    return scale[:, 0] * torch.hypot(torch.linalg.vector_norm(S / scale, dim=-1), rest)
+def _estimated_moments(sketch: Sketch, triplets: Triplets) -> Moments:
+    """Estimate the moments of Jacobians from products: exactly on the triplets, and from random products on the rest.
+
+    With J = P + R, P = U S V^T, and random signs z: tr R from z . R z, |R|_F^2 from |R^T z|^2, as in Hutch++ (Meyer et al. 2021),
+    and tr J^2 = tr P^2 + 2 tr P R + tr R^2 from (2 P + R)^T z . R z.
+    """
+    U, V = triplets.U, triplets.V
+    d, scale = (
+        U.shape[-2],
+        torch.where(triplets.S[:, :1] > 0, triplets.S[:, :1], 1.0),
+    )  # squares of tiny entries underflow
+    S, JTz, z = triplets.S / scale, sketch.products / scale[..., None], sketch.signs
+    few = z[..., :SQUARES]
+    Jz = sketch.operator.apply(few) / scale[..., None]
+    PTz = V @ (S[..., None] * (U.mT @ z))
+    rest, rest_z = JTz - PTz, Jz - U @ (S[..., None] * (V.mT @ few))
+    M = S[..., None] * (V.mT @ U)  # tr P^2 = tr M^2
+    trace = (S * (U * V).sum(-2)).sum(-1) + (z * rest).sum((-2, -1)) / PROBES
+    of_square = (M * M.mT).sum((-2, -1)) + ((2 * PTz + rest)[..., :SQUARES] * rest_z).sum((-2, -1)) / SQUARES
+    isotropic = trace / d
+    # |J0|^2 = |S0|^2 + |A0|^2 and tr J0^2 = |S0|^2 - |A0|^2 of J0 = J - tau I
+    whole = ((S**2).sum(-1) + (rest**2).sum((-2, -1)) / PROBES - d * isotropic**2).clamp_min(0)
+    difference = (of_square - d * isotropic**2).clamp(-whole, whole)
+    parts = (((whole + sign * difference) / 2).sqrt() for sign in (1, -1))
+    return Moments(*(value * scale[:, 0] for value in (isotropic, *parts)))
 
 
 def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[Selection]) -> list[CheckResults]:

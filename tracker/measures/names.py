@@ -1,45 +1,29 @@
-"""The version of the variables' names in a Dataset, and the present names of older Datasets.
+"""The version of the variables of a Dataset: their names and what they mean.
 
-Version 1 (the attribute is absent): `expodistance`, `alpha_mean`, `equidistance`, `norm` and their windows included the final
-norm in the last state, `expodistance_raw`, `expodistance_raw_window` and so on did not. In version 2, the plain name is that
-of the value before the final norm, and `expodistance_normed` and so on include the norm. Diagnostics have a prefix.
-The very last token is recorded as "last", also where the caller gave -1, which older Datasets repeat.
+In version 3, variables without a suffix are of the blocks alone, those that end in `_normed` include the final norm, and null
+levels are computed from the moments and overlaps of blocks. Datasets of other versions are refused.
 """
 
 import xarray as xr
 
-from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.registry import MEASURES, UNDEFINED
+from tracker.errors import UsageError
 
-ATTRIBUTE, VERSION = "names_version", 2
-
-
-def with_present_names(dataset: xr.Dataset) -> xr.Dataset:
-    """Return a measured Dataset with the present names of its variables; one that has them is returned as it is."""
-    if dataset.attrs.get("tokens") == "-1":
-        dataset = dataset.assign_attrs(tokens="last")
-    if int(dataset.attrs.get(ATTRIBUTE, 1)) == VERSION:
-        return dataset
-    diagnostics = [measure.name for measure in MEASURES if measure.name.startswith(DIAGNOSTICS)]
-    present = {name.removeprefix(DIAGNOSTICS): name for name in (*diagnostics, UNDEFINED)}
-    dropped: list[str] = []
-    for measure in (measure for measure in MEASURES if measure.variant == "normed"):
-        before_norm, plain = _older_raw(measure.base), measure.base
-        if dataset.attrs.get("final_norm") == "include":
-            present[plain] = measure.name
-        elif before_norm in dataset:  # equal to it, as no norm was included
-            dropped.append(plain)
-        present[before_norm] = plain
-    dataset = dataset.drop_vars(dropped, errors="ignore")
-    dataset = dataset.rename({name: new for name, new in present.items() if name in dataset})
-    if "quantity" in dataset.coords:
-        counted = dataset["quantity"]
-        dataset = dataset.sel(quantity=~counted.isin(dropped))
-        quantities = [present.get(str(name), str(name)) for name in dataset["quantity"].values]
-        dataset = dataset.assign_coords(quantity=("quantity", quantities, counted.attrs))
-    return dataset.assign_attrs({ATTRIBUTE: VERSION})
+ATTRIBUTE, VERSION = "names_version", 3
 
 
-def _older_raw(name: str) -> str:
-    base, window, _ = name.partition("_window")
-    return f"{base}_raw{window}"
+def require_version(dataset: xr.Dataset, source: object = "the Dataset") -> xr.Dataset:
+    """Return a measured Dataset whose variables have the present meaning.
+
+    Args:
+        source: what the message calls it, such as its file.
+
+    Raises:
+        UsageError: for a Dataset that another version of the package measured.
+    """
+    found = dataset.attrs.get(ATTRIBUTE)
+    if found is None or int(found) != VERSION:
+        raise UsageError(
+            f"{source} was measured by another version of this package: its variables are of version {found or 1}, and this one "
+            f"reads version {VERSION}. Measure again, into a new directory"
+        )
+    return dataset

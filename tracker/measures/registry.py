@@ -19,7 +19,7 @@ from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.declaration import DIAGNOSTICS, Measure
-from tracker.measures.families import EXTRAS, KINDS, across_tokens, couplings, jacobians, kept
+from tracker.measures.families import EXTRAS, KINDS, NORMED, across_tokens, couplings, jacobians, kept
 
 __all__ = [
     "BY_NAME", "DIMS", "KINDS", "MEASURES", "MISCOUPLINGS", "OF_BLOCKS", "OPTIONS", "VARIANTS",
@@ -29,14 +29,13 @@ __all__ = [
 POSITION, BLOCK, STATE = ("position",), ("layer", "position"), ("depth", "position")
 HIDDEN_STATE = "units of the hidden state"
 UNDEFINED = f"{DIAGNOSTICS}undefined"  # its counts: how many values of each measure are undefined
-NORMED = "_normed"  # ends the names of variables whose last state includes the final norm
 
 
 def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False, **more: Any) -> tuple[Measure, ...]:
     """Return a variable of `TRAJECTORY`, with quartiles as its curve if it has one.
 
     Args:
-        both: the variable is of the states before the final norm; also return the one with it, NAME_normed.
+        both: also return the variable with the final norm applied to the last state, NAME_normed.
     """
     if "curve" in more:
         more |= {"metric": f"trajectory/{name}", "logged": ("",)}
@@ -54,7 +53,7 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
         dashboard="",
         charts=(),
     )
-    return replace(measure, raw=True), normed
+    return measure, normed
 
 
 IN_WINDOW = "As over training, but over a window of states around each block; near the ends no window fits."
@@ -63,6 +62,7 @@ TRAJECTORY = (
         "lss",
         POSITION,
         "line-shape score",
+        both=True,
         compute=trajectory.lss,
         formula="L / ‖Σₗ (xˡ − xˡ⁻¹) / ‖xˡ − xˡ⁻¹‖‖",
         reference="paper, eq. 15 and 16",
@@ -122,6 +122,7 @@ TRAJECTORY = (
         "lss_window",
         BLOCK,
         "line-shape score in a window",
+        both=True,
         compute=trajectory.lss_window,
         formula="line-shape score over the states around block l",
         reference="paper, Figs 26 to 28",
@@ -174,7 +175,6 @@ TRAJECTORY = (
         compute=trajectory.update_ratio,
         formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
         reference=OURS,
-        raw=True,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state, before the final norm.",
         curve="quartiles",
         counted=True,
@@ -258,4 +258,4 @@ MEASURES: tuple[Measure, ...] = (
 BY_NAME = {measure.name: measure for measure in MEASURES}
 DIMS = {measure.name: measure.dims for measure in MEASURES}
 MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
-VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", "_raw", "_vju"))  # over layer pairs
+VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju"))  # over layer pairs

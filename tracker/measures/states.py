@@ -35,8 +35,7 @@ AT_ONCE = 1 << 18  # scalars of states at once on a CPU, whose caches hold them
 
 def measure_states(
     replica: Replica,
-    states: Recording,
-    raw: Recording,
+    recording: Recording,
     norm: nn.Module | None,
     valid: Sequence[Sequence[int]],
     window: int,
@@ -45,40 +44,40 @@ def measure_states(
     """Return the requested measures of the states of each sample; NaN at padding.
 
     Args:
-        states: the recorded pass, with or without the final norm as the convention in use requires.
-        raw: the recorded pass without the final norm.
+        recording: the recorded pass.
         norm: the final norm, if the model has one.
         valid: the positions of each sample that are not padding.
 
     Raises:
         UsageError: if entropy or words for directions are requested by name and the model has no unembedding.
     """
-    device, head = replica.device, raw.head
+    device, head = replica.device, recording.head
     for name in ("entropy", "directions"):
         if head is None and name in settings.measures:
             raise UsageError(
                 f"measures={name!r}, but no unembedding was found in this model: name the module that maps a hidden state to "
                 "logits, blocks=find_blocks(model, unembedding=...)"
             )
-    _, n, d = raw.calls[0].x.shape
+    _, n, d = recording.calls[0].x.shape
     scalars = d
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
-    if measures := [measure for measure in asked if measure.variant != "normed" or states is not raw]:
-        requested.append(
-            lambda b, part: _trajectory(measures, states.states(b, part, device), raw.states(b, part, device), window)
-        )
+    if measures := [measure for measure in asked if measure.variant != "normed"]:
+        requested.append(lambda b, part: _trajectory(measures, recording.states(b, part, device), window))
+    normed = [measure for measure in asked if measure.variant == "normed"]
+    if normed and recording.normed_last is not None:
+        requested.append(lambda b, part: _trajectory(normed, recording.states(b, part, device, normed=True), window))
     if settings.includes("pca"):
-        mean, axes = _principal_axes(states.calls[-1].y.to(device), valid)
+        mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
         def pca(b: slice, part: slice) -> dict[str, Tensor]:
-            X = states.states(b, part, device)
+            X = recording.states(b, part, device)
             by_sample = X.view(len(X), len(mean[b]), -1, d)
             return {"pca": ((by_sample - mean[b][:, None]) @ axes[b]).flatten(1, 2)}
 
         requested.append(pca)
     if settings.includes("noise"):
-        similarity = noise_similarity(replica, states, NOISE, valid)
+        similarity = noise_similarity(replica, recording, NOISE, valid)
         requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part].flatten(2)})
     with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
@@ -86,13 +85,15 @@ def measure_states(
             weights.enter_context(replica.guard())
             for module in (unembedding, norm):
                 weights.enter_context(replica.materialize(module))
-            scalars += int(unembedding(raw.states(slice(1), slice(1), device)[:1]).shape[-1])
+            scalars += int(unembedding(recording.states(slice(1), slice(1), device)[:1]).shape[-1])
             requested.append(
                 lambda b, part: {
-                    "entropy": trajectory.entropy(raw.states(b, part, device), norm or torch.nn.Identity(), unembedding)
+                    "entropy": trajectory.entropy(
+                        recording.states(b, part, device), norm or torch.nn.Identity(), unembedding
+                    )
                 }
             )
-        per_token = (len(raw.calls) + 1) * scalars
+        per_token = (len(recording.calls) + 1) * scalars
         at_once = max(1, settings.memory(16) // per_token)  # tokens; 1/16: there are several copies
         together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
         parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
@@ -130,7 +131,7 @@ def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -
 
 
 def noise_similarity(
-    replica: Replica, states: Recording, levels: Sequence[float], valid: Sequence[Sequence[int]]
+    replica: Replica, recording: Recording, levels: Sequence[float], valid: Sequence[Sequence[int]]
 ) -> Float[Tensor, "levels depth B n"]:
     """Return cos(x^l, x~^l), where x~^l is the state after Gaussian noise is added to the embeddings (Fig. 32).
 
@@ -138,14 +139,14 @@ def noise_similarity(
     scale one draw, whose seed is a checksum of the sample's embeddings. Padding gets no noise and is not part of the checksum.
     NaN where a state is zero.
     """
-    first = states.calls[0].x.to(replica.device)
+    first = recording.calls[0].x.to(replica.device)
     (drawn,) = to_device(first.device, torch.stack(list(map(_normal, first.cpu(), valid))).to(first.dtype))
     noise = drawn * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in levels]
     cosines = [_cosine(noisy, first)]
-    for recorded in states.calls:
+    for recorded in recording.calls:
         call = recorded.to(replica.dtype, replica.device)
-        with replica.materialize(call.block), replica.materialize(call.final_norm):
+        with replica.materialize(call.block):
             noisy = [call(x) for x in noisy]
         cosines.append(_cosine(noisy, call.y))
     return torch.stack(cosines, 1)
@@ -164,11 +165,10 @@ def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n
     return torch.stack([torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
 
 
-def _trajectory(measures: Sequence[Measure], states: Tensor, raw: Tensor, window: int) -> dict[str, Tensor]:
+def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str, Tensor]:
     values = {}
     for measure in measures:
         assert measure.compute is not None
-        X = raw if measure.raw else states
         values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
     return values
 

@@ -34,14 +34,15 @@ from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.depthwise import pairs
+from tracker.measures.depthwise import of_null_levels, pairs
 from tracker.measures.layers import Layer, triplets_of_jacobians
+from tracker.measures.null_levels import Moments, moments
 from tracker.measures.registry import DIMS, KINDS
 from tracker.values import Method
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
-Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, from `pairs`
-PARTS = {  # of the singular triplets, by name of the variable with the kind left open
+Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name with the kind left open
+PARTS = {  # of the singular triplets, by name with the kind left open
     "{}_singular_value": "S",
     f"{DIAGNOSTICS}{{}}_residual": "residual",
     f"{DIAGNOSTICS}{{}}_complete": "complete",
@@ -108,15 +109,21 @@ def _couplings(
     extras = ("matrices",) if matrices else ()
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
-    certificates: dict[int, dict[str, Tensor]] = {}
-    parts: dict[tuple[int, str], list[Part]] = {}
+    parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
 
     def couple(l: int, layers: Mapping[Link, Layer]) -> None:
         for kind in KINDS:
             if chosen := [link for link in layers if link in kinds[kind]]:
                 kind_bases = [bases[basis_layers[l]][link] for link in kinds[kind]]
                 values = pairs([layers[link] for link in chosen], ks, extras, bases=kind_bases)
-                parts.setdefault((l, kind), []).append((chosen, values))
+                named = {f"{{}}_{name}": value for name, value in values.items()}
+                parts.setdefault((l, kind, "pairs"), []).append((chosen, named))
+
+    def certify(l: int, layers: Mapping[Link, Layer]) -> None:
+        for kind in KINDS:
+            if chosen := [link for link in layers if link in kinds[kind]]:
+                values = _of_jacobians([layers[link] for link in chosen], ks)
+                parts.setdefault((l, kind, "jacobians"), []).append((chosen, values))
 
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
@@ -124,6 +131,7 @@ def _couplings(
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, l, samples, links[start : start + at_once], max(ks), method, memory)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}
+            certify(l, layers)
             if basis_layers.get(l) in bases:
                 couple(l, layers)
             elif l in basis_layers:
@@ -131,15 +139,17 @@ def _couplings(
                 pending.setdefault(l, {}).update(kept)
             del layers
         bases[l] = block_triplets
-        of_links = [block_triplets[link] for link in links]
-        certificates[l] = {
-            name: torch.stack([getattr(triplets, part) for triplets in of_links], 1) for name, part in PARTS.items()
-        }
         for m in [m for m in pending if basis_layers[m] in bases]:
             couple(m, pending.pop(m))
         needed = {basis_layers.get(m) for m in (*order[place + 1 :], *pending)}
         bases = {m: triplets for m, triplets in bases.items() if m in needed}
-    return _assemble(kinds, parts, certificates, len(samples[0].recording.calls))
+    return _assemble(kinds, parts, len(samples[0].recording.calls))
+
+
+def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
+    found = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
+    return found | {f"{{}}_{name}": value for name, value in of_null_levels(layers, ks).items()}
 
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
@@ -193,16 +203,18 @@ def _layers(
                     by_link[link].append(of_link)
     Js = [J for of_link in by_link.values() for J in of_link]
     triplets = iter(triplets_of_jacobians(Js, K, method, memory, jacobians.advance))
+    joined = {link: _joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
-        link: Layer(
-            _joined([next(triplets) for _ in of_link]),
-            partial(_product, of_link),
-            torch.cat([torch.linalg.matrix_norm(J) for J in of_link]),
-            [],
-            True,
-        )
+        link: Layer(joined[link], partial(_product, of_link), _moments(of_link, joined[link]), [], True)
         for link, of_link in by_link.items()
     }
+
+
+def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moments:
+    """Return the moments of Jacobians in several tensors."""
+    scales = triplets.S[:, 0].split([len(J) for J in Js])
+    parts = [moments(J, scale) for J, scale in zip(Js, scales, strict=True)]
+    return Moments(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Moments)))
 
 
 def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
@@ -240,25 +252,18 @@ def _joined(parts: Sequence[Triplets]) -> Triplets:
 
 def _assemble(
     kinds: Mapping[str, Sequence[Link]],
-    parts: Mapping[tuple[int, str], Sequence[Part]],
-    certificates: Mapping[int, Mapping[str, Tensor]],
+    parts: Mapping[tuple[int, str, str], Sequence[Part]],
     L: int,
 ) -> list[dict[str, np.ndarray]]:
     """Return the values of all blocks by variable name, for each sample."""
-    links = _all_links(kinds)
     by_layer: dict[str, dict[int, Tensor]] = {}
-    for (l, kind), some in parts.items():
+    for (l, kind, _), some in parts.items():
         order = [link for chosen, _ in some for link in chosen]
         index = torch.tensor([order.index(link) for link in kinds[kind]])
         for name in some[0][1]:
-            axis = 1 + [dim for dim in DIMS[f"{kind}_{name}"] if dim != "layer"].index("pair_token")
+            axis = 1 + [dim for dim in DIMS[name.format(kind)] if dim != "layer"].index("pair_token")
             values = torch.cat([values[name] for _, values in some], axis)
-            by_layer.setdefault(f"{kind}_{name}", {})[l] = values.index_select(axis, index.to(values.device))
-    for l, of_block in certificates.items():
-        for kind in kinds:
-            index = torch.tensor([links.index(link) for link in kinds[kind]])
-            for name, values in of_block.items():
-                by_layer.setdefault(name.format(kind), {})[l] = values.index_select(1, index.to(values.device))
+            by_layer.setdefault(name.format(kind), {})[l] = values.index_select(axis, index.to(values.device))
     arrays = to_arrays(
         {name: _stack_layers(values, 1 + DIMS[name].index("layer"), L) for name, values in by_layer.items()}
     )

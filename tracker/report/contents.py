@@ -13,7 +13,7 @@ from tracker.analysis.onset import onset
 from tracker.analysis.statistics import PAIRS, USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
-from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
+from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, NORMED, VARIANTS
 from tracker.report.quantize import pack
 
 DIRECTIONS = 10_000  # directions at most whose words are carried, over all steps and blocks
@@ -29,10 +29,10 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     """
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]
-    whole = [name for name in names if not name.endswith("_raw")]
+    whole = [name for name in names if not name.endswith(NORMED)]
     kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}_matrix" in ds]
     ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
-    budget = MATRICES // max(1, len(whole) * len(ks))
+    budget = MATRICES // max(1, 2 * len(whole) * len(ks))
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "suspect": [reason != "" for reason in suspect(ds)],
@@ -46,14 +46,15 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         },
         "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
-        "matrices": {
-            name: {
-                k: _matrices(ds.sel(k=k), f"{name}_matrix", budget) if name in whole else _edges(ds.sel(k=k), name)
-                for k in ks
+        **{
+            of: {
+                name: {
+                    k: (_matrices if name in whole else _edges)(ds.sel(k=k), f"{name}_{of_each}", budget) for k in ks
+                }
+                for name in names
             }
-            for name in names
+            for of, of_each in (("matrices", "matrix"), ("levels", "level"))
         },
-        "levels": {name: {k: _packed(ds.sel(k=k), f"{name}_level", ("layer",), 32) for k in ks} for name in names},
         "trajectory": {
             name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in ds["statistic"].values}
             for name in USUAL
@@ -103,16 +104,16 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
     """Pack matrices without a diagonal that is 0 by definition, which would widen the range of the codes."""
-    apart = (at["layer"] != at["layer_other"]) | name.endswith("_vju_matrix")
+    apart = (at["layer"] != at["layer_other"]) | ("_vju_" in name)
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
 
 
-def _edges(at: xr.Dataset, name: str) -> dict[str, Any]:
-    """Pack the last row and column of a measure before the final norm, (step, 2, layer); the rest is its base's."""
-    matrices = at[f"{name}_matrix"].transpose("step", *_PAIR).values
+def _edges(at: xr.Dataset, name: str, _: int) -> dict[str, Any]:
+    """Pack the last row and column of matrices with the final norm, (step, 2, layer); the rest is that of the blocks alone."""
+    matrices = at[name].transpose("step", *_PAIR).values
     edge = np.stack([matrices[:, -1], matrices[:, :, -1]], 1)
     edge[..., -1] = np.nan
-    return {"of": name.removesuffix("_raw"), "edge": pack(edge, 16)}
+    return {"of": name.partition(NORMED)[0], "edge": pack(edge, 16)}
 
 
 def _packed(

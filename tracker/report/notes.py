@@ -85,8 +85,6 @@ def lacking(ds: xr.Dataset) -> list[str]:
         f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
         for option in sorted(missing, key=lambda option: option.default)
     ]
-    if "miscoupling" in ds and "miscoupling_raw" not in ds and "include" in attribute_values(ds, "final_norm"):
-        lines.append(f"coupling before the final norm, which older results lack: {again.format(usual)}")
     if ds.sizes.get("layer") == 1:
         lines.append("pairs of layers: one block was measured")
     return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])

@@ -9,17 +9,16 @@ from collections.abc import Hashable
 import numpy as np
 import xarray as xr
 
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.statistics import (
     CURVES,
     curves,
-    largest_singular_values,
     middle_layers,
-    null_matrix,
     over_pairs,
     quartiles,
 )
 from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
+from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
 
 SAMPLES = ("prompt", "token")
 PAIRS = ("layer", "layer_other")
@@ -33,17 +32,16 @@ def summary(results: xr.Dataset) -> xr.Dataset:
     """Summarize one unit, or several along `step`.
 
     Returns:
-        The curve points of `statistics.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` (k, layer,
-        layer_other) and `m_level` (k, layer), means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt` (k, prompt),
+        The curve points of `statistics.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
+        layer, layer_other), the null level, means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt` (k, prompt),
         means over l != l'. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
     """
     found: dict[Hashable, xr.DataArray] = dict(curves(results, CURVES).data_vars)
     for name in (name for name in VARIANTS if name in results):
-        matrices = results[name].astype(float)
-        found[f"{name}_matrix"] = matrices.mean(SAMPLES)
-        found[f"{name}_level"] = results[BY_NAME[name].null].astype(float).mean(SAMPLES)
-        for end, values in (("by_prompt", matrices), ("null_by_prompt", null_matrix(results, name))):
-            found[f"{name}_{end}"] = over_pairs(values.astype(float)).sel(pairs="mean_offdiag", drop=True).mean("token")
+        matrices, levels = results[name].astype(float), null_level(results, name)
+        found[f"{name}_matrix"], found[f"{name}_level"] = matrices.mean(SAMPLES), levels.mean(SAMPLES)
+        for end, values in (("by_prompt", matrices), ("null_by_prompt", levels)):
+            found[f"{name}_{end}"] = over_pairs(values).sel(pairs="mean_offdiag", drop=True).mean("token")
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
         found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)
@@ -75,7 +73,7 @@ def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
         if measure.option == "tokenwise" and measure.base in MISCOUPLINGS and measure.name in results:
             found[f"{measure.name}_matrix"] = results[measure.name].astype(float).mean("prompt")
     for kind in (kind for kind in KINDS if f"{kind}_matrix" in results):
-        A = abs(results[f"{kind}_matrix"]) / largest_singular_values(results, kind)
+        A = abs(results[f"{kind}_matrix"]) / results[f"{kind}_singular_value"].sel(rank=1, drop=True)
         found[f"{kind}_absolute"] = A.sel(layer=middle_layers(results)[0], drop=True).mean("prompt")
     if "pair_position" in results:
         found["pair_position"] = results["pair_position"]

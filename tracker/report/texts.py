@@ -7,7 +7,7 @@ from tracker.figures.palette import DIVERGING, SERIES
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
-LAST_BLOCK = {"raw": "before the final norm", "folded": "as measured"}
+LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}
 AT_BLOCKS = "The same at an early, a middle and a late block."
 
 
@@ -15,8 +15,8 @@ def texts() -> dict[str, Any]:
     """Return what the page's scripts need to know of the measures.
 
     Returns:
-        measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of, its
-        variant before the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
+        measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of,
+        whether it includes the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
         kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; columns: the measures of the
         table of blocks, which is in the order of the first, with their labels; colours: of lines by theme,
         and from -1 to 1.
@@ -39,7 +39,7 @@ def _measure(measure: Measure) -> dict[str, Any]:
         "label": measure.label,
         "text": measure.text,
         "base": base,
-        "raw": None if measure.base else f"{base}_raw",
+        "normed": measure.variant == "normed",
         "trivial": measure.variant != "vju",
     }
 
@@ -56,6 +56,6 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
         "unit": "" if measure.unit == "1" else measure.unit,
         "axis": measure.axis,
         "windowed": measure.windowed,
-        "variants": {"raw": measure.name, "folded": normed or measure.name},
+        "variants": {"alone": measure.name, "normed": normed or measure.name},
         "both": normed is not None,
     }

@@ -40,11 +40,13 @@ function edged({ base, edge, steps, shape }) {
   });
   return values;
 }
-for (const { matrices } of data.models) {
-  for (const byK of Object.values(matrices)) {
-    for (const [k, packed] of Object.entries(byK).filter(([, { edge }]) => edge)) {
-      const base = matrices[packed.of][k];
-      Object.assign(packed, { base, steps: base.steps, shape: base.shape });
+for (const { matrices, levels } of data.models) {
+  for (const byName of [matrices, levels]) {
+    for (const byK of Object.values(byName)) {
+      for (const [k, packed] of Object.entries(byK).filter(([, { edge }]) => edge)) {
+        const base = byName[packed.of][k];
+        Object.assign(packed, { base, steps: base.steps, shape: base.shape });
+      }
     }
   }
 }

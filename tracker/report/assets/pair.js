@@ -38,11 +38,12 @@ figures.matrix = {
     const [low, high] = span(packed, [state.model, state.measure, state.k].join());
     const box = { type: "rect", x0: state.m - 0.5, x1: state.m + 0.5, y0: state.l - 0.5, y1: state.l + 0.5,
       line: { color: css("--warn"), width: 3 } };
-    $("last-row").textContent = m.curves[MEASURES[state.measure].raw] ?
-      "The last row and column are of the last block with the final norm in it, which makes its Jacobian nearly a negative multiple of the identity; the measures “before final norm” have it without." :
+    $("last-row").textContent = MEASURES[state.measure].normed ?
+      "The last row and column are of the last block with the final norm in it, as in the paper. The norm makes its Jacobian nearly a negative multiple of the identity." :
       "";
-    const value = values[(state.l - 1) * m.layers + state.m - 1],
-      level = levelOf(m, index)[state.l - 1];
+    const place = (state.l - 1) * m.layers + state.m - 1,
+      value = values[place],
+      level = levelOf(m, index)[place];
     $("picked").textContent = trivial() ? `Block ${state.l} in its own basis: 0 by definition.`
       :
       `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
@@ -74,7 +75,7 @@ figures.history = {
       const there = y.map((_, s) => packed.steps.includes(s)),
         kept = (list) => list.filter((_, s) => there[s]);
       const part = { ...m, steps: kept(m.steps), suspect: kept(m.suspect) };
-      const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[state.l - 1]));
+      const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[(state.l - 1) * m.layers + state.m - 1]));
       return [traces.training(part, kept(y), labelled(m, "mean over prompts"), i),
         traces.null(part, levels, i)
       ];
@@ -120,14 +121,10 @@ figures.distance = {
     const m = model(),
       L = m.layers,
       x = range(L - 1, 1);
-    const profile = (index) => {
-      const { values } = matrixOf(m, index);
-      return x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((
-        i) => values[i])));
-    };
-    const { index } = matrixOf(m, stepIndex()), level = levelOf(m, index);
-    const levels = x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) === r).map((
-      i) => level[Math.floor(i / L)])));
+    const byDistance = (values) => x.map((r) => mean(range(L * L).filter((i) => Math.abs(Math.floor(i / L) - (i % L)) ===
+      r).map((i) => values[i])));
+    const profile = (index) => byDistance(matrixOf(m, index).values);
+    const levels = byDistance(levelOf(m, matrixOf(m, stepIndex()).index));
     return {
       traces: [...emphasised(x, profile, profile), { x, y: levels, name: "null level", mode: "lines",
         line: { color: colour(0), dash: "dot", width: 2 } }],
@@ -145,11 +142,12 @@ figures.layers = {
       { values, index } = matrixOf(m, stepIndex());
     const row = (l) => mean(Array.from(values.subarray(l * L, (l + 1) * L))),
       column = (l) => mean(range(L).map((i) => values[i * L + l]));
-    const levels = Array.from(levelOf(m, index), finite);
+    const ofPairs = levelOf(m, index),
+      levels = range(L).map((l) => finite(mean(range(L).filter((i) => i !== l).map((i) => ofPairs[l * L + i]))));
     return {
       traces: [traces.line(blocks(), range(L).map(row), "its Jacobian in the others' bases", 0), traces.line(
         blocks(), range(L).map(column), "the others' Jacobians in its basis", 1),
-        { x: blocks(), y: levels, name: "null level of block l", mode: "lines",
+        { x: blocks(), y: levels, name: "null level of its Jacobian", mode: "lines",
           line: { color: colour(0), dash: "dot", width: 2 } }
       ],
       layout: { xaxis: layerAxis(L), yaxis: { rangemode: "tozero" } },
@@ -165,8 +163,8 @@ function gains(m, index) {
   const L = m.layers,
     { values } = matrixOf(m, index),
     level = levelOf(m, index);
-  return range(L).flatMap((a) => range(L - a - 1, a + 1).map((b) => [a, b, (level[a] - values[a * L + b] + level[b]
-    - values[b * L + a]) / 2]));
+  return range(L).flatMap((a) => range(L - a - 1, a + 1).map((b) => [a, b, (level[a * L + b] - values[a * L + b] +
+    level[b * L + a] - values[b * L + a]) / 2]));
 }
 figures.graph = {
   has: figures.matrix.has,

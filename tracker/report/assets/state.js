@@ -42,7 +42,7 @@ function settle() {
   state.k = valid(state.k, ks, shared[0] || String(model().ks[0] ?? ks[0] ?? ""));
   state.pairs = valid(state.pairs, Object.keys(PAIRS), "mean_offdiag");
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
-  state.last = valid(state.last, Object.keys(LAST), "raw");
+  state.last = valid(state.last, Object.keys(LAST), "alone");
   state.against = valid(state.against, data.across ? against() : [], "coupling");
   state.axis = valid(state.axis, Object.keys(AXES), "log");
   const m = model(),

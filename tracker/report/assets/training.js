@@ -60,7 +60,7 @@ function onsetSaid(begun) {
 
 // The charts that the registry of measures declares, each of one variable, before or after the final norm.
 // Results that leave the norm out have the values before it alone.
-const valuesBy = (values, chart) => values[chart.variants[state.last]] || values[chart.variants.raw];
+const valuesBy = (values, chart) => values[chart.variants[state.last]] || values[chart.variants.alone];
 const titleOf = (chart, where) =>
   `${chart.title}${chart.windowed ? ` of ${model().window} states` : ""} ${where}` + (chart.both ?
   `, ${LAST[state.last]}` : "");

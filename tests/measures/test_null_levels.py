@@ -1,0 +1,209 @@
+"""Null levels: closed forms against rotations drawn at random, their spread, and the levels of measured Datasets."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import tracker
+from tests.models import Size, build
+from tracker.analysis.null_levels import null_level, null_spread
+from tracker.errors import UsageError
+from tracker.measures import null_levels
+from tracker.measures.coupling import DEFINITIONS
+from tracker.measures.null_levels import Moments, Overlap
+from tracker.measures.registry import MISCOUPLINGS
+
+DRAWS = 2000
+
+
+def falling(d, power, seed):
+    """A Jacobian with singular values k^-power in random bases."""
+    U, _, V = torch.linalg.svd(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    return U * torch.arange(1, d + 1, dtype=torch.float64) ** -power @ V
+
+
+def planted(kind, d, power, seed):
+    J, I = falling(d, power, seed), torch.eye(d, dtype=torch.float64)
+    return {
+        "random": J,
+        "with a trace": 0.4 * J - 0.2 * I,
+        "symmetric": J + J.T,
+        "negative": -(J @ J.T) - 0.1 * I,
+        "antisymmetric": J - J.T,
+    }[kind]
+
+
+KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
+
+
+def of_basis(J, K):
+    U, _, Vh = torch.linalg.svd(J)
+    U, V = U[:, :K], Vh[:K].T
+    found = null_levels.overlap(U[None], V[None], [K])
+    return U, V, Overlap(found.diagonal, found.squares[..., 0], found.fourths[..., 0])
+
+
+def closed_forms(J, other, K):
+    """The levels of all definitions and the spread of the first, A of rotations drawn at random, and s."""
+    U, V, overlap = of_basis(other, K)
+    s = torch.linalg.svdvals(J)[:K]
+    found = null_levels.moments(J[None], s[:1])
+    levels = {name: float(null_levels.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
+    spread = float(null_levels.spread(s[None], found, overlap, len(J)))
+    A = null_levels.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
+    return levels, spread, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
+
+
+def test_moments():
+    J = falling(12, 0.3, 0)
+    tau = J.trace() / 12
+    rest = J - tau * torch.eye(12)
+    for scale in (1.0, 1e-18):
+        found = null_levels.moments(scale * J[None].float(), torch.tensor([scale]))
+        expected = Moments(tau[None], (rest + rest.T).norm()[None] / 2, (rest - rest.T).norm()[None] / 2)
+        for part in ("isotropic", "symmetric", "antisymmetric"):
+            assert float(getattr(found, part)) / scale == pytest.approx(float(getattr(expected, part)), rel=1e-5)
+        assert float(found.frobenius(12)) / scale == pytest.approx(float(J.norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("d", "K", "power"), [(48, 1, 0.3), (48, 5, 0.3), (48, 5, 1.5), (24, 16, 0.3), (24, 16, 1.5)])
+def test_levels_are_those_of_random_rotations(kind, d, K, power):
+    levels, _, drawn = closed_forms(planted(kind, d, power, 0), planted(kind, d, power, 1), K)
+    for name, values in drawn.items():
+        squares = values**2
+        chance = 5 * float(squares.std()) / DRAWS**0.5
+        # The release's E|A_kk| is that of a normal variable, and the normalized one a ratio of expectations.
+        approximate = {"miscoupling": 0.0, "offdiag": 0.0}.get(name, 0.03 if power < 1 else 0.06)
+        assert abs(float(squares.mean()) - levels[name] ** 2) <= chance + approximate * levels[name] + 1e-12, name
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "antisymmetric"])
+@pytest.mark.parametrize("power", [0.3, 1.5])
+def test_the_spread_is_that_of_random_rotations_where_k_is_small(kind, power):
+    d, K = 72, 8
+    levels, spread, drawn = closed_forms(planted(kind, d, power, 2), planted(kind, d, power, 3), K)
+    values = drawn["miscoupling"]
+    assert spread == pytest.approx(float(values.std()), rel=0.2)
+    below = float((values < levels["miscoupling"] - 1.645 * spread).double().mean())
+    assert 0.02 <= below <= 0.085
+
+
+def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
+    """2,000 pairs of blocks turned at random: by the spread where K <= d / 9, by rotations drawn for every K."""
+    generator, d = torch.Generator().manual_seed(0), 36
+    frames = torch.linalg.qr(torch.randn(DRAWS, d, d, generator=generator, dtype=torch.float64)).Q
+    for K, power in ((4, 0.3), (4, 1.5), (24, 0.3), (24, 1.5)):
+        J, other = planted("with a trace", d, power, 6), planted("negative", d, power, 7)
+        U, V, _ = of_basis(other, K)
+        levels, spread, drawn = closed_forms(J, other, K)
+        s = torch.linalg.svdvals(J)[:K]
+        A = (frames @ U).mT @ J @ (frames @ V)
+        for definition in DEFINITIONS:
+            values = definition.formula(A, s)
+            by_rotations = values < drawn[definition.name].quantile(0.05)
+            assert 0.035 <= float(by_rotations.double().mean()) <= 0.065, (definition.name, K, power)
+        if K * 9 <= d:
+            by_spread = DEFINITIONS[0].formula(A, s) < levels["miscoupling"] - 1.645 * spread
+            assert 0.02 <= float(by_spread.double().mean()) <= 0.085
+
+
+@pytest.fixture(scope="module", params=["gpt_neox", "timm vit"])
+def measured(request):
+    model, inputs = build(request.param)
+    model = model.double().eval()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    options = {"measures": ["coupling", "vju", "tokenwise"], "dtype": torch.float64, "pair_tokens": 3, "tokens": [0, 1]}
+    return tracker.measure(model, inputs, k=(2, 4), keep=("jacobian", "singular_vectors"), **options)
+
+
+@pytest.mark.parametrize("name", ["miscoupling", "offdiag_normalized", "miscoupling_release_trace"])
+def test_levels_of_a_dataset(measured, name):
+    """Against the formulas for each pair by itself, from the Jacobians and singular vectors that were kept."""
+    found, swapped = null_level(measured, name), null_level(measured, f"{name}_vju")
+    assert found.dims == measured[name].dims and found.shape == measured[name].shape
+    spread = null_spread(measured.sel(k=[2])) if name == "miscoupling" else None
+    d, L = measured.attrs["width"], measured.sizes["layer"]
+    for p, t, i, l, m in np.ndindex(2, 2, 2, L, L):
+        K = int(measured.k[i])
+        J = torch.from_numpy(measured.jacobian.values[p, t])
+        _, _, overlap = of_basis(J[m], K)
+        s = torch.linalg.svdvals(J[l])[None, :K]
+        expected = null_levels.null_level(name, s, null_levels.moments(J[l : l + 1], s[:, 0]), overlap, d)
+        value = found.values[p, t, i, l, m]
+        assert value == (0 if l == m else pytest.approx(float(expected), rel=1e-6))
+        assert swapped.values[p, t, i, l, m] == pytest.approx(float(expected), rel=1e-6)
+        if spread is not None and K == 2 and l != m:
+            of = null_levels.spread(s, null_levels.moments(J[l : l + 1], s[:, 0]), overlap, d)
+            assert spread.values[p, t, 0, l, m] == pytest.approx(float(of), rel=1e-5)
+    one = null_level(measured.sel(k=4), name)
+    np.testing.assert_array_equal(one, found.sel(k=4))
+
+
+def test_levels_across_tokens(measured):
+    for kind in ("self", "fixed_input", "fixed_output"):
+        found = null_level(measured, f"{kind}_miscoupling")
+        assert found.dims == measured[f"{kind}_miscoupling"].dims
+        at = measured.isel(prompt=1)
+        s, d = at[f"{kind}_singular_value"].values[0, 2, :4], measured.attrs["width"]  # block 1 in the basis of block 2
+        parts = ("isotropic", "symmetric_norm", "antisymmetric_norm")
+        of = Moments(*(torch.tensor([at[f"{kind}_{part}"].values[0, 2]]) for part in parts))
+        diagonal = torch.from_numpy(at[f"{kind}_alignment"].values[1, 0, :4])[None]
+        sums = (torch.tensor([at[f"{kind}_overlap_{power}"].sel(k=4).values[1, 0]]) for power in ("squares", "fourths"))
+        expected = null_levels.null_level("miscoupling", torch.from_numpy(s)[None], of, Overlap(diagonal, *sums), d)
+        assert float(found.sel(k=4).values[1, 0, 2, 0]) == pytest.approx(float(expected), rel=1e-9)
+    assert found.sel(layer=measured.layer[-1]).isnull().all()  # the last block has no basis block
+    J = measured.jacobian.values[0, :, 0]  # block 1 at positions 0 and 1
+    tau = np.trace(J, axis1=1, axis2=2) / J.shape[-1]
+    np.testing.assert_allclose(measured.isotropic.values[0, :, 0], tau, atol=1e-12)
+
+
+def test_both_conventions():
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model.double(), inputs, k=3, dtype=torch.float64)
+    alone, normed = null_level(ds, "miscoupling"), null_level(ds, "miscoupling_normed")
+    np.testing.assert_allclose(alone[..., :-1, :-1], normed[..., :-1, :-1], rtol=1e-9)
+    assert abs(alone - normed)[..., -1, :-1].min() > 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "bloom"])
+def test_estimates_of_the_matrix_free_method(name):
+    """The moments from random products are close, and so the levels are closer."""
+    model, inputs = build(name, Size(width=64))
+    options = {"k": 3, "dtype": torch.float64, "measures": "coupling"}
+    exact, estimated = (tracker.measure(model.double(), inputs, svd=svd, **options) for svd in ("full", "matrix-free"))
+    assert not estimated.diagnostics_formed.any()
+    for variable in ("alignment", "overlap_squares", "overlap_fourths"):
+        np.testing.assert_allclose(estimated[variable], exact[variable], atol=1e-6)
+    whole = np.hypot(exact.symmetric_norm, exact.antisymmetric_norm)
+    for variable in ("symmetric_norm", "antisymmetric_norm"):
+        assert float((abs(estimated[variable] - exact[variable]) / whole).max()) < 0.3
+    for definition in ("miscoupling", "offdiag_normalized"):
+        np.testing.assert_allclose(null_level(estimated, definition), null_level(exact, definition), rtol=0.05)
+
+
+def test_names_that_have_no_level():
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model, inputs, k=3)
+    for name in ("lss", "miscoupling_vju", "nothing"):
+        with pytest.raises(
+            UsageError, match=f"'{name}' has no null level that can be computed here; choose from miscoup"
+        ):
+            null_level(ds, name)
+    with pytest.raises(UsageError, match="the spread of 'offdiag' is not known; choose 'miscoupling'"):
+        null_spread(ds, "offdiag")
+    with pytest.raises(UsageError, match="the spread holds for K <= d / 9, and K = 12"):
+        null_spread(tracker.measure(model, inputs, k=(3, 12)))
+    with pytest.raises(UsageError, match="lack some blocks"):
+        null_level(ds.isel(layer=[0, 1]), "miscoupling")
+
+
+def test_steps_and_prompts_are_read_in_parts(monkeypatch):
+    model, inputs = build("gpt_neox")
+    units = [tracker.measure(model, inputs, k=3).assign_coords(step=step) for step in (0, 1)]
+    ds = xr.concat(units, "step")
+    whole = null_level(ds, "miscoupling_release")
+    monkeypatch.setattr("tracker.analysis.null_levels.AT_ONCE", 1)
+    np.testing.assert_array_equal(whole, null_level(ds, "miscoupling_release"))
+    assert whole.dims == ds.miscoupling_release.dims

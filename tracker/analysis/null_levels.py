@@ -1,0 +1,123 @@
+"""The null levels of measured mis-couplings, computed from what a Dataset holds of each block (`measures.null_levels`)."""
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from tracker.errors import UsageError
+from tracker.measures import null_levels
+from tracker.measures.dataset import compared_tokens, pair_layers
+from tracker.measures.families import NORMED
+from tracker.measures.null_levels import Moments, Overlap
+from tracker.measures.registry import BY_NAME, KINDS
+
+AT_ONCE = 1 << 24  # numbers of pairs and singular values at once
+VALID = 9  # the spread holds for K <= d / 9
+
+Formula = Callable[[Tensor, Moments, Overlap, int], Tensor]
+
+
+def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
+    """Return the null level of a mis-coupling: the value that unrelated blocks would give, on average in the square.
+
+    Args:
+        results: a Dataset of `measure`, or opened results.
+        name: a mis-coupling of the Dataset, such as "miscoupling", "offdiag_normalized_normed" or "self_miscoupling".
+
+    Returns:
+        Values with the dimensions of `results[name]`: NaN where that is, and 0 for a Jacobian in its own basis, where the
+        mis-coupling is 0 by definition (not with swapped sides, `_vju`).
+
+    Raises:
+        UsageError: for another name, or where some blocks were left out of the results.
+    """
+    measure = BY_NAME.get(name)
+    if measure is None or not measure.null or name not in results:
+        known = [str(variable) for variable in results.data_vars if variable in BY_NAME and BY_NAME[str(variable)].null]
+        raise UsageError(
+            f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
+        )
+    definition = measure.base or name
+    return _of_pairs(results, name, lambda s, of, basis, d: null_levels.null_level(definition, s, of, basis, d))
+
+
+def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
+    """Return the standard deviation of the mis-coupling m_K of unrelated blocks, over rotations of one against the other.
+
+    Prompts and tokens of one pair of blocks share the rotation: their mean varies as much as one of them.
+
+    Args:
+        name: "miscoupling", or a variant of it.
+
+    Returns:
+        As `null_level`.
+
+    Raises:
+        UsageError: for another name, or where K > d / 9, for which the formula does not hold.
+    """
+    measure = BY_NAME.get(name)
+    if measure is None or (measure.base or name) != "miscoupling" or name not in results:
+        raise UsageError(
+            f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: null_levels.simulated"
+        )
+    d, K = int(results.attrs["width"]), int(results["k"].max())
+    if K * VALID > d:
+        raise UsageError(
+            f"the spread holds for K <= d / {VALID}, and K = {K}, d = {d}; select a smaller K, or draw rotations: "
+            "null_levels.simulated"
+        )
+    return _of_pairs(results, name, null_levels.spread)
+
+
+def _of_pairs(results: xr.Dataset, name: str, formula: Formula) -> xr.DataArray:
+    """Evaluate a formula for every pair of a mis-coupling."""
+    measure, measured = BY_NAME[name], results[name]
+    of_tokens = measure.variant in KINDS
+    if not of_tokens and results["layer"].values.tolist() != results["layer_other"].values.tolist():
+        raise UsageError(
+            "the results lack some blocks; compute the levels of all, and select blocks of what is returned"
+        )
+    start, end = f"{measure.variant}_" * of_tokens, NORMED * (measure.variant == "normed")
+    core = ["layer", "pair_token"] if of_tokens else ["layer"]
+    sample = [str(dim) for dim in results[f"{start}isotropic{end}"].dims if dim not in core]
+    ks, d = np.atleast_1d(results["k"].values).tolist(), int(results.attrs["width"])
+
+    def read(variable: str, *more: str) -> Tensor:
+        """Read a variable as (sample, core, more)."""
+        stored = results[f"{start}{variable}{end}"]
+        values = stored.expand_dims([dim for dim in more if dim not in stored.dims]).transpose(*sample, *core, *more)
+        return torch.from_numpy(values.values.astype(np.float64).reshape(-1, *values.shape[len(sample) :]))
+
+    s, of = (
+        read("singular_value", "rank"),
+        [read(name) for name in ("isotropic", "symmetric_norm", "antisymmetric_norm")],
+    )
+    basis = [read("alignment", "rank"), read("overlap_squares", "k"), read("overlap_fourths", "k")]
+    if of_tokens:
+        basis = [values[:, _basis_blocks(results)] for values in basis]
+    at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
+    levels = torch.empty(len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
+    for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
+        part = slice(at, at + at_once)
+        diagonal, squares, fourths = (values[part] for values in basis)
+        overlap = Overlap(diagonal[..., :k], squares[..., i], fourths[..., i])
+        levels[i, part] = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
+    other = "pair_token_other" if of_tokens else "layer_other"
+    values = levels.reshape(len(ks), *(results.sizes[dim] for dim in sample), *levels.shape[2:]).numpy()
+    found = xr.DataArray(values, dims=["k", *sample, *core, other])
+    found = (found if "k" in measured.dims else found.isel(k=0)).assign_coords(measured.coords)
+    if measure.variant != "vju":
+        own = ~compared_tokens(results) if of_tokens else results["layer"] == results["layer_other"]
+        found = found.where(~own, 0.0)
+    return found.where(measured.notnull()).transpose(*measured.dims)
+
+
+def _basis_blocks(results: xr.Dataset) -> Tensor:
+    """Return the index of the basis block of each block; its own where it has none, and no value."""
+    layers = results["layer"].values.tolist()
+    bases = pair_layers(results).values.tolist()
+    return torch.tensor([layers.index(int(m) if m == m else l) for l, m in zip(layers, bases, strict=True)])
