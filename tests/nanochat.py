@@ -48,9 +48,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`backout` subtracts the state after the middle block from the last one, `smear` mixes each embedding into the next."""
+    """`backout` subtracts the state after the middle block from the last one, `smear` mixes each embedding into the next, and
+    `skip` adds the state after the second block before the last one.
+    """
 
-    def __init__(self, backout: bool = False, smear: bool = False):
+    def __init__(self, backout: bool = False, smear: bool = False, skip: bool = False):
         super().__init__()
         torch.manual_seed(0)
         with_values = [i % 2 == (DEPTH - 1) % 2 for i in range(DEPTH)]
@@ -64,18 +66,20 @@ class GPT(nn.Module):
         self.smear_gate = nn.Linear(8, 1, bias=False) if smear else None
         self.resid_lambdas = nn.Parameter(torch.linspace(0.9, 1.1, DEPTH))
         self.x0_lambdas = nn.Parameter(torch.linspace(0.4, 0.1, DEPTH))
-        self.backout = backout
+        self.backout, self.skip = backout, skip
 
     def forward(self, idx):
         x = norm(self.transformer["wte"](idx))
         if self.smear_gate is not None:
             gate = torch.sigmoid(self.smear_gate(x[:, 1:, :8]))
             x = torch.cat([x[:, :1], x[:, 1:] + 0.3 * gate * x[:, :-1]], 1)
-        x0, middle = x, x
+        x0 = middle = early = x
         for i, block in enumerate(self.transformer["h"]):  # type: ignore[arg-type]
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
+            x = x + 0.3 * early if self.skip and i == DEPTH - 1 else x
             ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
             x = block(x, ve)
             middle = x if i == DEPTH // 2 else middle
+            early = x if i == 1 else early
         x = x - 0.2 * middle if self.backout else x
         return 15 * torch.tanh(self.lm_head(norm(x)) / 15)

@@ -42,7 +42,7 @@ class WithForward(nn.Module):
         return self.function(self.module, rebuild(tensors))
 
 
-def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None) -> Target:
+def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forward | None) -> Target:
     """Find the part to run: the whole module if `forward` is given; else the Hugging Face model that contains the blocks,
     the module itself if it defines a forward, or its child that contains the blocks.
 
