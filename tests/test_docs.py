@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
 HISTORY = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").iterdir()]  # commands as they were at the time
@@ -117,3 +118,11 @@ def test_commands_are_found():
     found = dict.fromkeys(module for module, _ in commands())
     assert {"tracker.pythia", "tracker.figures", "tracker.dashboards", "vit.grid", "benchmarks.coupling"} <= set(found)
     assert ("tracker.pythia", ("--model", "--steps")) in commands()
+
+
+@pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence", "ignore:this is a language model")
+def test_the_examples_of_what_a_block_is_run(capsys):
+    names: dict = {}
+    for example in PYTHON.findall(text(ROOT / "docs" / "blocks.md")):
+        exec(example, names)
+    assert capsys.readouterr().out.endswith("\noutput of wte\n")

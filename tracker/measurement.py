@@ -29,7 +29,6 @@ from tracker.capture.replicas.sharded import Gather, gathering_together
 from tracker.capture.replicas.streaming import copies_finished
 from tracker.capture.special_tokens import LAST_WORD, with_class_token
 from tracker.device_errors import raise_device_errors
-from tracker.errors import UsageError
 from tracker.jacobians.check_cache import CheckCache
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
@@ -192,8 +191,10 @@ def _trying_proposals(model: nn.Module, batch: Batch, settings: Settings, device
         raise error.tried(lambda blocks: _why_not_measurable(model, blocks, batch, settings, device)) from None
 
 
-def _why_not_measurable(model: nn.Module, blocks: Named, batch: Batch, settings: Settings, device: torch.device) -> str:
-    """Return why these blocks can't be measured on a forward call, or "": record it, and linearize every block once."""
+def _why_not_measurable(
+    model: nn.Module, blocks: Named | Blocks, batch: Batch, settings: Settings, device: torch.device
+) -> Exception | None:
+    """Return why these blocks can't be measured on a forward call, or None: record it, and linearize every block once."""
     settings = replace(settings, measures=("coupling",))
     try:
         found = find_blocks(model, blocks)
@@ -209,8 +210,8 @@ def _why_not_measurable(model: nn.Module, blocks: Named, batch: Batch, settings:
                     require_derivative(call, rows, replica.dtype)
     except FAILURES as error:  # of the model's code, too
         raise_device_errors(error)
-        return str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-    return ""
+        return error
+    return None
 
 
 def _new_replica(
@@ -239,6 +240,7 @@ def to_dataset(
     without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
     dataset.attrs |= describe(model, device) | {
         "blocks_found_by": blocks.found_by,
+        "fixed": ", ".join(map(str, blocks.fixed)) or "none",
         "dtype": settings.dtype,
         "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]
         "measures": ", ".join(settings.measures),

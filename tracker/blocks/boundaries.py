@@ -5,10 +5,13 @@ next. Such a block is a span between two boundaries:
 
     "input of layers.0.0"     the first tensor passed to the module layers.0.0
     "output of layers.0.1"    the tensor that the module returns, or the first entry of the tuple that it returns
+
+Places are named in the same way for tensors that stay at their recorded values while a span is linearized (fixed tensors).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -34,6 +37,39 @@ class Boundary:
 Span = tuple[Boundary, Boundary]
 
 
+def chain(names: Sequence[str]) -> list[Span]:
+    """Return the spans of modules that run one after another: what the model does before a module belongs to its span, and
+    the first span begins at the input of the first module.
+    """
+    places = [Boundary("input", names[0]), *(Boundary("output", name) for name in names)]
+    return list(pairwise(places))
+
+
+def as_python(spans: Sequence[Span]) -> str:
+    """Return a Python expression of spans, as `read_spans` takes it."""
+    first, ends = str(spans[0][0]), [str(end) for _, end in spans]
+    if any(start != before for (_, before), (start, _) in pairwise(spans)):
+        return repr([(str(start), str(end)) for start, end in spans])
+    columns = list(zip(*(end.split(".") for end in ends), strict=False))
+    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if len(varying) != 1 or columns[varying[0]] != tuple(map(str, range(len(ends)))):
+        return repr([first, *ends])
+    parts = ends[0].split(".")
+    parts[varying[0]] = "{i}"
+    return f'["{first}"] + [f"{".".join(parts)}" for i in range({len(ends)})]'
+
+
+def read_fixed(fixed: str | Sequence[str]) -> list[Boundary]:
+    """Parse the places of fixed tensors.
+
+    Raises:
+        UsageError: for anything but places.
+    """
+    if not isinstance(fixed, (str, Sequence)):
+        raise UsageError(f"fixed={fixed!r}; give 'output of NAME' or 'input of NAME', or a list of such places")
+    return [_read(entry) for entry in ([fixed] if isinstance(fixed, str) else fixed)]
+
+
 def read_spans(blocks: Any) -> list[Span] | None:
     """Parse spans from pairs of boundaries, or from L + 1 boundaries in order of depth; None if `blocks` names modules.
 
@@ -52,7 +88,7 @@ def read_spans(blocks: Any) -> list[Span] | None:
             "order of depth, at least two: ['input of A', 'input of B', ..., 'output of Z']"
         )
     boundaries = [_read(entry) for entry in blocks]
-    return list(zip(boundaries[:-1], boundaries[1:], strict=True))
+    return list(pairwise(boundaries))
 
 
 def _is_boundary(entry: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tracker.blocks.boundaries import Boundary, Span, read_spans
+from tracker.blocks.boundaries import Boundary, Span, chain, read_fixed, read_spans
 from tracker.blocks.candidates import candidate_runs, nothing_found, outermost
 from tracker.blocks.huggingface import (
     declared_blocks,
@@ -62,6 +62,7 @@ class Blocks:
     batch_first: bool = True
     assumed: tuple[str, ...] = ()  # which of "blocks", "attention" and "class token" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
+    fixed: tuple[Boundary, ...] = ()  # tensors that keep their recorded values while a span is linearized
 
     def __str__(self) -> str:
         layout = "batch first" if self.batch_first else "sequence first"
@@ -73,9 +74,20 @@ class Blocks:
             included = "included by default if measuring finds that logits over a vocabulary follow it"
             head = self.unembedding or "the module that gives these logits, if measuring finds one"
         first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
+        fixed = f"fixed: {', '.join(map(str, self.fixed))}; " if self.fixed else ""
         return (
-            f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {layout}; "
+            f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {fixed}{layout}; "
             f"final norm: {norm} ({included}); unembedding: {head}; class token: {token}"
+        )
+
+    def between_boundaries(self, spans: Sequence[Span], fixed: Sequence[Boundary] = ()) -> "Blocks":
+        """Return the same with spans as blocks. Recording them checks more than what was assumed of modules."""
+        return replace(
+            self,
+            names=tuple(f"{start} to {end}" for start, end in spans),
+            spans=tuple(spans),
+            fixed=tuple(dict.fromkeys(fixed)),
+            assumed=(),
         )
 
 
@@ -83,6 +95,7 @@ def find_blocks(
     model: nn.Module,
     blocks: Named | Blocks | None = None,
     *,
+    fixed: str | Sequence[str] = (),
     final_norm: str | None = None,
     unembedding: str | None = None,
     class_token: int | None = None,
@@ -96,6 +109,11 @@ def find_blocks(
             their names; the steps of wrappers in a name (_orig_mod, module) may be left out. For blocks that are no modules,
             the start and end of each, [("input of A", "output of B"), ...], or the L + 1 boundaries in order of depth,
             ["input of A", "input of C", ..., "output of Z"].
+        fixed: where the tensors are that the model mixes into the hidden state between blocks, "output of NAME" or "input of
+            NAME", one or a list. What is computed from them stays at its recorded value while a block is linearized. Blocks
+            that are modules become spans: what is mixed in before a block belongs to it. A fixed tensor is computed from the
+            inputs, without passing through a block, or is the hidden state at a boundary, held in the spans after the one
+            that it starts.
         final_norm: the qualified name of the norm that takes the last block's output.
         unembedding: the qualified name of the module that maps a hidden state to logits over the vocabulary.
         class_token: the position of the token that a classifier reads.
@@ -106,6 +124,8 @@ def find_blocks(
             lines, which have not been tried), or a named module does not exist.
     """
     if isinstance(blocks, Blocks):
+        if fixed:
+            raise UsageError("blocks is a result of find_blocks; give `fixed` to the call that made it")
         return blocks
     check_model(model)
     given, model = model, unwrap(model)
@@ -117,6 +137,12 @@ def find_blocks(
         names, found_by, assumed = _named(given, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
         names, found_by, assumed = _found(model, runs)
+    places = [_named_boundary(given, place) for place in read_fixed(fixed)]
+    if places and "attention" in assumed:
+        raise UsageError(
+            f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
+            "blocks=find_blocks(model, BLOCKS, fixed=...)"
+        )
     language = in_text_tower(model, names[0])
     token = class_token
     if token is None and not language and class_token_parameter(model, names, runs) is not None:
@@ -129,17 +155,19 @@ def find_blocks(
     norms = norms_around(model, names, runs)
     if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
         norms = [names[-1], *norms]
-    return Blocks(
-        names=tuple(f"{start} to {end}" for start, end in spans) or tuple(names),
+    found = Blocks(
+        names=tuple(names),
         found_by=found_by,
         final_norms=tuple(norms) if final_norm is None else (final_norm,),
         include_final_norm=None if huggingface_owner(model, names[0]) is None else language,
         unembedding=unembedding or find_unembedding(model, names[0]),
         class_token=token,
         batch_first=batch_first,
-        assumed=assumed + ("class token",) * (token is not None and class_token is None and not spans),
-        spans=tuple(spans),
+        assumed=assumed + ("class token",) * (token is not None and class_token is None),
     )
+    if not spans and not places:
+        return found
+    return found.between_boundaries(spans or chain(names), places)
 
 
 def check_model(model: Any) -> None:

@@ -49,20 +49,35 @@ class BlocksNotFound(UsageError):
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)
 
-    def tried(self, failure: Callable[[Any], str]) -> UsageError:
-        """Return the error after trying every proposal.
+    def tried(self, failure: Callable[[Any], Exception | None]) -> UsageError:
+        """Return the error after trying every proposal, and those of their errors instead of them.
 
         Args:
-            failure: returns why the blocks can't be measured, or "" if they can.
+            failure: returns why the blocks can't be measured, or None if they can.
         """
-        # In one line each, without the remedy that the message ends with.
-        reasons = [" ".join(failure(one.blocks).removesuffix(HOW_TO_NAME).split()) for one in self.proposals]
-        work = "".join(str(one) for one, reason in zip(self.proposals, reasons, strict=True) if not reason)
-        failed = "".join(
-            f"\n  {one.where} ({one.what}): {reason}"
-            for one, reason in zip(self.proposals, reasons, strict=True)
-            if reason
-        )
+        lines = {one.argument: one for one in self.proposals}
+        pending, work, failed = list(lines), "", ""
+        for line in pending:
+            one, error = lines[line], failure(lines[line].blocks)
+            closer = [
+                other
+                for other in (error.proposals if isinstance(error, BlocksNotFound) else ())
+                if other.argument not in lines
+            ]
+            lines |= {other.argument: other for other in closer}
+            pending += [other.argument for other in closer]
+            if error is None:
+                work += str(one)
+            elif not closer:
+                failed += f"\n  {one.where} ({one.what}): {_in_one_line(error)}"
         found = f"{self.found}\nTried on these inputs, and not measurable:{failed}" if failed else self.found
         remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
         return UsageError(f"{found}\n{remedy}")
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an error's message without the remedy that it may end with."""
+    if isinstance(error, BlocksNotFound):
+        return " ".join(error.found.split())
+    text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.removesuffix(HOW_TO_NAME).split())

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.proposals import HOW_TO_NAME
+from tracker.blocks.boundaries import as_python, chain
+from tracker.blocks.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
 from tracker.capture import outputs, residual_pair
 from tracker.capture.arguments import bind_arguments
 from tracker.capture.attention import OriginalAttention, intercept_attention
@@ -107,10 +108,7 @@ class _Recorder:
         elif len(streams) > 1:
             raise residual_pair.two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
         else:
-            raise UsageError(
-                f"the model changes the hidden state between {self.calls[-1].name} and {name}; "
-                "name consecutive blocks, so that each takes the output of the one before"
-            )
+            raise self.changed_between(self.calls[-1].name, name)
         beside = [i for i in streams if i > 0 and second is None]
         self.stream = (beside[0], self.states[beside[0]]) if beside else None
         bound.arguments[state] = None  # every replay sets it; keeping it here would keep the original alive
@@ -123,6 +121,21 @@ class _Recorder:
         self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
         self.running.second_argument, self.running.second_output = second, place
         self.running.input_dtype = input_dtype
+
+    def changed_between(self, before: str, name: str) -> UsageError:
+        """Return the error for blocks between which the model changes the state; it proposes that each begins where the one
+        before ended.
+        """
+        found = (
+            f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
+            "output of the one before, or spans that include the change"
+        )
+        description = self.replica.description
+        spans = chain(description.names)
+        what = f"{len(spans)} spans, each from where the one before ended; what changes the state belongs to the next block"
+        line = as_python(spans)
+        where = f"spans from the {spans[0][0]} to the {spans[-1][1]}"
+        return BlocksNotFound(found, [Proposal(line, description.between_boundaries(spans), where, what)])
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""

@@ -16,7 +16,7 @@ import xarray as xr
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tracker.blocks.find import Named
+from tracker.blocks.find import Blocks, Named
 from tracker.errors import UsageError
 from tracker.lightning_packages import classes
 from tracker.loggers.lightning import LightningAdapter
@@ -89,7 +89,7 @@ class CouplingCallback(Callback):
         tokenizer: Any = None,
         max_samples: int = 8,
         forward: Forward | None = None,
-        blocks: Named | None = None,
+        blocks: Named | Blocks | None = None,
         weights: Literal["raw", "averaged"] = "raw",
         save_dir: str | None = None,
         log: Log = "headline",

@@ -15,7 +15,7 @@ import xarray as xr
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from tracker.blocks.find import Named
+from tracker.blocks.find import Blocks, Named
 from tracker.errors import UsageError
 from tracker.loggers.protocol import Logger
 from tracker.measurement import to_dataset
@@ -63,7 +63,7 @@ class Run:
         tokenizer: Any,
         max_samples: int = 8,
         forward: Forward | None,
-        blocks: Named | None,
+        blocks: Named | Blocks | None,
         weights: str = "raw",
         save_dir: str | None,
         log: Log,

@@ -42,7 +42,7 @@ class WithForward(nn.Module):
         return self.function(self.module, rebuild(tensors))
 
 
-def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None) -> Target:
+def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forward | None) -> Target:
     """Find the part to run: the whole module if `forward` is given; else the Hugging Face model that contains the blocks,
     the module itself if it defines a forward, or its child that contains the blocks.
 
@@ -53,7 +53,7 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
         UsageError: if no blocks are found, or no part that contains them has a forward.
     """
     found, module = find_blocks(module, blocks), unwrap(module)
-    boundaries = [boundary for span in found.spans for boundary in span]
+    boundaries = [boundary for span in (*found.spans, found.fixed) for boundary in span]
     names = [boundary.module for boundary in boundaries] or found.names
     named = None if blocks is None else [module.get_submodule(name) for name in names]
     part = ""
@@ -78,7 +78,9 @@ def find_target(module: nn.Module, blocks: Named | None, forward: Forward | None
             "give a function that runs the whole module: forward=lambda module, batch: ..."
         )
     renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
-    return Target(part, forward, find_blocks(model, list(zip(renamed[::2], renamed[1::2], strict=True))))
+    ends = 2 * len(found.spans)
+    spans = list(zip(renamed[:ends:2], renamed[1:ends:2], strict=True))
+    return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
 
 
 def _runs(module: nn.Module) -> bool:

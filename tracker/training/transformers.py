@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tracker.blocks.find import Named
+from tracker.blocks.find import Blocks, Named
 from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger
@@ -59,7 +59,7 @@ class TransformersCallback(TrainerCallback):
         tokenizer: Any = None,
         max_samples: int = 8,
         forward: Forward | None = None,
-        blocks: Named | None = None,
+        blocks: Named | Blocks | None = None,
         save_dir: str | None = None,
         log: Log = "headline",
         on_measure: Callable[[xr.Dataset], None] | None = None,

@@ -12,7 +12,7 @@ import torch.distributed
 import xarray as xr
 from torch import nn
 
-from tracker.blocks.find import Named
+from tracker.blocks.find import Blocks, Named
 from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger, LogTo
@@ -66,7 +66,7 @@ class Watch:
         ends: bool = True,
         tokenizer: Any = None,
         forward: Forward | None = None,
-        blocks: Named | None = None,
+        blocks: Named | Blocks | None = None,
         save_dir: str | None = None,
         log_to: LogTo | None = None,
         log: Log = "headline",

@@ -57,6 +57,11 @@ def replace_with(state: Tensor, batch_first: bool) -> BoundaryHook:
     return lambda found: state.clone(memory_format=torch.contiguous_format)
 
 
+def hold(value: Tensor) -> BoundaryHook:
+    """Return a hook that replaces the tensor by a copy of a recorded value, as it was found there."""
+    return lambda found: value.to(found.device, copy=True)
+
+
 def stop_at(state: Tensor) -> None:
     """End the pass with the tensor at a boundary: a `BoundaryHook`."""
     raise StopForward(state)

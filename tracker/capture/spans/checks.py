@@ -6,11 +6,14 @@ tensor that the model returns must come out as recorded. The check fails if the 
 state (a copy, a normed or an earlier state), or if the boundary is at the wrong place, such as the input of attention after
 its norm. Inputs that do not enter the first state (masks, positions) and weights are constants.
 
+Fixed tensors (`Blocks.fixed`) are set to their recorded values in these passes, so that the rest may depend on them, too. A
+fixed tensor that is the state at a boundary is set there instead of noise. Any other must come out as recorded with noise
+added to every state.
+
 Cost: one forward pass up to the end of every span, small beside the d vector-Jacobian products that each span takes later.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from functools import partial
@@ -19,13 +22,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from tracker.blocks.boundaries import Boundary
+from tracker.blocks.boundaries import Boundary, as_python
+from tracker.blocks.proposals import BlocksNotFound, Proposal
+from tracker.capture.outputs import hidden_state
 from tracker.capture.replicas.module_state import STATELESS, ModuleState, irreproducible
 from tracker.capture.replicas.replica import Replica
-from tracker.capture.spans.calls import BoundaryHook, SpanCall, replace_with, run, stop_at
+from tracker.capture.spans.calls import BoundaryHook, SpanCall, hold, replace_with, run, stop_at
+from tracker.capture.spans.dependents import InputDependents
 from tracker.errors import UsageError
 from tracker.linalg.comparison import TOLERANCE, relative_error
 
@@ -33,26 +38,35 @@ NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"
 
 
-def check_whole_state(replica: Replica, arguments: BoundArguments, calls: Sequence[SpanCall], output: Any) -> None:
-    """Check the states at all boundaries. The replica holds its weights.
+def check_whole_state(
+    replica: Replica,
+    arguments: BoundArguments,
+    calls: Sequence[SpanCall],
+    fixed: Mapping[Boundary, Tensor],
+    output: Any,
+) -> None:
+    """Check the states at all boundaries, and the fixed tensors. The replica holds its weights.
 
     Args:
         replica: the replica that was recorded.
         arguments: of its forward.
         calls: the recorded spans.
+        fixed: the recorded values of fixed tensors.
         output: what the model returned in the recorded pass.
 
     Raises:
-        UsageError: if a state is not the whole state; also for a forward pass that is random or keeps state.
+        UsageError: if a state is not the whole state, or a fixed tensor depends on a state; also for a forward pass that is
+            random or keeps state.
     """
-    check, dtype = _WholeStateCheck(replica, arguments, calls, output), replica.dtype
+    check, dtype = _WholeStateCheck(replica, arguments, calls, fixed, output), replica.dtype
+    check.require_constant()
     for l in range(len(calls) + 1):
         error = check.error(l)
         if error <= TOLERANCE[dtype]:
             continue
         if not check.error(l, noise=False) <= TOLERANCE[dtype]:
             raise irreproducible(NOT_REPRODUCED)
-        raise UsageError(check.failure(l, error))
+        raise check.failure(l, error)
 
 
 def check_stateless(
@@ -98,31 +112,77 @@ class _Noise:
 class _WholeStateCheck:
     """The recorded pass, and the errors of passes with noise before one boundary."""
 
-    def __init__(self, replica: Replica, arguments: BoundArguments, calls: Sequence[SpanCall], output: Any) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        arguments: BoundArguments,
+        calls: Sequence[SpanCall],
+        fixed: Mapping[Boundary, Tensor],
+        output: Any,
+    ) -> None:
         self.replica, self.dtype, self.device = replica, replica.dtype, replica.device
         self.arguments, self.calls, self.output, self.seed = arguments, calls, output, calls[0].seed
         self.add_noise = _Noise().added
-        self.first = calls[0].span[0]
+        self.first, self.fixed = calls[0].span[0], fixed
+        self.held: dict[Boundary, BoundaryHook] = {place: hold(value) for place, value in fixed.items()}
         self.sources = self._sources()
 
     def error(self, l: int, noise: bool = True) -> float:
         """Return the relative error of the end of span l (0-based), or of the model's output for l = L, when only the start
-        of the span is as recorded. Without noise, the error shows whether the pass reproduces itself.
+        of the span and fixed tensors are as recorded. Without noise, the error shows whether the pass reproduces itself.
         """
-        after, call = l == len(self.calls), self.calls[min(l, len(self.calls) - 1)]
-        hooks: dict[Boundary, BoundaryHook] = {}
+        before: dict[Boundary, BoundaryHook] = {}
         if noise:
-            hooks |= {before.span[0]: self.add_noise for before in self.calls[:l]}
-        state = (call.y if after else call.x).to(self.device)
-        hooks[self.boundary(l)] = replace_with(state, call.batch_first)
+            before = {self.boundary(k): self.add_noise for k in range(l) if not self._is_fixed(k)} | self.held
+        return self._error(l, before, noise)
+
+    def _error(self, l: int, before: Mapping[Boundary, BoundaryHook], noisy_inputs: bool) -> float:
+        after, call = l == len(self.calls), self.calls[min(l, len(self.calls) - 1)]
+        hooks = {**before, self.boundary(l): self._recorded(l)}
         if not after:
             hooks[call.span[1]] = stop_at
-        found = self._run_with_noise(hooks) if noise else run(self.replica, self.arguments, self.seed, hooks)
+        found = self._run_with_noise(hooks) if noisy_inputs else run(self.replica, self.arguments, self.seed, hooks)
         if after:
             return _error_of_outputs(found, self.output)
         y = found if call.batch_first else found.transpose(0, 1)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
         return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
+
+    def require_constant(self) -> None:
+        """Check that fixed tensors, other than the states at boundaries, do not depend on a state.
+
+        Raises:
+            UsageError: if one does.
+        """
+        states = {boundary for call in self.calls for boundary in call.span}
+        found: dict[Boundary, Tensor] = {}
+        hooks: dict[Boundary, BoundaryHook] = {call.span[0]: self.add_noise for call in self.calls}
+        for place in self.fixed.keys() - states:
+            hooks[place] = lambda value, place=place: found.__setitem__(place, value.clone())
+        if hooks.keys() <= states:
+            return
+        run(self.replica, self.arguments, self.seed, hooks)
+        pairs = {
+            place: (value.to(self.dtype), self.fixed[place].to(value.device, self.dtype))
+            for place, value in found.items()
+        }
+        changed = [place for place, (a, b) in pairs.items() if not _relative_difference(a, b) <= STATELESS]
+        if changed:
+            raise UsageError(
+                f"the {changed[0]} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed "
+                "tensor is computed from the inputs without passing through a block, or is the hidden state at a boundary: "
+                f"{', '.join(map(str, dict.fromkeys(b for call in self.calls for b in call.span)))}"
+            )
+
+    def _is_fixed(self, l: int) -> bool:
+        """Whether the state at boundary l is fixed, by the name of the start of a span or of the end of the one before."""
+        ends = {self.calls[l - 1].span[1]} if l else set()
+        return not self.fixed.keys().isdisjoint({self.boundary(l)} | ends)
+
+    def _recorded(self, l: int) -> BoundaryHook:
+        """Return the hook that sets boundary l to its recorded state."""
+        call = self.calls[min(l, len(self.calls) - 1)]
+        return replace_with((call.y if l == len(self.calls) else call.x).to(self.device), call.batch_first)
 
     def boundary(self, l: int) -> Boundary:
         """Return the start of span l, or the end of the last span for l = L."""
@@ -130,12 +190,12 @@ class _WholeStateCheck:
 
     def _run_with_noise(self, hooks: dict[Boundary, BoundaryHook]) -> Any:
         """Run with noise on the values that the first state is computed from."""
-        with _InputDependents(lambda i, value: self.add_noise(value) if i in self.sources else value) as dependents:
+        with InputDependents(lambda i, value: self.add_noise(value) if i in self.sources else value) as dependents:
             hooks[self.first] = dependents.ending_with(hooks[self.first])
             return run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
 
     def _sources(self) -> set[int]:
-        """Return the numbers of the values (`_InputDependents`) that the first state is computed from."""
+        """Return the numbers of the values (`InputDependents`) that the first state is computed from."""
         added: list[Tensor] = []
 
         def add(i: int, value: Tensor) -> Tensor:
@@ -143,74 +203,99 @@ class _WholeStateCheck:
             return value + added[-1]
 
         with torch.enable_grad():
-            with _InputDependents(add) as dependents:
-                hooks = {self.first: dependents.ending_with(stop_at)}
+            with InputDependents(add) as dependents:
+                hooks = {**self.held, self.first: dependents.ending_with(stop_at)}
                 state = run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
             if not state.requires_grad:
                 return set()
             gradients = torch.autograd.grad(state, added, torch.ones_like(state), allow_unused=True)
         return {i for i, gradient in enumerate(gradients) if gradient is not None}
 
-    def failure(self, l: int, error: float) -> str:
-        """Return the message for a state that is not the whole state."""
+    def failure(self, l: int, error: float) -> UsageError:
+        """Return the error for a state that is not the whole state. It names what the rest depends on, too, and proposes to
+        declare it as fixed, unless the boundary itself is at the wrong place.
+        """
         here, after = self.boundary(l), l == len(self.calls)
         where = f"the end of the last span (the {here})" if after else f"the start of span {l + 1} (the {here})"
         norm = _norm_that_returns(self.replica, self.arguments, self.seed, here)
+        states = self._states_beside(l)
+        beside = [*states, *self._inputs_beside(l)]
+        fixed = [*self.replica.description.fixed, *beside]
+        named = repr([str(place) for place in fixed] if len(fixed) > 1 else str(fixed[0])) if beside else ""
         remedy = (
             f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
             if norm
             else "name the tensor that residuals add to: in a pre-norm model the input of the norm before a branch, not its "
             "output, or the output of the previous module"
+            + (f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}" if beside else "")
         )
-        return (
+        found = (
             f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
             f"{'the output of the model' if after else 'the end of the span'} changes by {error:.1e} of its size, so it "
-            f"also depends on another tensor; {remedy}"
+            f"also depends on {' and '.join(map(str, beside)) or 'another tensor'}; {remedy}"
         )
+        # The residual around a wrong boundary comes from the state before it.
+        if not beside or norm or (l and self.boundary(l - 1) in states):
+            return UsageError(found)
+        description = self.replica.description
+        line = Proposal(
+            f"find_blocks(model, {as_python(description.spans)}, fixed={named})",
+            description.between_boundaries(description.spans, fixed),
+            f"{description.names[0]}, fixed={named}",
+            f"{len(self.calls)} spans; the tensors at these places stay as they are",
+        )
+        return BlocksNotFound(found, [line])
 
+    def _states_beside(self, l: int) -> list[Boundary]:
+        """Return the boundaries before l whose states the end of span l depends on, also if all later ones are as recorded."""
+        found = []
+        for k in range(l):
+            before = {self.boundary(j): self._recorded(j) for j in range(l)} | self.held
+            if not self._is_fixed(k) and self._depends(l, before | {self.boundary(k): self.add_noise}, False):
+                found.append(self.boundary(k))
+        return found
 
-class _InputDependents(TorchFunctionMode):
-    """Number the floating values that depend on the forward's inputs, up to a boundary, and let `change(number, value)` change
-    each: floating inputs, and results of operations on inputs or on such results.
-    """
+    def _inputs_beside(self, l: int) -> list[Boundary]:
+        """Return the earliest outputs of modules through which the end of span l depends on the inputs, if all states before
+        it are as recorded; empty also if there are none.
+        """
+        before = {self.boundary(k): self._recorded(k) for k in range(l)} | self.held
+        if not self._depends(l, before, True):
+            return []
+        kept, held = self._outputs_before_first_state(), dict(self.held)
 
-    def __init__(self, change: Callable[[int, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.change = change
-        self.count = 0
-        self.done = False
-        self.followed: dict[int, Tensor] = {}  # by identity
+        def depends(places: Sequence[Boundary]) -> bool:
+            self.held = held | {place: hold(kept[place]) for place in places}
+            self.sources = self._sources()
+            return self._depends(l, before | self.held, True)
 
-    def follow_inputs(self, arguments: BoundArguments) -> BoundArguments:
-        """Return the inputs, changed."""
-        return BoundArguments(arguments.signature, OrderedDict(tree_map(self.follow, dict(arguments.arguments))))
+        places = list(kept)
+        if depends(places):
+            return []
+        for place in reversed(places):
+            without = [other for other in places if other != place]
+            places = places if depends(without) else without
+        return places
 
-    def ending_with(self, hook: BoundaryHook) -> BoundaryHook:
-        """Return a hook that ends the following of values and then does what `hook` does."""
+    def _depends(self, l: int, before: Mapping[Boundary, BoundaryHook], noisy_inputs: bool) -> bool:
+        return not self._error(l, before, noisy_inputs) <= TOLERANCE[self.dtype]
 
-        def last(found: Tensor) -> Tensor | None:
-            self.done = True
-            return hook(found)
+    def _outputs_before_first_state(self) -> dict[Boundary, Tensor]:
+        """Return the tensors that modules return before the first state, in order; without modules that run several times."""
+        returned: dict[Boundary, list[Tensor]] = {}
 
-        return last
+        def keep(place: Boundary, module: nn.Module, args: tuple, output: Any) -> None:
+            value = hidden_state(output)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                returned.setdefault(place, []).append(value.clone())
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        output = function(*arguments, **(keywords or {}))
-        given = [value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)]
-        if self.done or not any(id(value) in self.followed for value in given):
-            return output
-        if any(value is output for value in given):  # in place
-            self.followed[id(output)] = output
-            return output
-        return tree_map(self.follow, output) if isinstance(output, (Tensor, tuple, list)) else output
-
-    def follow(self, value: Any) -> Any:
-        """Number a value that depends on the inputs, and return it changed."""
-        if isinstance(value, Tensor):
-            if value.is_floating_point():
-                value, self.count = self.change(self.count, value), self.count + 1
-            self.followed[id(value)] = value
-        return value
+        with ExitStack() as stack:
+            for name, module in self.replica.module.named_modules():
+                if name:
+                    hook = partial(keep, Boundary("output", name))
+                    stack.callback(module.register_forward_hook(hook).remove)
+            run(self.replica, self.arguments, self.seed, {self.first: stop_at})
+        return {place: values[0] for place, values in returned.items() if len(values) == 1 and place != self.first}
 
 
 def _error_of_outputs(output: Any, recorded: Any) -> float:

@@ -35,7 +35,7 @@ def record_spans(
 
     Raises:
         UsageError: if the pass did not reach a boundary, or reached it twice; if a span does not begin where the one before
-            ended, or changes the shape; if the rest of the pass depends on more than the state at a boundary.
+            ended, or changes the shape; if the rest of the pass depends on more than the state at a boundary and fixed tensors.
         FloatingPointError: if a state is not finite.
     """
     recorder = _Recorder(replica, Spill(memory), seed_of(arguments, keywords))
@@ -49,7 +49,7 @@ def record_spans(
         calls = recorder.calls(bound)
         if before.changed():
             check_stateless(replica, bound, calls, before)
-        check_whole_state(replica, bound, calls, output)
+        check_whole_state(replica, bound, calls, recorder.fixed, output)
     last = calls[-1].y
     logits = recorder.head.logits(*last.shape[:2])
     unembedding = recorder.head.unembedding(last, logits)
@@ -70,18 +70,29 @@ class _Recorder:
         self.seed = seed
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
+        self.fixed: dict[Boundary, Tensor] = {}  # as found, not batch first
         self.head = Head(replica)
         self.norms = NormWatch()
         self.normed: dict[Boundary, bool] = {}  # whether the state is the output of a norm
         self.random: dict[Boundary, list[bytes]] = {}  # the states of the generators
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
-        """Run the model once, with hooks at all boundaries and final norms; return its output."""
+        """Run the model once, with hooks at all boundaries, fixed tensors and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
+        hooks = {place: partial(self.record_fixed, place) for place in self.replica.description.fixed}
         with ExitStack() as stack:
             stack.enter_context(self.head.watch(self.is_last_state))
             stack.enter_context(self.norms.watch(list(self.replica.module.modules())))
-            return run(self.replica, arguments, self.seed, {b: partial(self.record_state, b) for b in boundaries})
+            hooks |= {boundary: partial(self.record_state, boundary) for boundary in boundaries}
+            return run(self.replica, arguments, self.seed, hooks)
+
+    def record_fixed(self, place: Boundary, value: Tensor) -> None:
+        """Record a fixed tensor."""
+        if self.norms.trying:
+            return
+        if place in self.fixed:
+            raise UsageError(f"the forward pass reaches the {place} twice; name fixed tensors that it reaches once")
+        self.fixed[place] = self.spill.keep(value.clone())
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
         """Record the state at a boundary."""
@@ -105,6 +116,8 @@ class _Recorder:
         self.random[boundary] = self.replica.generators.states()
         self.normed[boundary] = self.norms.returned(state)
         self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
+        if boundary in self.replica.description.fixed:
+            self.record_fixed(boundary, state)
         self.head.enter_block()
         if boundary == self.spans[-1][1]:
             self.head.leave_block()
@@ -128,6 +141,12 @@ class _Recorder:
         missed = [str(boundary) for boundary in dict.fromkeys(boundaries) if boundary not in self.states]
         if missed:
             raise UsageError(f"the forward pass never reached {len(missed)} of the boundaries: {', '.join(missed)}")
+        missed = [str(place) for place in self.replica.description.fixed if place not in self.fixed]
+        if missed:
+            raise UsageError(
+                f"the forward pass never reached {len(missed)} of the fixed tensors: {', '.join(missed)}; name where the "
+                "tensors are that the model mixes in between blocks, fixed='output of NAME', NAME a module that it calls"
+            )
         order = [list(self.states).index(boundary) for boundary in boundaries]
         if order != sorted(order) or any(start == end for start, end in self.spans):
             raise UsageError(
