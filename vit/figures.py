@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
-from tracker.figures.palette import BLUE, GREY, ORANGE
-from vit.statistics import fit_settings, setting_labels, setting_means
+from tracker.figures.palette import BLUE, GREY, ORANGE, SERIES
+from vit.statistics import RELIABLE, fit_settings, setting_labels, setting_means
 
 WIDTH, HEIGHT = 4.4, 2.1  # inches, of a figure and of a row of panels
 OUTCOMES = {"accuracy": "test accuracy", "loss": "test loss"}
@@ -49,6 +49,8 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
             ends = np.array([means[:, 0].min(), means[:, 0].max()])
             panel.plot(ends, means[:, 1].mean() + fit["slope"] * (ends - means[:, 0].mean()), color=ORANGE, lw=1.2)
             title += f"\nr = {fit['r']:.2f} [{fit['r_low']:.2f}, {fit['r_high']:.2f}]"
+            if np.isfinite([fit["reliability_x"], fit["reliability_y"]]).all():
+                title += f"\nreliability {fit['reliability_x']:.2f}, {fit['reliability_y']:.2f}"
         panel.set_title(title, fontsize=8)
     figure.supxlabel(coupling_label(at), fontsize=8)
     figure.supylabel(OUTCOMES[outcome], fontsize=8)
@@ -115,6 +117,40 @@ def correlations_with_accuracy(table: pd.DataFrame, token: str) -> Figure:
     rates = set(shown["drop_path"])
     which = "fixed" if "fixed" in rates else rates.pop()
     return correlation_heatmap(shown.loc[shown["drop_path"] == which], "accuracy")
+
+
+def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
+    """Draw the reliability of accuracy, test loss and, at one K, every coupling, with intervals.
+
+    Args:
+        table: the rows of `vit.statistics.reliabilities`.
+    """
+    outcomes = table[table["variable"] != "coupling"]
+    couplings = table[table["k"] == k]
+    definitions = list(dict.fromkeys(zip(couplings["measure"], couplings["pairs"], strict=True)))
+    labels = [OUTCOMES[name] for name in outcomes["variable"]]
+    labels += [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    tokens = list(dict.fromkeys(couplings["token"]))
+    series = [("", outcomes, "black", range(len(outcomes)))]
+    for i, token in enumerate(tokens):
+        rows = couplings[couplings["token"] == token]
+        place = len(outcomes) + np.arange(len(rows)) + 0.3 * (i - (len(tokens) - 1) / 2)
+        series.append((token, rows, SERIES["light"][i], place))
+    for label, rows, colour, place in series:
+        value = rows["reliability"].to_numpy()
+        ends = np.abs(rows[["reliability_low", "reliability_high"]].to_numpy() - value[:, None]).T
+        axes.errorbar(value, place, xerr=ends, fmt="o", ms=3, lw=1, color=colour, label=label or None)
+    axes.axvline(RELIABLE, color=GREY, ls=":", lw=1)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(-0.03, 1.03)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(f"reliability within rates (coupling: K = {k})", fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(tokens), fontsize=7)
+    return figure
 
 
 def coupling_label(at: dict[str, Any]) -> str:
