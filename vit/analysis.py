@@ -51,6 +51,8 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     Returns:
         The path of the page.
     """
+    import numpy as np
+
     from tracker.figures.palette import css_variables
     from vit import figures
     from vit.answers import answers, exploratory, reliable_measures, with_intervals
@@ -68,7 +70,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         "training": figures.coupling_over_training(grid, at),
         "which": figures.correlations_with_accuracy(table, at["token"]),
     }
-    if reliable["reliability"].notna().any():
+    if np.isfinite(reliable["reliability"].to_numpy()).any():
         drawn["reliability"] = figures.reliability_of_measures(reliable, at["k"])
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)

@@ -54,23 +54,26 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     Args:
         table: the rows of `vit.statistics.reliabilities`.
     """
-    if table["reliability"].isna().all():
+    rows = table.to_dict("records")
+    if not any(interval(row, "reliability") for row in rows):
         return [
             "No setting has several seeds, so that no reliability is known; a pilot of several seeds would show it."
         ]
-    outcomes, coupling = table[table["variable"] != "coupling"], table[table["variable"] == "coupling"]
+    outcomes = [row for row in rows if row["variable"] != "coupling"]
     lines = [
         f"{LABELS[row['variable']]}: {'' if row['reliable'] else 'not '}reliable, {interval(row, 'reliability')}"
-        for row in outcomes.to_dict("records")
+        for row in outcomes
     ]
-    for token, rows in coupling.groupby("token", sort=False):
-        counts = rows.groupby("measure", sort=False)["reliable"].agg(["sum", "count"])
-        found = [f"{name} ({some} of {tried})" for name, some, tried in counts.itertuples() if some]
+    by_measure: dict[str, dict[str, list[bool]]] = {}
+    for row in rows[len(outcomes) :]:
+        by_measure.setdefault(row["token"], {}).setdefault(row["measure"], []).append(row["reliable"])
+    for token, measures in by_measure.items():
+        found = [f"{name} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
         lines.append(f"coupling of the {token}: {', '.join(found) or 'none'} reliable")
     lines.append(
         f"Reliable means that the interval is above {RELIABLE}; brackets: for how many choices of K and layer pairs."
     )
-    if outcomes["reliable"].any() and coupling["reliable"].any():
+    if all(any(row["reliable"] for row in part) for part in (outcomes, rows[len(outcomes) :])):
         lines.append(
             "The primary measure of a next study, on new seeds, should be a reliable coupling and a reliable outcome."
         )

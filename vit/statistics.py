@@ -231,7 +231,7 @@ def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray
     """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
     names = ("token", "measure", "k", "pairs")
     stacked = -grid["miscoupling"].isel(step=-1).stack(which=names)
-    labels = [dict(zip(names, label, strict=True)) for label in stacked["which"].values]
+    labels: list[dict[str, Any]] = [dict(zip(names, label, strict=True)) for label in stacked["which"].values]
     return labels, stacked.transpose("cell", "which").values
 
 

@@ -234,12 +234,8 @@ def test_a_question_about_unreliable_values_could_not_be_tested():
         "64 settings find a measured |r| ≥ 0.36 with 80 % power, and at these reliabilities not even a true |r| of 1."
     )
     assert "Coupling rises with stochastic depth: not above the noise of seeds" in texts[2]
-    table = correlations(grid)
-    (beside,) = table[
-        (table.drop_path == "fixed")
-        & (table.outcome == "accuracy")
-        & (table[list(AT)] == list(AT.values())).all(axis=1)
-    ].to_dict("records")
+    named = {"drop_path": "fixed", "outcome": "accuracy", **AT}
+    (beside,) = (row for row in correlations(grid).to_dict("records") if named.items() <= row.items())
     for name in ("r", "reliability_x", "reliability_x_low", "reliability_y_high"):
         assert beside[name] == pytest.approx(first[name])
     slightly = named_tests(noisy_seeds("miscoupling", 0.01)).iloc[0]
