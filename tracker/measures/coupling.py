@@ -94,7 +94,7 @@ class Definition:
         label: a short name for charts.
         formula: (A, s) -> its value for each pair of Jacobian and basis.
         null: (s, |J|_F, d) -> its null level.
-        text: the definition in one sentence, for captions.
+        text: the definition in one sentence, with its equation, for captions.
         equation, null_equation: the definition and its null level in symbols.
         reference: where the definition is from.
         dashboard: the variants that have a panel on the W&B dashboard: "", "raw", "vju", "tokens" (see `registry`). A
@@ -118,7 +118,7 @@ DEFINITIONS = (
         "mis-coupling m_K",
         page,
         page_null,
-        "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
+        "Mis-coupling m_K = ‖A − S‖ / ‖s‖₂ (the project page's definition).",
         "‖A − S‖ / ‖s‖₂",
         "√(1 + K² ‖J‖² / (d² ‖s‖₂²))",
         "the paper's project page, m_K",
@@ -129,7 +129,7 @@ DEFINITIONS = (
         "mis-coupling, release",
         release,
         release_null,
-        "Mis-coupling as the authors' release defines it: | |A| − S |_F / |s|₂.",
+        "Mis-coupling as the authors' release defines it: ‖abs(A) − S‖ / ‖s‖₂.",
         "‖abs(A) − S‖ / ‖s‖₂",
         "√(1 + K² ‖J‖² / (d² ‖s‖₂²) − 2 √(2/π) ‖J‖ Σ s / (d ‖s‖₂²))",
         "authors' code, p = 2",
@@ -139,7 +139,7 @@ DEFINITIONS = (
         "mis-coupling, release, trace",
         release_trace,
         release_trace_null,
-        "Mis-coupling as the authors' release defines it with p = 1: | |A| − S |_F / |s|₁.",
+        "Mis-coupling as the authors' release defines it with p = 1: ‖abs(A) − S‖ / ‖s‖₁.",
         "‖abs(A) − S‖ / ‖s‖₁",
         "that of miscoupling_release · ‖s‖₂ / ‖s‖₁",
         "authors' code, p = 1",
@@ -149,7 +149,7 @@ DEFINITIONS = (
         "off-diagonal norm",
         offdiag,
         offdiag_null,
-        "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
+        "‖A − Diag A‖ (paper, eq. 13), in units of the singular values.",
         "‖A − Diag A‖",
         "√(K (K − 1)) ‖J‖ / d",
         "paper, eq. 13",
@@ -159,7 +159,7 @@ DEFINITIONS = (
         "off-diagonal, normalized",
         offdiag_normalized,
         offdiag_normalized_null,
-        "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
+        "‖A − Diag A‖ / ‖A‖ (paper, eq. 14), the paper's “normalized”.",
         "‖A − Diag A‖ / ‖A‖",
         "√((K − 1) / K)",
         "paper, eq. 14",
