@@ -26,21 +26,23 @@ POINTS = (
     "colours show the weight decay."
 )
 CAPTIONS = {
-    "accuracy": f"Test accuracy against coupling (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z). Grey bars are "
-    "one standard error of the accuracy, given the number of test images.",
+    "accuracy": f"Test accuracy against coupling (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z); below it the "
+    "reliabilities of coupling and of accuracy. Grey bars are one standard error of an accuracy on so many test images.",
     "loss": f"Test loss against coupling. {POINTS}",
     "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
     "fig10": "Coupling against stochastic depth for every weight decay (paper, Fig. 10).",
     "training": "Coupling over training for each stochastic depth rate, over steps and, where it was recorded, over the loss on "
     "plain training images. Lines are means over weight decays and seeds, bands their range. The dotted line is the null level, "
     "the value for an unrelated basis.",
+    "reliability": "Reliability within stochastic depth rates, with 95 % interval, at one K: the share of the variance of the "
+    "settings' means that is not noise of their seeds. Beyond the line at 0.5 settings vary more than that noise.",
     "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates. A star "
     "marks p below 0.05 after Holm's correction for all definitions.",
 }
 
 
 def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
-    """Write grid.nc, cells.csv, tests.csv, correlations.csv, the figures and report.html.
+    """Write grid.nc, cells.csv, tests.csv, reliability.csv, correlations.csv, the figures and report.html.
 
     Args:
         table: the rows of `vit.statistics.correlations`.
@@ -49,11 +51,15 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     Returns:
         The path of the page.
     """
+    import numpy as np
+
     from tracker.figures.palette import css_variables
     from vit import figures
+    from vit.answers import answers, exploratory, reliable_measures, with_intervals
     from vit.results import GRID_FILE, write_grid
-    from vit.statistics import cell_table, named_tests
+    from vit.statistics import cell_table, named_tests, reliabilities
 
+    cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
     drawn = {
@@ -64,10 +70,11 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         "training": figures.coupling_over_training(grid, at),
         "which": figures.correlations_with_accuracy(table, at["token"]),
     }
-    cells, tests = cell_table(grid), named_tests(grid)
+    if np.isfinite(reliable["reliability"].to_numpy()).any():
+        drawn["reliability"] = figures.reliability_of_measures(reliable, at["k"])
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
-    for file, content in (("cells", cells), ("tests", tests), ("correlations", table)):
+    for file, content in (("cells", cells), ("tests", tests), ("reliability", reliable), ("correlations", table)):
         write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
     shown = {}
     for key, figure in drawn.items():
@@ -78,17 +85,22 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     of_figures = (table[list(at)] == list(at.values())).all(axis=1)
     columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", "training_loss"]
     columns.append("/".join([at["token"], at["measure"], f"k{at['k']}", at["pairs"]]))
-    listed = table.loc[of_figures, ["outcome", "drop_path", "n", "r", "r_low", "r_high", "slope", "p", "p_holm"]]
+    listed = with_intervals(table.loc[of_figures], ["outcome", "drop_path", "n"], ["slope", "p", "p_holm"])
+    shown_tests = with_intervals(
+        tests, ["question", "token", "role", "n"], ["p", "p_holm", "attainable", "detectable", "detectable_true"]
+    )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         colours=css_variables("light"),
         title=html.escape(f"Coupling and accuracy: {name}"),
         grid=html.escape(_grid(grid, at)),
-        answers=_items(_answers(tests)),
-        tests=tests.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
+        answers=_items(answers(tests)),
+        tests=shown_tests.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
         outcomes=shown["accuracy"] + shown["loss"],
         rates=shown["fig6b"] + (shown["fig10"] if len(decays) > 1 else ""),
         training=shown["training"],
-        exploratory=html.escape(_exploratory(table)),
+        reliable=_items(reliable_measures(reliable)),
+        reliability=shown.get("reliability", ""),
+        exploratory=html.escape(exploratory(table)),
         which=shown["which"],
         correlations=listed.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3g}"),
         cells=cells[columns].to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.4g}"),
@@ -111,36 +123,8 @@ def _grid(grid: "xr.Dataset", at: dict[str, Any]) -> str:
     )
 
 
-def _answers(tests: "pd.DataFrame") -> list[str]:
-    """Return the tests at the primary position in words."""
-    position = tests.loc[tests["role"] == "primary", "token"].iloc[0]
-    shown = tests.loc[(tests["token"] == position) & tests["p"].notna()]
-    return [_answer(row) for row in shown.to_dict("records")] or ["Too few settings to answer."]
-
-
-def _answer(row: dict[str, Any]) -> str:
-    found = row["p"] if row["role"] == "primary" else row["p_holm"]
-    p = "p < 0.0001" if found < 0.0001 else f"p = {found:.2g}"
-    corrected = "primary test" if row["role"] == "primary" else "corrected"
-    as_expected = (row["r"] > 0) == (row["expected"] == "+")
-    says = "not significantly" if found >= 0.05 else "yes" if as_expected else "the opposite"
-    return (
-        f"{row['question'][0].upper()}{row['question'][1:]}: {says}, r = {row['r']:.2f} [{row['r_low']:.2f}, "
-        f"{row['r_high']:.2f}], {p} ({corrected}, {row['token']}); {row['n']} settings find |r| ≥ {row['detectable']:.2f} "
-        f"with 80 % power."
-    )
-
-
 def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-
-
-def _exploratory(table: "pd.DataFrame") -> str:
-    tested = table["p"].notna()
-    return (
-        f"{tested.sum():,} fits of accuracy and test loss on coupling, not named beforehand; {(table['p_holm'] < 0.05).sum():,} "
-        f"have p below 0.05 after correction for all of them."
-    )
 
 
 def _figure(key: str, picture: bytes) -> str:

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 
 from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
-from tracker.figures.palette import BLUE, GREY, ORANGE
-from vit.statistics import fit_settings, setting_labels, setting_means
+from tracker.figures.palette import BLUE, GREY, ORANGE, SERIES
+from vit.answers import interval
+from vit.statistics import RELIABILITY, RELIABLE, final_coupling, fit_settings, setting_labels, setting_means
 
 WIDTH, HEIGHT = 4.4, 2.1  # inches, of a figure and of a row of panels
 OUTCOMES = {"accuracy": "test accuracy", "loss": "test loss"}
@@ -48,8 +49,17 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
         if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r"]):
             ends = np.array([means[:, 0].min(), means[:, 0].max()])
             panel.plot(ends, means[:, 1].mean() + fit["slope"] * (ends - means[:, 0].mean()), color=ORANGE, lw=1.2)
-            title += f"\nr = {fit['r']:.2f} [{fit['r_low']:.2f}, {fit['r_high']:.2f}]"
+            title += f"\nr = {interval(fit, 'r')}"
+            if np.isfinite([fit["reliability_x"], fit["reliability_y"]]).all():
+                title += f"\nreliability {fit['reliability_x']:.2f}, {fit['reliability_y']:.2f}"
         panel.set_title(title, fontsize=8)
+    within = fit_settings(grid, final_coupling(grid, at), grid[outcome].values, "drop_path")
+    if len(rates) > 1 and within["n"] >= FEWEST_POINTS and np.isfinite(within["r"]):
+        title = f"within rates: r = {interval(within, 'r')}"
+        of_coupling, of_outcome = (interval(within, f"reliability_{axis}") for axis in ("x", "y"))
+        if of_coupling and of_outcome:
+            title += f"\nreliability: coupling {of_coupling}, {outcome} {of_outcome}"
+        figure.suptitle(title, fontsize=8)
     figure.supxlabel(coupling_label(at), fontsize=8)
     figure.supylabel(OUTCOMES[outcome], fontsize=8)
     ticks = np.linspace(0, 1, len(decays))
@@ -115,6 +125,39 @@ def correlations_with_accuracy(table: pd.DataFrame, token: str) -> Figure:
     rates = set(shown["drop_path"])
     which = "fixed" if "fixed" in rates else rates.pop()
     return correlation_heatmap(shown.loc[shown["drop_path"] == which], "accuracy")
+
+
+def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
+    """Draw the reliability of accuracy, test loss and, at one K, every coupling, with intervals.
+
+    Args:
+        table: the rows of `vit.statistics.reliabilities`.
+    """
+    rows = table.to_dict("records")
+    outcomes = [row for row in rows if row["variable"] != "coupling"]
+    couplings = [row for row in rows if row["variable"] == "coupling" and row["k"] == k]
+    labels = [OUTCOMES[row["variable"]] for row in outcomes]
+    labels += dict.fromkeys(f"{row['measure']}, {PAIR_WORDS[row['pairs']]}" for row in couplings)
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(labels)), layout="constrained")
+    axes = figure.subplots()
+    tokens = list(dict.fromkeys(row["token"] for row in couplings))
+    series: list[tuple[str | None, list[dict], str, float]] = [(None, outcomes, "black", 0)]
+    for i, token in enumerate(tokens):
+        of_token = [row for row in couplings if row["token"] == token]
+        series.append((token, of_token, SERIES["light"][i], len(outcomes) + 0.3 * (i - (len(tokens) - 1) / 2)))
+    for label, shown, colour, first in series:
+        value, low, high = np.array([[row[name] for name in RELIABILITY] for row in shown]).T
+        place = first + np.arange(len(shown))
+        axes.errorbar(value, place, xerr=[value - low, high - value], fmt="o", ms=3, lw=1, color=colour, label=label)
+    axes.axvline(RELIABLE, color=GREY, ls=":", lw=1)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(-0.03, 1.03)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel(f"reliability within rates (coupling: K = {k})", fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(tokens), fontsize=7)
+    return figure
 
 
 def coupling_label(at: dict[str, Any]) -> str:

@@ -53,9 +53,10 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
 
 
 def _concatenate(parts: list[xr.Dataset]) -> xr.Dataset:
-    # Cells measured before a mis-coupling was added lack it.
+    # Cells measured before a mis-coupling was added lack it. In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
     shared = [name for name in MISCOUPLINGS if all(name in part["measure"] for part in parts)]
-    return xr.concat([part.sel(measure=shared) for part in parts], "cell", coords="all", join="exact")
+    parts = [part.sel(measure=shared).drop_sel(pairs="mean", errors="ignore") for part in parts]
+    return xr.concat(parts, "cell", coords="all", join="exact")
 
 
 def write_grid(grid: xr.Dataset, file: Path) -> None:

@@ -6,6 +6,15 @@ then averaged. For the n settings in G groups (of equal rate, or of equal weight
 
     r = corr(x, y),    p from t = r sqrt(df / (1 - r^2)),    df = n - G - 1         (paper, Fig. 6a, has one group)
 
+Reliability of x or y is the share of the variance of the settings' means, within groups, that is not noise of their seeds. With S
+seeds of each setting, value = group + setting + seed + e, and the variances s^2 of settings and v of e,
+
+    F = (n - G, (n - 1)(S - 1) df) ratio of the mean squares of settings within groups and of e
+    reliability = 1 - 1 / F, at least 0    estimates    s^2 / (s^2 + v / S)
+    F (v / S) / (s^2 + v / S) has an F distribution, whose quantiles give the interval: exact for normal settings and e
+
+Noise attenuates a correlation: the r to expect of means is the correlation of settings times sqrt(reliability_x reliability_y).
+
 Coupling at equal training loss: among the cells of one weight decay and seed, the level is the largest final loss on plain
 training images, and coupling is that at the first step at which a cell has come down to it, interpolated between measured steps.
 Stochastic depth slows training, and coupling changes while a model trains; equal loss tells the two apart.
@@ -17,11 +26,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xarray as xr
+from scipy import stats
 
-from tracker.analysis.regression import detectable_correlation, holm, linear_fit
+from tracker.analysis.regression import CONFIDENCE, detectable_correlation, holm, linear_fit
 
 # Named before any training (docs/vit.md). K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
+RELIABILITY = ("reliability", "reliability_low", "reliability_high")
+RELIABLE = 0.5  # of a reliable variable, the lower end of the interval is above it: settings vary more than noise does
 
 
 def primary(grid: xr.Dataset) -> dict[str, Any]:
@@ -82,9 +94,11 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     """Answer each question for each position.
 
     Returns:
-        A row per test: question, token, role, expected (the sign of r), n (settings), df, r, r_low, r_high, p, detectable (the
-        smallest correlation found with 80 % power) and p_holm. The primary test is the first question at the primary position;
-        its p is not corrected. The others are secondary, with p corrected for their number.
+        A row per test: question, token, role, x, y, expected (the sign of r), n (settings), df, r, r_low, r_high, p, the
+        reliabilities of x and y with their intervals, attainable (the r of means to expect of a correlation of 1 of settings),
+        detectable (the smallest r of means to expect that is found with 80 % power), detectable_true (the smallest correlation
+        of settings found with it; NaN if there is none or no reliability) and p_holm. The primary test is the first question at
+        the primary position; its p is not corrected. The others are secondary, with p corrected for their number.
     """
     named = primary(grid)
     rows = []
@@ -101,8 +115,8 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
             first = question is QUESTIONS[0] and token == named["token"]
             fit = fit_settings(grid, values[question.x], values[question.y], question.within)
             role = "primary" if first else "secondary"
-            what = {"question": question.name, "token": token, "role": role, "expected": question.expected}
-            rows.append(what | _shown(fit))
+            what = {"question": question.name, "token": token, "role": role, "x": question.x, "y": question.y}
+            rows.append(what | {"expected": question.expected} | _shown(fit))
     table = pd.DataFrame(rows)
     secondary = (table["role"] == "secondary").to_numpy()
     table["p_holm"] = np.nan
@@ -111,8 +125,15 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
 
 
 def _shown(fit: dict[str, float]) -> dict[str, float]:
-    names = ("n", "df", "r", "r_low", "r_high", "p")
-    return {name: fit[name] for name in names} | {"detectable": detectable_correlation(int(fit["df"]))}
+    names = ("n", "df", "r", "r_low", "r_high", "p", *(name for name in fit if name.startswith("reliability")))
+    attainable = float(np.sqrt(fit["reliability_x"] * fit["reliability_y"]))
+    detectable = detectable_correlation(int(fit["df"]))
+    true = detectable / attainable if attainable >= detectable else float("nan")
+    return {name: fit[name] for name in names} | {
+        "attainable": attainable,
+        "detectable": detectable,
+        "detectable_true": true,
+    }
 
 
 def correlations(grid: xr.Dataset) -> pd.DataFrame:
@@ -120,9 +141,9 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
 
     Returns:
         A row per fit: outcome, drop_path (the rate, or "fixed": within rates), token, measure, k, pairs, the columns of
-        `linear_fit`, and p_holm, corrected for all rows.
+        `linear_fit`, the reliabilities of coupling (x) and outcome (y), and p_holm, corrected for all rows.
     """
-    coupling = -grid["miscoupling"].isel(step=-1).stack(which=("token", "measure", "k", "pairs"))
+    which, coupling = _final_couplings(grid)
     rates = grid["drop_path"].values
     parts = {f"{rate:g}": rates == rate for rate in sorted(set(rates))}
     parts |= {"fixed": np.full(len(rates), True)} if len(parts) > 1 else {}
@@ -130,24 +151,88 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
     for outcome in ("accuracy", "loss"):
         for name, chosen in parts.items():
             cells = grid.isel(cell=chosen)
-            columns = setting_means(cells, coupling.transpose("cell", "which").values[chosen])
-            (y,) = setting_means(cells, cells[outcome].values[:, None]).T
+            values = np.column_stack([coupling[chosen], cells[outcome].values])
+            *columns, y = setting_means(cells, values).T
+            *reliable, reliable_y = reliability(cells, values, "drop_path").to_dict("records")
             groups = setting_labels(cells, "drop_path")
-            for label, x in zip(coupling["which"].values, columns.T, strict=True):
-                what = dict(zip(("token", "measure", "k", "pairs"), label, strict=True))
-                rows.append({"outcome": outcome, "drop_path": name, **what, **linear_fit(x, y, groups)})
+            for label, x, reliable_x in zip(which, columns, reliable, strict=True):
+                fit = linear_fit(x, y, groups) | _beside(reliable_x, reliable_y)
+                rows.append({"outcome": outcome, "drop_path": name, **label, **fit})
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
 def fit_settings(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, float]:
-    """Fit y on x over settings, within groups of equal `within`; values are those of cells, left out where NaN."""
+    """Fit y on x over settings, within groups of equal `within`; values are those of cells, left out where NaN.
+
+    Returns:
+        The columns of `linear_fit`, and reliability_x, reliability_y with their intervals (..._low, ..._high).
+    """
     defined = np.isfinite(x) & np.isfinite(y)
     if not defined.any():
-        return linear_fit(np.empty(0), np.empty(0))
-    grid = grid.isel(cell=defined)
-    means = setting_means(grid, np.stack([x, y], 1)[defined])
-    return linear_fit(means[:, 0], means[:, 1], setting_labels(grid, within))
+        unknown = dict.fromkeys(RELIABILITY, float("nan"))
+        return linear_fit(np.empty(0), np.empty(0)) | _beside(unknown, unknown)
+    grid, values = grid.isel(cell=defined), np.stack([x, y], 1)[defined]
+    means = setting_means(grid, values)
+    of_x, of_y = reliability(grid, values, within).to_dict("records")
+    return linear_fit(means[:, 0], means[:, 1], setting_labels(grid, within)) | _beside(of_x, of_y)
+
+
+def _beside(of_x: dict, of_y: dict) -> dict[str, float]:
+    return {
+        name.replace("reliability", f"reliability_{axis}"): of[name]
+        for axis, of in (("x", of_x), ("y", of_y))
+        for name in RELIABILITY
+    }
+
+
+def reliability(grid: xr.Dataset, values: np.ndarray, within: str) -> pd.DataFrame:
+    """Return the reliability of the means of settings within groups of equal `within`.
+
+    Where settings differ in their number of seeds, F is that of the comparison of the additive model with and without settings,
+    and the interval is approximate.
+
+    Args:
+        values: (cells, columns).
+
+    Returns:
+        A row per column: f, df_settings, df_seeds, reliability, reliability_low, reliability_high (95 %). All but the degrees of
+        freedom are NaN where no setting has several seeds, no group has several settings, or the values of a column are equal.
+    """
+    group = np.unique(grid[within].values, return_inverse=True)[1]
+    (*_, of_groups, group_rank), (*_, of_settings, rank) = (
+        _additive(grid, label, values) for label in (group, _settings(grid))
+    )
+    df = rank - group_rank, len(values) - rank
+    with np.errstate(divide="ignore", invalid="ignore"):
+        f = (of_groups - of_settings) / df[0] / (of_settings / df[1])
+    f = np.where(min(df) > 0, f, np.nan)
+    quantiles = (1, stats.f.ppf((1 + CONFIDENCE) / 2, *df), stats.f.ppf((1 - CONFIDENCE) / 2, *df))
+    shares = {name: np.maximum(1 - quantile / f, 0) for name, quantile in zip(RELIABILITY, quantiles, strict=True)}
+    return pd.DataFrame({"f": f, "df_settings": df[0], "df_seeds": df[1]} | shares)
+
+
+def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
+    """Return the reliability, within stochastic depth rates, of accuracy, test loss and every coupling after the last step.
+
+    Returns:
+        A row per variable: variable (accuracy, loss or coupling), token, measure, k and pairs of a coupling, the columns of
+        `reliability`, and reliable (whether the lower end of its interval is above `RELIABLE`).
+    """
+    which, coupling = _final_couplings(grid)
+    outcomes = [grid[name].values for name in ("accuracy", "loss")]
+    rows = [{"variable": "accuracy"}, {"variable": "loss"}, *({"variable": "coupling"} | label for label in which)]
+    of = reliability(grid, np.column_stack([*outcomes, coupling]), "drop_path")
+    named = pd.DataFrame(rows).astype({"k": "Int64"})
+    return pd.concat([named, of], axis=1).assign(reliable=of["reliability_low"] > RELIABLE)
+
+
+def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
+    names = ("token", "measure", "k", "pairs")
+    stacked = -grid["miscoupling"].isel(step=-1).stack(which=names)
+    labels: list[dict[str, Any]] = [dict(zip(names, label, strict=True)) for label in stacked["which"].values]
+    return labels, stacked.transpose("cell", "which").values
 
 
 def setting_means(grid: xr.Dataset, values: np.ndarray) -> np.ndarray:
@@ -159,12 +244,20 @@ def setting_means(grid: xr.Dataset, values: np.ndarray) -> np.ndarray:
     Args:
         values: (cells, columns).
     """
-    setting = _settings(grid)
-    seeds, seed = np.unique(grid["seed"].values, return_inverse=True)
-    design = np.concatenate([np.eye(setting.max() + 1)[setting], np.eye(len(seeds))[seed]], 1)
-    effects = np.linalg.lstsq(design, values, rcond=None)[0]
-    by_setting, by_seed = effects[: setting.max() + 1], effects[setting.max() + 1 :]
+    by_setting, by_seed, *_ = _additive(grid, _settings(grid), values)
     return by_setting + by_seed.mean(0)
+
+
+def _additive(
+    grid: xr.Dataset, label: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Fit value = label + seed: the effects of labels and of seeds, the squares left, (columns), and the model's rank."""
+    seeds, seed = np.unique(grid["seed"].values, return_inverse=True)
+    design = np.concatenate([np.eye(label.max() + 1)[label], np.eye(len(seeds))[seed]], 1)
+    effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+    left = ((values - design @ effects) ** 2).sum(0)
+    left = np.where(left > 1e-20 * (values**2).sum(0), left, 0)  # else only rounding error
+    return effects[: -len(seeds)], effects[-len(seeds) :], left, int(rank)
 
 
 def setting_labels(grid: xr.Dataset, name: str) -> np.ndarray:

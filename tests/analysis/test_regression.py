@@ -166,6 +166,16 @@ def test_sources_of_different_sizes(sizes):
         assert_covers(holds(0, *mean_interval(*clustered(np.random.default_rng(21), sizes, icc))), 0.94, 0.985)
 
 
+@pytest.mark.parametrize("sizes, coverage", [((1, 1, 30), 0.91), ((1, 1, 100), 0.81)])
+def test_intervals_are_too_narrow_where_one_source_has_nearly_all_prompts(sizes, coverage):
+    """If its prompts are alike, the mean depends on little but what they share, whose variance one source cannot show."""
+    for icc in (0.5, 1):
+        values, label = clustered(np.random.default_rng(21), sizes, icc)
+        assert_covers(holds(0, *mean_interval(values, label)), coverage - 0.01, coverage + 0.01)
+    independent = clustered(np.random.default_rng(21), sizes, 0)
+    assert_covers(holds(0, *mean_interval(*independent)), 0.97, 0.98)
+
+
 def test_of_sources_of_one_size_it_is_the_t_interval_of_their_means():
     random = np.random.default_rng(22)
     values, label = random.random((3, 12)), np.array(list("abcd" * 3))

@@ -17,7 +17,7 @@ from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.figures import drawing, jacobians
 from tracker.figures.drawing import logarithmic_y
-from tracker.figures.registry import ALIASES, FIGURES, VIT_FIGURES
+from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
 from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
@@ -569,15 +569,32 @@ def test_the_notes_of_the_table_are_within_the_figure(one):
 def test_list(one, capsys):
     assert main(["list", str(one)]) == 0
     lines = capsys.readouterr().out
-    assert "12, 13" in lines and "can be drawn" in lines and "python -m vit.analysis" in lines
+    assert "12, 13" in lines and "can be drawn" in lines and "table2      not drawn here: " in lines
     assert main(["list"]) == 0
     assert "needs pca" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", VIT_FIGURES)
-def test_figures_of_the_grid_are_vit_s(name, one, capsys):
-    assert main([name, str(one)]) == 2
-    assert "python -m vit.analysis" in capsys.readouterr().err
+def test_every_figure_and_table_of_the_paper_is_drawn_or_has_a_reason():
+    names = {*FIGURES, *ALIASES}
+    assert not names & {*NOT_DRAWN}
+    numbers = {name.rstrip("abcde") for name in names | {*NOT_DRAWN}}
+    assert {*map(str, range(1, 37)), *(f"table{i}" for i in range(1, 5))} <= numbers
+
+
+@pytest.mark.parametrize("name", NOT_DRAWN)
+def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatch, capsys):
+    monkeypatch.setattr("tracker.figures.write.open_results", lambda _: pytest.fail("opened"))
+    assert main([name, "results"]) == 2
+    error = capsys.readouterr().err
+    assert f"figure {name} is not drawn here: " in error and len(error.strip().splitlines()) == 1
+    assert ("python -m vit.analysis GRID" in error) == (name in ("6", "10", "11"))
+
+
+def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
+    monkeypatch.setattr("tracker.figures.write.open_results", lambda _: pytest.fail("opened"))
+    for given, meant in (("heatmp", "heatmap"), ("Table 2", "table2"), ("6a", "6")):
+        assert main([given, "results"]) == 2
+        assert f"did you mean {meant!r}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

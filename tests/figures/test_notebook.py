@@ -126,7 +126,7 @@ def test_one_step_of_a_store(measured):
         ("all", "unknown figure 'all'; choose from curves"),  # of the command line
         ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),
         ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),
-        (2, "unknown figure 2; did you mean"),
+        (2, "figure 2 is not drawn here: a diagram"),
         ("6", "vit.analysis"),
         ("heatmap", "k=3 was not measured"),
     ],

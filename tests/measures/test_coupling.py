@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.brute_force import couplings
+from tests.conftest import ROOT
 from tracker.linalg.svd import top_singular_triplets
-from tracker.measures.coupling import depth_means, in_bases, miscouplings, side_by_side
+from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
 from tracker.measures.registry import MISCOUPLINGS
 
 
@@ -27,6 +28,12 @@ def measured(J, K):
 
 def rotation(seed: int, d: int):
     return torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).Q
+
+
+def test_texts_have_the_equations_of_the_definitions():
+    assert all(definition.equation in definition.text for definition in DEFINITIONS)
+    page = (ROOT / "tracker" / "report" / "assets" / "template.html").read_text()
+    assert f"</strong> {DEFINITIONS[0].equation}, the distance" in page
 
 
 @pytest.mark.parametrize("K", [1, 4, 12])

@@ -9,14 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from scipy import stats
 
 from tests.stores import generated
-from tracker.analysis.regression import linear_fit
-from tracker.analysis.statistics import PAIRS
+from tracker.analysis.regression import detectable_correlation, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
+from vit.answers import answers, reliable_measures
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.results import read_grid, write_grid
 from vit.statistics import (
@@ -26,10 +27,13 @@ from vit.statistics import (
     final_coupling,
     named_tests,
     primary,
+    reliabilities,
+    reliability,
     setting_means,
 )
 
 TOKENS = ["class token", "last patch"]
+PAIRS = ["mean_offdiag", "mean_adjacent"]  # as `read_grid` returns them
 AT = {"token": "last patch", "measure": "offdiag_normalized", "k": 10, "pairs": "mean_offdiag"}
 
 
@@ -61,7 +65,7 @@ def synthetic_grid(seed: int = 0) -> xr.Dataset:
             "token": TOKENS,
             "measure": list(MISCOUPLINGS),
             "k": ks,
-            "pairs": list(PAIRS),
+            "pairs": PAIRS,
         },
         attrs={"unfinished": ["wd1_sd0_seed0: <diverged>"], "images": 10_000, "data": "cifar10"},
     )
@@ -129,6 +133,153 @@ def test_coupling_at_equal_loss_is_read_off_the_curve():
     assert np.isnan(tests.p[tests.question == statistics.QUESTIONS[3].name]).all()
 
 
+def planted(random, settings: float, noise: float, columns: int, seeds: int = 3) -> tuple[xr.Dataset, np.ndarray]:
+    """Return the cells of 8 x 4 settings, and values with these standard deviations and effects of rates and seeds."""
+    decay, rate, seed = (v.ravel() for v in np.meshgrid(np.arange(8), np.arange(4), np.arange(seeds), indexing="ij"))
+    cells = xr.Dataset(coords={"weight_decay": ("cell", decay), "drop_path": ("cell", rate), "seed": ("cell", seed)})
+    values = settings * random.standard_normal((8, 4, columns))[decay, rate] + rate[:, None] - 2.0 * seed[:, None]
+    return cells, values + noise * random.standard_normal((len(decay), columns))
+
+
+def test_reliability_is_that_of_the_analysis_of_variance():
+    cells, values = planted(np.random.default_rng(0), 1, 1, columns=1)
+    (found,) = reliability(cells, values, "drop_path").to_dict("records")
+    table = values.reshape(8, 4, 3)  # decay, rate, seed
+    table = table - table.mean((0, 1))
+    means = table.mean(2)
+    noise = ((table - means[..., None]) ** 2).sum() / 62 / 3
+    within = ((means - means.mean(0)) ** 2).sum() / 28
+    assert (found["df_settings"], found["df_seeds"]) == (28, 62)
+    assert found["f"] == pytest.approx(within / noise) and found["reliability"] == pytest.approx(1 - noise / within)
+    low, high = stats.f.ppf([0.025, 0.975], 28, 62) * noise / within
+    assert (found["reliability_low"], found["reliability_high"]) == pytest.approx((1 - high, 1 - low))
+
+
+@pytest.mark.parametrize("settings", [0, 0.3, 1, 3])
+def test_planted_reliability_is_recovered_and_covered(settings):
+    cells, values = planted(np.random.default_rng(1), settings, 1, columns=8000)
+    true = settings**2 / (settings**2 + 1 / 3)
+    found = reliability(cells, values, "drop_path")
+    assert np.median(1 - 1 / found.f) == pytest.approx(true, abs=0.03)
+    covered = ((found.reliability_low <= true) & (true <= found.reliability_high)).mean()
+    expected = 0.95 if settings else 0.975  # at 0, the interval can err on one side only
+    assert covered == pytest.approx(expected, abs=0.01)
+
+
+def test_reliability_where_settings_differ_in_their_number_of_seeds():
+    """Of 1 to 3 seeds, on average n: the mean square of settings within rates has the expected value v + n s^2."""
+    cells, values = planted(np.random.default_rng(6), 1, 1, columns=8000)
+    partly = np.arange(96) % 3 < np.random.default_rng(2).integers(1, 4, 32).repeat(3)
+    cells, values = cells.isel(cell=partly), values[partly]
+    of_settings, of_rates, of_seeds = (
+        (label[:, None] == np.unique(label)).astype(float)
+        for label in (cells.weight_decay.values * 4 + cells.drop_path.values, cells.drop_path.values, cells.seed.values)
+    )
+    others = np.concatenate([of_rates, of_seeds], 1)
+    n = ((of_settings - others @ np.linalg.lstsq(others, of_settings, rcond=None)[0]) ** 2).sum() / 28
+    found = reliability(cells, values, "drop_path")
+    assert (found.df_settings == 28).all() and (found.df_seeds < 62).all() and 1 < n < 3
+    true = n / (n + 1)
+    assert np.median(1 - 1 / found.f) == pytest.approx(true, abs=0.03)
+    covered = ((found.reliability_low <= true) & (true <= found.reliability_high)).mean()
+    assert covered == pytest.approx(0.95, abs=0.02)
+
+
+def test_reliability_of_what_is_set_is_1_and_of_single_seeds_unknown():
+    cells, values = planted(np.random.default_rng(3), 1, 1, columns=2)
+    values[:, 1] = 0.1
+    set_exactly = reliability(cells, cells.drop_path.values[:, None], "weight_decay")
+    assert set_exactly[list(statistics.RELIABILITY)].to_numpy().tolist() == [[1, 1, 1]]
+    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [False, True]  # equal values
+    single = cells.seed.values == 0
+    assert reliability(cells.isel(cell=single), values[single], "drop_path").reliability.isna().all()
+    one = cells.weight_decay.values == 0  # one setting of each rate
+    assert reliability(cells.isel(cell=one), values[one], "drop_path").reliability.isna().all()
+
+
+def test_noise_attenuates_correlation_and_power_as_stated():
+    """3,000 studies of 32 settings with a true correlation that is found with a power of 80 %."""
+    random, reliable_x, reliable_y = np.random.default_rng(4), 0.8, 0.6
+    true = detectable_correlation(27) / np.sqrt(reliable_x * reliable_y)
+    x, own = random.standard_normal((2, 8, 4, 3000))
+    y = true * x + np.sqrt(1 - true**2) * own
+    studies = []
+    for values, share in ((x, reliable_x), (y, reliable_y)):
+        noise = np.sqrt(3 * (1 / share - 1)) * random.standard_normal((8, 4, 3, 3000))
+        means = values + noise.mean(2)
+        studies.append(means - means.mean(0))
+    x, y = studies
+    r = (x * y).sum((0, 1)) / np.sqrt((x**2).sum((0, 1)) * (y**2).sum((0, 1)))
+    assert r.mean() == pytest.approx(true * np.sqrt(reliable_x * reliable_y), abs=0.01)
+    p = 2 * stats.t.sf(abs(r) * np.sqrt(27 / (1 - r * r)), 27)
+    assert (p < 0.05).mean() == pytest.approx(0.8, abs=0.03)
+
+
+def noisy_seeds(of: str, amount: float) -> xr.Dataset:
+    """Return three seeds of the synthetic grid, with noise in one variable of every cell."""
+    grid = with_seeds(3, effect=0.5)
+    noise = amount * np.random.default_rng(7).standard_normal(grid.sizes["cell"])
+    return grid.assign({of: grid[of] + xr.DataArray(noise, dims="cell")})
+
+
+def test_a_question_about_unreliable_values_could_not_be_tested():
+    grid = noisy_seeds("miscoupling", 5.0)
+    first = named_tests(grid).iloc[0]
+    assert first.reliability_x < 0.3 and first.reliability_y == pytest.approx(1)
+    assert first.attainable == pytest.approx(np.sqrt(first.reliability_x * first.reliability_y))
+    assert first.attainable < first.detectable and np.isnan(first.detectable_true)
+    texts = answers(named_tests(grid))
+    assert texts[0].startswith("Accuracy rises with coupling: could not be tested, r = ")
+    assert texts[0].endswith(
+        "64 settings find a measured |r| ≥ 0.36 with 80 % power, and at these reliabilities not even a true |r| of 1."
+    )
+    assert "Coupling rises with stochastic depth: not above the noise of seeds" in texts[2]
+    named = {"drop_path": "fixed", "outcome": "accuracy", **AT}
+    (beside,) = (row for row in correlations(grid).to_dict("records") if named.items() <= row.items())
+    for name in ("r", "reliability_x", "reliability_x_low", "reliability_y_high"):
+        assert beside[name] == pytest.approx(first[name])
+    slightly = named_tests(noisy_seeds("miscoupling", 0.01)).iloc[0]
+    assert slightly.detectable_true == pytest.approx(slightly.detectable / slightly.attainable) and slightly.p < 0.05
+
+
+def test_reliable_measures_are_listed():
+    grid = noisy_seeds("accuracy", 1.0)
+    table = reliabilities(grid)
+    assert len(table) == 2 + 2 * len(MISCOUPLINGS) * 3 * 2
+    assert table.reliable.tolist() == [False, *[True] * (len(table) - 1)]
+    lines = reliable_measures(table)
+    assert (
+        lines[0].startswith("test accuracy: not reliable, 0.") and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
+    )
+    assert "offdiag_normalized (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
+    nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
+    assert "coupling of the class token: none reliable" in nothing and "needs more seeds" in nothing[-1]
+    assert reliable_measures(reliabilities(synthetic_grid())) == [
+        "No setting has several seeds, so that no reliability is known; a pilot of several seeds would show it."
+    ]
+
+
+def test_the_mean_over_all_pairs_is_no_definition_of_its_own(tmp_path):
+    """In models of L blocks it is the mean over distinct pairs times (L - 1) / L."""
+    grid = synthetic_grid()
+    every = grid.sel(pairs="mean_offdiag") * (11 / 12)
+    every = every.assign(accuracy=grid.accuracy, loss=grid.loss, training_loss=grid.training_loss)
+    both = xr.concat(
+        [
+            every.assign_coords(pairs="mean").drop_vars(["accuracy", "loss", "training_loss"]),
+            grid[["miscoupling", "null"]],
+        ],
+        "pairs",
+    )
+    write_grid(
+        both.assign(accuracy=grid.accuracy, loss=grid.loss, training_loss=grid.training_loss).assign_attrs(
+            grid.attrs, recipe="{}"
+        ),
+        tmp_path / "grid.nc",
+    )
+    assert read_grid(tmp_path / "grid.nc")["pairs"].values.tolist() == PAIRS
+
+
 @pytest.mark.slow
 def test_analysis_writes_tables_figures_and_page(tmp_path):
     grid = synthetic_grid()
@@ -139,14 +290,25 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     first = grid.isel(cell=0, step=-1)
     assert float(rows[0]["accuracy"]) == float(first.accuracy)
     assert float(rows[0]["last patch/offdiag_normalized/k10/mean_offdiag"]) == float(first.miscoupling.sel(AT))
-    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1620
+    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
     assert len(list((tmp_path / "out").glob("*.png"))) == 6 == page.count("data:image/png")
-    for text in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "1,620 fits", "<h2>Does accuracy"):
+    for text in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "1,080 fits", "<h2>Does accuracy"):
         assert text in page
     assert "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)" in page
-    assert "64 settings find |r| ≥ 0.36 with 80 % power" in page
-    assert cell_table(grid).shape == (64, 8 + 2 * len(MISCOUPLINGS) * 3 * 3)
+    assert "Reliability is unknown, because no setting has several seeds." in page
+    assert "64 settings find a measured |r| ≥ 0.36 with 80 % power" in page
+    assert cell_table(grid).shape == (64, 8 + 2 * len(MISCOUPLINGS) * 3 * 2)
+
+
+@pytest.mark.slow
+def test_page_of_several_seeds_shows_reliabilities(tmp_path):
+    grid = noisy_seeds("miscoupling", 0.01)
+    page = write_analysis(grid, correlations(grid), AT, tmp_path, "seeds").read_text()
+    assert page.count("data:image/png") == 7 and (tmp_path / "reliability.png").exists()
+    written = pd.read_csv(tmp_path / "reliability.csv")
+    np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
+    assert "<h2>Which measures are reliable?" in page and "<th>reliability_x</th>" in page
 
 
 @pytest.mark.slow
@@ -226,6 +388,7 @@ def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measu
     joined = read_grid(tmp_path / "grid.nc", halves[1])
     order = ["weight_decay", "drop_path", "seed"]
     xr.testing.assert_identical(joined.sortby(order), whole.sortby(order))
+    assert "mean" not in whole["pairs"]
     assert main([str(tmp_path / "grid.nc")]) == 0
     assert read_grid(tmp_path / "analysis" / "grid.nc").equals(read_grid(halves[0]))
     assert main([str(tmp_path / "grid.nc"), str(halves[0])]) == 2

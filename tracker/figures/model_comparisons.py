@@ -170,7 +170,8 @@ def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
-    figure.colorbar(image, ax=axes, label=f"Correlation r of coupling and {y} (*: p < 0.05, corrected)")
+    bar = figure.colorbar(image, ax=axes)
+    bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)", fontsize=8)
     return figure
 
 

@@ -65,11 +65,12 @@ _DECLARATIONS = (
     ),
     Declaration(
         "1c",
-        "Blocks as nodes, edges by coupling (Figs 1c–1e)",
+        "Blocks as nodes, edges by coupling",
         coupling.layer_graph,
         f"edges show how far {MEASURE} is below its null level, mean over prompts and both directions; at most three steps, "
         f"evenly spaced; {K_AND_NORM}",
         (MEASURE,),
+        also=("1d", "1e"),
     ),
     Declaration(
         "3",
@@ -269,5 +270,16 @@ _DECLARATIONS = (
 )
 FIGURES = {figure.number: figure for figure in _DECLARATIONS}
 ALIASES = {other: figure.number for figure in _DECLARATIONS for other in figure.also}
-VIT_COMMAND = "python -m vit.analysis GRID"
-VIT_FIGURES = ("6", "10")  # drawn by VIT_COMMAND
+_VIT = "vision transformers over weight decay and stochastic depth; python -m vit.analysis GRID draws"
+_NO_CAPTION = "its caption is missing from the text of the paper that these figures follow"
+NOT_DRAWN = {  # of the paper, with the reason
+    "2": "a diagram of how coupling is computed, without data",
+    "6": f"{_VIT} it",
+    "10": f"{_VIT} it",
+    "11": f"{_VIT} Figs 6 and 10; {_NO_CAPTION}",
+    "14": f"{_NO_CAPTION}; the paper cites it for the linearity of trajectories, as Figs 5, 12, 26, 27 and 28",
+    "16": f"{_NO_CAPTION}, which does not cite it either",
+    "24": f"{_NO_CAPTION}, which does not cite it either",
+    "table2": "a summary in words of what coupling may mean for other research, without data",
+    "table3": f"{_NO_CAPTION}, which does not cite it either",
+}

@@ -13,7 +13,7 @@ from tracker.analysis.across_models import Results, shared_ks
 from tracker.analysis.conventions import require_same_conventions
 from tracker.errors import UsageError
 from tracker.figures.declaration import Declaration
-from tracker.figures.registry import ALIASES, FIGURES, VIT_COMMAND, VIT_FIGURES
+from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.wording import COMMAND, PYTHON, Wording
 from tracker.measures.registry import BY_NAME, choices, defaults
 
@@ -29,15 +29,15 @@ def resolve(name: str | int, wording: Wording = COMMAND) -> str:
     """Return the name under which a figure is declared; several figures of the paper may show the same.
 
     Raises:
-        UsageError: for an unknown figure, and for one that another command draws.
+        UsageError: for an unknown figure, and for one of the paper that is not drawn; the message states why.
     """
     given, name = name, str(name)
-    if name in VIT_FIGURES:
-        raise UsageError(f"figure {name} shows a grid of vision transformers; draw it with {VIT_COMMAND}")
+    if name in NOT_DRAWN:
+        raise UsageError(f"figure {name} is not drawn here: {NOT_DRAWN[name]}")
     resolved = ALIASES.get(name, name)
     if resolved not in FIGURES:
-        names = sorted([*FIGURES, *ALIASES, *VIT_FIGURES], key=_place)
-        close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), names, 1)
+        names = sorted([*FIGURES, *ALIASES], key=_place)
+        close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
         raise UsageError(f"unknown figure {given!r}; {meant} from {', '.join([*wording.beside, *names])}")
     return resolved
@@ -132,11 +132,11 @@ def _measures(figure: Declaration) -> list[str]:
 
 
 def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
-    """List every figure with its title, and what it needs or, where results are given, why they do not suffice."""
+    """List every figure with its title and what it needs, or why the results do not suffice; then those that are not drawn."""
     lines = []
     for name, figure in FIGURES.items():
         status = (
             (lack(figure, results) or "can be drawn") if results else f"needs {', '.join(figure.needs) or 'results'}"
         )
         lines.append(f"{', '.join((name, *figure.also)):11} {figure.title}; {status}")
-    return [*lines, f"{', '.join(VIT_FIGURES):11} figures of a grid of vision transformers: {VIT_COMMAND}"]
+    return [*lines, *(f"{name:11} not drawn here: {why}" for name, why in NOT_DRAWN.items())]

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "name",
         type=str,
-        help="a figure of the paper (1a to 36, table1, table4); definitions, curves or heatmap; all; or list, which lists them",
+        help="a figure of the paper (1a to 36, table1, table4); definitions, curves or heatmap; all; or list, which lists "
+        "them, and those of the paper that are not drawn",
     )
     parser.add_argument(
         "results", type=Path, nargs="*", help="directories written by walks (--out) or training runs (save_dir)"
@@ -43,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
+    names = _named(parsed.name, bool(parsed.results))  # before the results are opened, which takes long
     results = assign_clusters(_open(parsed.results), parsed.clusters)
-    _run(parsed.name, results, parsed.k, parsed.out)
+    _run(parsed.name, names, results, parsed.k, parsed.out)
     return OK
 
 
@@ -53,16 +55,24 @@ def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
     return {name: open_results(directory) for name, directory in zip(names, directories, strict=True)}
 
 
-def _run(name: str, results: Results, k: int | None, out: Path) -> None:
+def _named(name: str, given: bool) -> list[str]:
+    """Return the figures that a name stands for; none for the list of figures."""
     from tracker.figures.registry import FIGURES
-    from tracker.figures.selection import availability, draw, resolve
+    from tracker.figures.selection import resolve
+
+    if name == "list":
+        return []
+    names = list(FIGURES) if name == "all" else [resolve(name)]
+    if not given:
+        raise UsageError(f"figure {name} needs results; give a directory of results")
+    return names
+
+
+def _run(name: str, wanted: Sequence[str], results: Results, k: int | None, out: Path) -> None:
+    from tracker.figures.selection import availability, draw
 
     if name == "list":
         print("\n".join(availability(results)))
-        return
-    wanted = list(FIGURES) if name == "all" else [resolve(name)]
-    if not results:
-        raise UsageError(f"figure {name} needs results; give a directory of results")
     lacking: dict[str, list[str]] = {}  # figures by what the results lack for them
     for figure in wanted:
         try:

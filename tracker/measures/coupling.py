@@ -64,7 +64,7 @@ class Definition:
         name: the name of its variable.
         label: a short name for charts.
         formula: (A, s) -> its value for each pair of Jacobian and basis.
-        text: the definition in one sentence, for captions.
+        text: the definition in one sentence, with its equation, for captions.
         equation: the definition in symbols.
         reference: where the definition is from.
         dashboard: the variants that have a panel on the W&B dashboard: "", "normed", "vju", "tokens" (see `registry`). A
@@ -85,7 +85,7 @@ DEFINITIONS = (
         "miscoupling",
         "mis-coupling m_K",
         page,
-        "Mis-coupling m_K = |A − S|_F / |s|₂ (the project page's definition).",
+        "Mis-coupling m_K = ‖A − S‖ / ‖s‖₂ (the project page's definition).",
         "‖A − S‖ / ‖s‖₂",
         "the paper's project page, m_K",
         dashboard=("", "vju"),
@@ -94,7 +94,7 @@ DEFINITIONS = (
         "miscoupling_release",
         "mis-coupling, release",
         release,
-        "Mis-coupling as the authors' release defines it: | |A| − S |_F / |s|₂.",
+        "Mis-coupling as the authors' release defines it: ‖abs(A) − S‖ / ‖s‖₂.",
         "‖abs(A) − S‖ / ‖s‖₂",
         "authors' code, p = 2",
     ),
@@ -102,7 +102,7 @@ DEFINITIONS = (
         "miscoupling_release_trace",
         "mis-coupling, release, trace",
         release_trace,
-        "Mis-coupling as the authors' release defines it with p = 1: | |A| − S |_F / |s|₁.",
+        "Mis-coupling as the authors' release defines it with p = 1: ‖abs(A) − S‖ / ‖s‖₁.",
         "‖abs(A) − S‖ / ‖s‖₁",
         "authors' code, p = 1",
     ),
@@ -110,7 +110,7 @@ DEFINITIONS = (
         "offdiag",
         "off-diagonal norm",
         offdiag,
-        "|A − Diag A|_F (paper, eq. 13), in units of the singular values.",
+        "‖A − Diag A‖ (paper, eq. 13), in units of the singular values.",
         "‖A − Diag A‖",
         "paper, eq. 13",
     ),
@@ -118,7 +118,7 @@ DEFINITIONS = (
         "offdiag_normalized",
         "off-diagonal, normalized",
         offdiag_normalized,
-        "|A − Diag A|_F / |A|_F (paper, eq. 14), the paper's “normalized”.",
+        "‖A − Diag A‖ / ‖A‖ (paper, eq. 14), the paper's “normalized”.",
         "‖A − Diag A‖ / ‖A‖",
         "paper, eq. 14",
         dashboard=("", "normed", "tokens"),
