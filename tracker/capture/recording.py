@@ -6,7 +6,7 @@ again on another hidden state. Memory: the L + 1 hidden states and every block's
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,6 +120,7 @@ class Recording:
     unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
     raw_last: BlockCall | None = None  # the last block without the final norm, if `calls` has it folded in
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
+    sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 
     def states(self, samples: slice, tokens: slice, device: torch.device) -> Float[Tensor, "depth n d"]:
         """Return x^0 .. x^L of some samples at these tokens, the tokens of one sample after those of another."""

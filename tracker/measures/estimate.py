@@ -68,7 +68,7 @@ class _Case:
 
     @property
     def matrix_free(self) -> bool:
-        return depthwise.is_matrix_free(self.recording, self.together, self.sample.ks, self.settings.svd, self.memory)
+        return depthwise.is_matrix_free(self.recording, self.sample.ks, self.settings.svd, self.memory)
 
     @property
     def kept(self) -> bool:
@@ -195,7 +195,7 @@ def _coupling(case: _Case) -> dict[str, float]:
                 return J @ V
             return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
 
-        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], True, lambda: J)
+        layer = Layer(triplets, product, torch.linalg.matrix_norm(J), [], [True] * len(J), lambda: J)
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds

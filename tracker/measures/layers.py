@@ -4,12 +4,12 @@ The Jacobians are kept on the device or in the host's memory, formed and dropped
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import sqrt
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.capture.spill import to_host
@@ -26,8 +26,8 @@ class Layer:
     Attributes:
         product: V (R, d, m) -> J V (R, d, m).
         frobenius: |J|_F.
-        checks: the checks of the Jacobian at each row.
-        formed: whether the Jacobian was formed entry by entry.
+        checks: the checks of the Jacobian at each row; empty if they are not stored.
+        formed: whether the Jacobian at each row was formed entry by entry; empty if that is not stored.
         dense: the Jacobians (R, d, d), kept or formed again; None: from products.
     """
 
@@ -35,7 +35,7 @@ class Layer:
     product: Callable[[Tensor], Tensor]
     frobenius: Float[Tensor, " R"]
     checks: list[CheckResults]
-    formed: bool
+    formed: Sequence[bool]
     dense: Callable[[], Tensor] | None = None
 
     def jacobian(self) -> Float[Tensor, "R d d"]:
@@ -65,7 +65,7 @@ def dense_layers(
     device = Js[0].device
     kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
     return [
-        Layer(of_block, partial(_product, dense), norm, checks_of_block, True, dense)
+        Layer(of_block, partial(_product, dense), norm, checks_of_block, [True] * len(norm), dense)
         for of_block, dense, norm, checks_of_block in zip(triplets, kept, norms, checks, strict=True)
     ]
 
@@ -115,12 +115,17 @@ def recomputed_layer(
 def matrix_free_layer(
     jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
 ) -> Layer:
-    """Return a layer whose triplets come from products, or from the dense Jacobians where the iteration fails."""
+    """Return a layer whose triplets come from products or, at rows where the iteration fails, from the dense Jacobians."""
     sketch = jacobians.sketch(selections)
     operator, like = sketch.operator, sketch.signs[..., 0]
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
-    if not triplets.complete.all():
+    failed = ~triplets.complete.cpu()
+    if failed.all():
         return recomputed_layer(jacobians, selections, K, "full", memory)
+    if failed.any():
+        formed = recomputed_layer(jacobians, _subset(selections, failed), K, "full", memory)
+        others = matrix_free_layer(jacobians, _subset(selections, ~failed), K, method, memory)
+        return _merged(formed, others, failed)
     jacobians.advance(2 * len(like))  # as for a Jacobian that is formed and decomposed
 
     def product(V: Tensor) -> Tensor:
@@ -129,7 +134,36 @@ def matrix_free_layer(
         return JV
 
     frobenius, checks = _frobenius(sketch, triplets), _for_each_row(sketch.checks, selections)
-    return Layer(triplets, product, frobenius, checks, False, lambda: _form_jacobians(jacobians, selections)[0])
+    dense = lambda: _form_jacobians(jacobians, selections)[0]  # noqa: E731
+    return Layer(triplets, product, frobenius, checks, [False] * len(like), dense)
+
+
+def _subset(selections: Sequence[Selection], chosen: Bool[Tensor, " R"]) -> list[Selection]:
+    """Return the chosen rows of all selections."""
+    parts = chosen.split([len(rows) for _, rows in selections])
+    return [(call, rows.subset(part)) for (call, rows), part in zip(selections, parts, strict=True) if part.any()]
+
+
+def _merged(one: Layer, other: Layer, of_one: Bool[Tensor, " R"]) -> Layer:
+    """Return a layer with the rows of two: those of `one` where `of_one`."""
+    device = one.frobenius.device
+    order = torch.cat([of_one.nonzero()[:, 0], (~of_one).nonzero()[:, 0]]).argsort()
+    at, places = order.to(device), order.tolist()
+    mask = of_one.to(device)
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b])[at]
+
+    triplets = (joined(getattr(one.triplets, of.name), getattr(other.triplets, of.name)) for of in fields(Triplets))
+    checks, formed = [*one.checks, *other.checks], [*one.formed, *other.formed]
+    return Layer(
+        Triplets(*triplets),
+        lambda V: joined(one.product(V[mask]), other.product(V[~mask])),
+        joined(one.frobenius, other.frobenius),
+        [checks[place] for place in places],
+        [formed[place] for place in places],
+        lambda: joined(one.jacobian(), other.jacobian()),
+    )
 
 
 def _frobenius(sketch: Sketch, triplets: Triplets) -> Float[Tensor, " R"]:

@@ -199,7 +199,7 @@ def _layers(
             partial(_product, of_link),
             torch.cat([torch.linalg.matrix_norm(J) for J in of_link]),
             [],
-            True,
+            [],
         )
         for link, of_link in by_link.items()
     }
