@@ -239,7 +239,6 @@ def to_dataset(
     without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
     dataset.attrs |= describe(model, device) | {
         "blocks_found_by": blocks.found_by,
-        "dtype": settings.dtype,
         "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,

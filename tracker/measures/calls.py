@@ -84,6 +84,7 @@ def record_call(
         "padding": padding,
         "window": window,
         "width": d,
+        "dtype": settings.dtype,
         "blocks": ", ".join(call.name for call in recording.calls),
     }
     of_each = zip(batch.labels, chosen, valid, strict=True)
