@@ -88,7 +88,8 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    undefined = undefined_values(dataset, [sample.valid for sample in samples], pair_layers(dataset))
+    basis_layers = pair_layers(dataset) if "pair_position" in dataset else None
+    undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]
     dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}

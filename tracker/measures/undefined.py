@@ -13,7 +13,7 @@ VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-n
 
 
 def undefined_values(
-    dataset: xr.Dataset, valid: Sequence[Sequence[int]], pair_layers: xr.DataArray
+    dataset: xr.Dataset, valid: Sequence[Sequence[int]], pair_layers: xr.DataArray | None
 ) -> dict[str, tuple[xr.DataArray, int]]:
     """Return, for each counted measure, which values are undefined, and how many values it has.
 
@@ -21,7 +21,7 @@ def undefined_values(
 
     Args:
         valid: the positions of each prompt that are not padding.
-        pair_layers: the basis block of each block across tokens.
+        pair_layers: the basis block of each block across tokens; None if tokens are not compared.
     """
     expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
     if "position" in dataset.dims:
@@ -29,7 +29,7 @@ def undefined_values(
         expected["position"] = xr.DataArray(at, dims=("prompt", "position"))
     if "token_position" in dataset:
         expected["token"] = dataset["token_position"].notnull()
-    if "pair_position" in dataset:
+    if pair_layers is not None:
         t = dataset["pair_position"].notnull()
         expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers.notnull()
     found = {}
