@@ -241,7 +241,6 @@ def to_dataset(
     dataset.attrs |= describe(model, device) | {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
-        "dtype": settings.dtype,
         "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,

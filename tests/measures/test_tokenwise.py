@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -306,7 +307,8 @@ def test_noise_turns_states_and_none_does_not():
     (batch,) = batches(model, inputs, None, None)
     with preserve_global_state(CPU):
         replica = Replica(model, find_blocks(model), torch.float64, CPU)
-        similarity = noise_similarity(replica, record(replica, batch.arguments, batch.keywords), (0.0,), [range(7)] * 2)
+        recording = replace(record(replica, batch.arguments, batch.keywords), sample_seeds=[0, 1])
+        similarity = noise_similarity(replica, recording, (0.0,), [range(7)] * 2)
     np.testing.assert_allclose(similarity, 1, atol=1e-12)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
+from tracker.capture.random_numbers import seed_of
 from tracker.errors import UsageError
 from tracker.notices import warn_caller
 from tracker.values import whole_numbers
@@ -61,6 +62,28 @@ class Batch:
             )
             for b, (arguments, keywords) in enumerate(parts)
         ]
+
+    def sample_seeds(self, valid: Sequence[Sequence[int]], n: int) -> list[int]:
+        """Return a seed for each sample, from its ids or its first tensor, without padding.
+
+        It depends on nothing else in the batch, and not on rounding, as a seed from hidden states would.
+
+        Args:
+            valid: the positions of each sample that are not padding.
+            n: the number of positions.
+        """
+        B = len(self.labels)
+        tensors = [
+            leaf for leaf in (self.ids, *tree_leaves((self.arguments, self.keywords))) if isinstance(leaf, Tensor)
+        ]
+        given = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
+        if given is None:
+            return [0] * B
+        if (
+            given.dim() > 1 and given.shape[1] % n == 0
+        ):  # tokens; several inputs for each where a model downsamples them
+            given = [x[:: len(x) // n][at] for x, at in zip(given, valid, strict=True)]
+        return [seed_of([x], {}) for x in given]
 
 
 def select_samples(values: Any, samples: slice, B: int) -> Any:

@@ -6,7 +6,7 @@ again on another hidden state. Memory: the L + 1 hidden states and every block's
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,6 +120,7 @@ class Recording:
     unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
     normed_last: BlockCall | None = None  # the last block with the final norm, if the measures include it
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
+    sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 
     def states(
         self, samples: slice, tokens: slice, device: torch.device, normed: bool = False

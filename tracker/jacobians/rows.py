@@ -153,8 +153,9 @@ class Jacobians:
             operator, checks = self._operator(compute_dtype, selections)
             R, d = sum(len(rows) for _, rows in selections), call.x.shape[-1]
             generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(2, (R, d, PROBES), generator=generator) * 2 - 1
-            (signs,) = to_device(self.replica.device, drawn.to(dtype))
+            drawn = torch.randint(2, (d, PROBES), generator=generator) * 2 - 1
+            # The same for every row, so that what a row gets does not depend on the others.
+            signs = to_device(self.replica.device, drawn.to(dtype))[0].expand(R, -1, -1)
             products = operator.apply_transpose(signs)
             ((finite, hidden),) = read([quality(products, dtype, scale=(d / PROBES) ** 0.5)])
             require_finite(finite, call)

@@ -9,6 +9,8 @@ the caller reads them with the next results that it copies to the host; if they 
 import torch
 from torch import Tensor
 
+from tracker.linalg.transfer import standard_normal
+
 SEED = 0x5EED
 SEPARATED = 1e-2  # pivot of rows of length 1 from which Cholesky is accurate enough for a second pass to correct it
 OUTSIDE = 0.1  # length above which what is left of a row of length 1 outside the basis is orthogonal to it
@@ -24,7 +26,6 @@ class Orthonormaliser:
 
     def __init__(self, like: Tensor, tested: bool) -> None:
         self.tested = tested
-        self.generator = torch.Generator().manual_seed(SEED + 1)
         # The operator's scale: entries far below it are rounding, not directions.
         self.scale = like.new_zeros(*like.shape[:-2], 1, 1)
         self._pivots: list[tuple[Tensor, Tensor]] = []
@@ -65,13 +66,17 @@ class Orthonormaliser:
         self.tested, self.scale = True, scale
 
     def _test_at_once(self, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Repeat the second pass as long as it shortens a row much: usually once."""
+        """Repeat the second pass as long as it shortens a row much: usually once.
+
+        What replaces absent directions is drawn by step and pass, the same for all matrices of a batch.
+        """
         scale = torch.where(self.scale > 0, self.scale, 1)
-        Q, L, _ = _orthonormal_rows(W / scale, self.generator)
+        seed = SEED + 100 * basis.shape[-2] + 1
+        Q, L, _ = _orthonormal_rows(W / scale, seed)
         L, c, shortest = L * scale, torch.zeros_like(Q @ basis.mT), 0.0
         while shortest < OUTSIDE:
-            overlap = Q @ basis.mT
-            Q, factor, shortest = _orthonormal_rows(Q - overlap @ basis, self.generator)
+            overlap, seed = Q @ basis.mT, seed + 1
+            Q, factor, shortest = _orthonormal_rows(Q - overlap @ basis, seed)
             L, c = L @ factor, c + L @ overlap
         return Q, L, c
 
@@ -107,7 +112,7 @@ def _longest(W: Tensor) -> Tensor:
     return largest * torch.linalg.vector_norm(W / unit, dim=-1, keepdim=True).amax(-2, keepdim=True)
 
 
-def _orthonormal_rows(W: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, float]:
+def _orthonormal_rows(W: Tensor, seed: int) -> tuple[Tensor, Tensor, float]:
     """Return Q and L with W = L Q, to the rounding of rows of length 1, and the length of the shortest row.
 
     Use Cholesky, a few products on any device, if the rows are well separated. If they are not (a rank-deficient or zero
@@ -121,5 +126,5 @@ def _orthonormal_rows(W: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
         raise ValueError("a product with the Jacobian is not finite (overflow or NaN); nothing can be decomposed")
     A, s, Q = torch.linalg.svd(W, full_matrices=False)
     absent = s <= 10 * torch.finfo(W.dtype).eps
-    drawn = torch.randn(Q.shape, generator=generator, dtype=torch.float64).to(Q) / W.shape[-1] ** 0.5
-    return torch.where(absent[..., None], drawn, Q), A * torch.where(absent, 0, s)[..., None, :], float(s.min())
+    others = standard_normal(Q.shape[-2:], Q, seed) / W.shape[-1] ** 0.5
+    return torch.where(absent[..., None], others, Q), A * torch.where(absent, 0, s)[..., None, :], float(s.min())

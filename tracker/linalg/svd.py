@@ -52,7 +52,10 @@ Advance = Callable[[int], None]  # receives how many matrices have been decompos
 
 @dataclass(frozen=True)
 class Triplets:
-    """The top K singular triplets of B matrices, with their accuracy and completeness."""
+    """The top K singular triplets of B matrices, with their accuracy and completeness.
+
+    The largest entry of each v_k is positive.
+    """
 
     U: Float[Tensor, "B d K"]
     S: Float[Tensor, "B K"]
@@ -131,7 +134,20 @@ def _in_turn(
         with float32_products("ieee"):
             parts.append((_krylov if krylov and basis_fits(d, K) else _full)(J, K))
         advance(len(J))
-    return Triplets(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets)))
+    if len(parts) == 1:
+        return _with_signs(parts[0])
+    joined = (torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets))
+    return _with_signs(Triplets(*joined))
+
+
+def _with_signs(t: Triplets) -> Triplets:
+    """Return triplets with the sign of each (u_k, v_k) chosen, which iterations leave to rounding.
+
+    The vectors are copied: views of those of a full decomposition would keep all d in memory.
+    """
+    least, largest = torch.aminmax(t.V, dim=-2, keepdim=True)
+    sign = torch.where(least + largest < 0, -1.0, 1.0).to(t.V.dtype)
+    return replace(t, U=t.U * sign, V=t.V * sign)
 
 
 def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[Tensor, "B d"], K: int) -> Triplets:
@@ -152,22 +168,20 @@ def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[T
     if not basis_fits(like.shape[-1], K):
         raise ValueError(f"K={K} triplets are too many for products alone with d = {like.shape[-1]}; decompose in full")
     with float32_products("ieee"):
-        return _by_products(apply, apply_transpose, like, K, costs_of(like.device).check_every_block)
+        return _with_signs(_by_products(apply, apply_transpose, like, K, costs_of(like.device).check_every_block))
 
 
 def _krylov(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration; use the next method for matrices without a certificate.
 
-    A batch iterates until all its matrices have converged. On an accelerator, where a batch is many layers, squares take only
-    those that they suit, as they never converge where singular values fall far.
+    A batch iterates until all its matrices have converged. Squares take only those that they suit, as they never converge where
+    singular values fall far.
     """
     largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
     # Squares of tiny entries underflow; division by a power of two rounds nothing.
     unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
     J = J / unit
     by_squares = _can_square(J, K).cpu()
-    if J.device.type == "cpu":
-        by_squares = by_squares.any().expand_as(by_squares)
     every = torch.ones_like(by_squares)
     missing, found = every.clone(), None
     for method, suited in ((_by_squares, by_squares), (_by_golub_kahan, every), (_full, every)):

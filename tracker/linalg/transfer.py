@@ -43,9 +43,12 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 def standard_normal(shape: Sequence[int], like: Tensor, seed: int = 0) -> Tensor:
     """Draw standard normal numbers of the dtype and on the device of `like`: on the CPU in float64, so that all agree."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(like.dtype)
-    return to_device(like.device, drawn)[0]
+    return to_device(like.device, drawn(shape, seed).to(like.dtype))[0]
+
+
+def drawn(shape: Sequence[int], seed: int) -> Tensor:
+    """Draw standard normal numbers on the CPU in float64."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def read(values: Sequence[Tensor]) -> list:

@@ -52,7 +52,7 @@ def measure_batches(
                 jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
             )
         samples += of_batch
-        steps += _steps(recording, rows, of_batch, settings, len(calls))
+        steps += _steps(recording, rows, of_batch, settings)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
         if not settings.forms_jacobians:
             progress.advance(len(of_batch))
@@ -104,14 +104,13 @@ def _measure_jacobians(jacobians: Jacobians, pending: Sequence[Recorded], settin
             sample.add_token(in_words(values, sample.decode))
 
 
-def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings, calls: int) -> int:
-    """Return the steps of one of several alike calls, as `Jacobians.advance` counts them; without Jacobians, one per sample."""
+def _steps(recording: Recording, rows: Rows, samples: Sequence[Sample], settings: Settings) -> int:
+    """Return the steps of a call, as `Jacobians.advance` counts them; without Jacobians, one per sample."""
     if not settings.forms_jacobians:
         return len(samples)
     steps, memory, ks = 0, settings.memory(2), samples[0].ks
     if settings.includes("coupling"):
-        R = min(rows_at_once(recording, ks, settings.svd, memory), len(rows) * calls)
-        steps = len(rows) * depthwise_steps(recording, R, ks, settings.svd, memory, settings.extras())
+        steps = len(rows) * depthwise_steps(recording, ks, settings.svd, memory, settings.extras())
     for sample in samples:
         if sample.basis_layers:
             steps += tokenwise_steps(len(sample.values["pair_position"]), sample.basis_layers)

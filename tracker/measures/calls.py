@@ -67,6 +67,7 @@ def record_call(
         )
     valid, padding = _valid(batch, recording)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
+    recording.sample_seeds = batch.sample_seeds(valid, n)
     choice = settings.chosen_tokens(replica.description)
     chosen, tokens = chosen_positions(choice, recording, batch, valid, replica.description.class_token)
     window = settings.window or trajectory.default_width(depth)
@@ -83,6 +84,7 @@ def record_call(
         "padding": padding,
         "window": window,
         "width": d,
+        "dtype": settings.dtype,
         "blocks": ", ".join(call.name for call in recording.calls),
     }
     of_each = zip(batch.labels, chosen, valid, strict=True)

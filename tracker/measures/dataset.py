@@ -11,7 +11,8 @@ import xarray as xr
 from tracker.jacobians.independent import Independent
 from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.registry import DIMS, MEASURES, UNDEFINED
+from tracker.measures.registry import DIMS, UNDEFINED
+from tracker.measures.undefined import undefined_values, warn_of_undefined
 
 FROM_ONE = ("layer", "layer_other", "rank", "exponent", "direction", "row", "column", "component")
 
@@ -87,7 +88,10 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    dataset[UNDEFINED] = _count_undefined(dataset, samples)
+    basis_layers = pair_layers(dataset) if "pair_position" in dataset else None
+    undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
+    counts = [int(values.sum()) for values, _ in undefined.values()]
+    dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
     dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
     independent = {layer: check for sample in samples for layer, check in sample.independent.items()}
@@ -102,6 +106,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if formed:  # the Cholesky test of completeness needs the formed Jacobian
         by_products = any(bool((values == 0).any()) for values in formed)
         dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
+    warn_of_undefined(dataset, undefined)
     return dataset
 
 
@@ -127,24 +132,3 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
     if value.dtype == object:
         return np.pad(value, missing, constant_values="")
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)
-
-
-def _count_undefined(dataset: xr.Dataset, samples: Sequence[Sample]) -> xr.DataArray:
-    """Count the undefined values of each measure, without those that a shorter prompt lacks."""
-    expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
-    if "position" in dataset.dims:
-        at = np.stack([np.isin(dataset["position"], sample.valid) for sample in samples])
-        expected["position"] = xr.DataArray(at, dims=("prompt", "position"))
-    if "token_position" in dataset:
-        expected["token"] = dataset["token_position"].notnull()
-    if "pair_position" in dataset:
-        t = dataset["pair_position"].notnull()
-        expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers(dataset).notnull()
-    counts = {
-        measure.name: int((dataset[measure.name].isnull() & expected[dim]).sum())
-        for measure in MEASURES
-        if measure.counted and measure.name in dataset
-        for dim in measure.dims
-        if dim in expected
-    }
-    return xr.DataArray(list(counts.values()), {"quantity": list(counts)}, "quantity")

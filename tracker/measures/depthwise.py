@@ -54,8 +54,11 @@ def measured_calls(recording: Recording) -> list[BlockCall]:
     return recording.calls if recording.normed_last is None else [*recording.calls, recording.normed_last]
 
 
-def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Method, memory: int) -> bool:
-    """Return whether to measure R rows without forming Jacobians: as requested, or because it is expected to be faster."""
+def is_matrix_free(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> bool:
+    """Return whether to measure rows without forming Jacobians: as requested, or because it is expected to be faster.
+
+    The number of rows is no part of the choice, so that a prompt gets the same method whatever else is measured.
+    """
     x, K = recording.calls[0].x, max(ks)
     d = x.shape[-1]
     if method != "auto" or not basis_fits(d, K):
@@ -66,9 +69,10 @@ def is_matrix_free(recording: Recording, R: int, ks: Sequence[int], method: Meth
     columns = matrix_free_columns(d, len(measured_calls(recording)), K, x.dtype)
     # A product with few columns reads all weights of a block, so a column costs more than in a wide product: on two cores
     # at d = 2048 to 4096, 1.6 times as much for one row in products of 16 columns, and 1.3 times for four rows. The factor
-    # 1 + 1 / R approximates this. The dense method costs 0.7 d columns of a wide product, decomposition included, because
-    # it skips the last layers (`identity`).
-    return (1 + 1 / R) * columns < 0.7 * d
+    # 1 + 1 / R approximates this for R rows. Two rows are assumed: of all constants it wastes least where there is one row, or
+    # many, at most 1.5 times the time. The dense method costs 0.7 d columns of a wide product, decomposition included,
+    # because it skips the last layers (`identity`).
+    return 1.5 * columns < 0.7 * d
 
 
 def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
@@ -79,8 +83,9 @@ def matrix_free_columns(d: int, L: int, K: int, dtype: torch.dtype) -> int:
 def rows_at_once(recording: Recording, ks: Sequence[int], method: Method, memory: int) -> int:
     """Return how many rows to measure together so that their arrays fit into `memory` scalars."""
     d, L, K = recording.calls[0].x.shape[-1], len(measured_calls(recording)), max(ks)
-    rows = max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
-    return rows if is_matrix_free(recording, rows, ks, method, memory) else _dense_rows_at_once(recording, K, memory)
+    if not is_matrix_free(recording, ks, method, memory):
+        return _dense_rows_at_once(recording, K, memory)
+    return max(1, memory // (d * (3 * L * K + 2 * basis_size(d, K))))
 
 
 def fits(recording: Recording, memory: int) -> bool:
@@ -113,14 +118,12 @@ def _dense_rows_at_once(recording: Recording, K: int, memory: int, extras: Seque
     return min(of_one, _host_scalars(recording) // of_all) if fits(recording, memory) else of_one
 
 
-def depthwise_steps(
-    recording: Recording, R: int, ks: Sequence[int], method: Method, memory: int, extras: Sequence[str]
-) -> int:
-    """Return how often `Jacobians.advance` counts each row, if R rows are measured together.
+def depthwise_steps(recording: Recording, ks: Sequence[int], method: Method, memory: int, extras: Sequence[str]) -> int:
+    """Return how often `Jacobians.advance` counts each row.
 
     Per block: the Jacobian and its singular vectors, and in a second pass over the blocks the products.
     """
-    kept = fits(recording, memory) and not is_matrix_free(recording, R, ks, method, memory)
+    kept = fits(recording, memory) and not is_matrix_free(recording, ks, method, memory)
     per_block = 2 if kept else 3 + ("vju" in extras)
     return len(measured_calls(recording)) * per_block + (0 if kept else steps(extras, len(recording.calls)))
 
@@ -142,7 +145,7 @@ def depthwise_couplings(
     """
     first = selected[0][0]
     rows = sum(len(rows) for _, rows in selected)
-    matrix_free = is_matrix_free(first, rows, ks, method, memory)
+    matrix_free = is_matrix_free(first, ks, method, memory)
     beside = scalars_of_row(extras, first.calls[0].x.shape[-1])
     free = max(1, memory // beside) if beside else rows
     at_once = min(rows, free) if matrix_free else _dense_rows_at_once(first, max(ks), memory, extras)
@@ -199,7 +202,7 @@ def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     """Return the checks of the Jacobians of every row, by layer."""
     R = len(layers[0].checks)
-    values = {"formed": np.array([[layer.formed for layer in layers]] * R)}
+    values = {"formed": np.array([[layer.formed[r] for layer in layers] for r in range(R)])}
     values["sliced"] = np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])
     for name in ("value_error", "derivative_error", "independent_error"):
         values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32)

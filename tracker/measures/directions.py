@@ -7,9 +7,9 @@ logits. A pair (u_k, v_k) has a sign in common only: it is the one with the larg
 
     score(u) = max_v (logit_v - mean) / std              over the vocabulary
 
-Its reference is the score of random directions: the 0.95 quantile over `RANDOM` of them, of the better of two signs for u, and
-of one sign for v. A direction at the residual stream of an early block need not mean what it means at the last: blocks after it
-may turn it.
+Its reference is the score of random directions, drawn for each sample: the 0.95 quantile over `RANDOM` of them, of the better of
+two signs for u, and of one sign for v. A direction at the residual stream of an early block need not mean what it means at the
+last: blocks after it may turn it.
 
 Cost for each token: (2 L N + RANDOM) d times the vocabulary, N directions of each block.
 """
@@ -26,7 +26,7 @@ from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.jacobians.rows import Rows
 from tracker.linalg.svd import Triplets
-from tracker.linalg.transfer import standard_normal
+from tracker.linalg.transfer import drawn, to_device
 
 DIRECTIONS, WORDS, RANDOM = 5, 5, 256
 PARTS = ("out", "in")  # u_k, v_k
@@ -38,12 +38,13 @@ Logits = Callable[[Float[Tensor, "R m d"]], Float[Tensor, "R m vocabulary"]]
 
 @dataclass(frozen=True)
 class Head:
-    """The unembedding, by name, and the final norm of a model, at the last states x (R, d) of some rows."""
+    """The unembedding, by name, and the final norm of a model, at the last states x (R, d) of some rows, with their seeds."""
 
     replica: Replica
     unembedding: str
     norm: nn.Module | None
     x: Float[Tensor, "R d"]
+    seeds: Sequence[int]  # of each row's sample
 
     def logits(self, directions: Float[Tensor, "R m d"]) -> Float[Tensor, "R m vocabulary"]:
         """Return the change of the logits, to first order, along directions; the weights are there."""
@@ -54,6 +55,11 @@ class Head:
         unembedding = self.replica.module.get_submodule(self.unembedding)
         return unembedding(directions) - unembedding(torch.zeros_like(directions[:1, :1]))  # without a bias
 
+    def random_directions(self) -> Float[Tensor, "R m d"]:
+        """Draw directions for each row, the same for the rows of one sample."""
+        by_seed = {seed: drawn((RANDOM, self.x.shape[-1]), seed).to(self.x.dtype) for seed in set(self.seeds)}
+        return to_device(self.x.device, torch.stack([by_seed[seed] for seed in self.seeds]))[0]
+
 
 def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
     """Return the head of the model that was recorded, at its last states; None if it has no unembedding."""
@@ -63,7 +69,8 @@ def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
         return None
     last = [(recording.calls[-1].y, rows) for recording, rows in recordings]
     x = torch.cat([rows.select(y).to(replica.device) for y, rows in last])
-    return Head(replica, unembedding, first.final_norm[1] if first.final_norm else None, x)
+    seeds = [recording.sample_seeds[b] for recording, rows in recordings for b in rows.sample.tolist()]
+    return Head(replica, unembedding, first.final_norm[1] if first.final_norm else None, x, seeds)
 
 
 def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
@@ -75,7 +82,7 @@ def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) ->
     replica = head.replica
     unembedding = replica.module.get_submodule(head.unembedding)
     with torch.no_grad(), replica.guard(), replica.materialize(unembedding), replica.materialize(head.norm):
-        of_random = _scores(head.logits, standard_normal((len(head.x), RANDOM, head.x.shape[-1]), head.x), memory)
+        of_random = _scores(head.logits, head.random_directions(), memory)
         both, one = torch.maximum(*of_random["score"].unbind(-1)), of_random["score"][..., 0]
         values: dict[str, Tensor] = {
             f"direction_{part}_score_null": torch.quantile(scores, QUANTILE, dim=1)

@@ -69,7 +69,7 @@ class _Case:
 
     @property
     def matrix_free(self) -> bool:
-        return depthwise.is_matrix_free(self.recording, self.together, self.sample.ks, self.settings.svd, self.memory)
+        return depthwise.is_matrix_free(self.recording, self.sample.ks, self.settings.svd, self.memory)
 
     @property
     def kept(self) -> bool:
@@ -194,7 +194,7 @@ def _coupling(case: _Case) -> dict[str, float]:
                 return J @ V
             return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
 
-        layer = Layer(triplets, product, moments(J, triplets.S[:, 0]), [], True, lambda: J)
+        layer = Layer(triplets, product, moments(J, triplets.S[:, 0]), [], [True] * len(J), lambda: J)
     bases = [layer.triplets] * L
     seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
     stages["pairs"] = L * factor * seconds

@@ -3,12 +3,13 @@
 The Jacobians are kept on the device or in the host's memory, formed and dropped, or never formed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.capture.spill import to_host
@@ -28,8 +29,8 @@ class Layer:
     Attributes:
         product: V (R, d, m) -> J V (R, d, m).
         moments: those of J that null levels need.
-        checks: the checks of the Jacobian at each row.
-        formed: whether the Jacobian was formed entry by entry.
+        checks: the checks of the Jacobian at each row; empty if they are not stored.
+        formed: whether the Jacobian at each row was formed entry by entry; empty if that is not stored.
         dense: the Jacobians (R, d, d), kept or formed again; None: from products.
     """
 
@@ -37,7 +38,7 @@ class Layer:
     product: Callable[[Tensor], Tensor]
     moments: Moments
     checks: list[CheckResults]
-    formed: bool
+    formed: Sequence[bool]
     dense: Callable[[], Tensor] | None = None
 
     def jacobian(self) -> Float[Tensor, "R d d"]:
@@ -67,7 +68,7 @@ def dense_layers(
     device = Js[0].device
     kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
     return [
-        Layer(of_block, partial(_product, dense), of_J, checks_of_block, True, dense)
+        Layer(of_block, partial(_product, dense), of_J, checks_of_block, [True] * len(checks_of_block), dense)
         for of_block, dense, of_J, checks_of_block in zip(triplets, kept, of_blocks, checks, strict=True)
     ]
 
@@ -117,12 +118,17 @@ def recomputed_layer(
 def matrix_free_layer(
     jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
 ) -> Layer:
-    """Return a layer whose triplets come from products, or from the dense Jacobians where the iteration fails."""
+    """Return a layer whose triplets come from products or, at rows where the iteration fails, from the dense Jacobians."""
     sketch = jacobians.sketch(selections)
     operator, like = sketch.operator, sketch.signs[..., 0]
     triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
-    if not triplets.complete.all():
+    failed = ~triplets.complete.cpu()
+    if failed.all():
         return recomputed_layer(jacobians, selections, K, "full", memory)
+    if failed.any():
+        formed = recomputed_layer(jacobians, _subset(selections, failed), K, "full", memory)
+        others = matrix_free_layer(jacobians, _subset(selections, ~failed), K, method, memory)
+        return _merged(formed, others, failed)
     jacobians.advance(2 * len(like))  # as for a Jacobian that is formed and decomposed
 
     def product(V: Tensor) -> Tensor:
@@ -131,13 +137,37 @@ def matrix_free_layer(
         return JV
 
     checks = _for_each_row(sketch.checks, selections)
+    dense = lambda: _form_jacobians(jacobians, selections)[0]  # noqa: E731
+    return Layer(triplets, product, _estimated_moments(sketch, triplets), checks, [False] * len(like), dense)
+
+
+def _subset(selections: Sequence[Selection], chosen: Bool[Tensor, " R"]) -> list[Selection]:
+    """Return the chosen rows of all selections."""
+    parts = chosen.split([len(rows) for _, rows in selections])
+    return [(call, rows.subset(part)) for (call, rows), part in zip(selections, parts, strict=True) if part.any()]
+
+
+def _merged(one: Layer, other: Layer, of_one: Bool[Tensor, " R"]) -> Layer:
+    """Return a layer with the rows of two: those of `one` where `of_one`."""
+    device = one.triplets.S.device
+    order = torch.cat([of_one.nonzero()[:, 0], (~of_one).nonzero()[:, 0]]).argsort()
+    at, places = order.to(device), order.tolist()
+    mask = of_one.to(device)
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([a, b])[at]
+
+    def joined_fields(a: Any, b: Any) -> Iterator[Tensor]:
+        return (joined(getattr(a, of.name), getattr(b, of.name)) for of in fields(a))
+
+    checks, formed = [*one.checks, *other.checks], [*one.formed, *other.formed]
     return Layer(
-        triplets,
-        product,
-        _estimated_moments(sketch, triplets),
-        checks,
-        False,
-        lambda: _form_jacobians(jacobians, selections)[0],
+        Triplets(*joined_fields(one.triplets, other.triplets)),
+        lambda V: joined(one.product(V[mask]), other.product(V[~mask])),
+        Moments(*joined_fields(one.moments, other.moments)),
+        [checks[place] for place in places],
+        [formed[place] for place in places],
+        lambda: joined(one.jacobian(), other.jacobian()),
     )
 
 

@@ -4,7 +4,6 @@ Trajectory and entropy process a few tokens of all depths at a time, within a pa
 axes process all tokens of one depth at a time.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import sqrt
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from tracker.capture.recording import Recording
 from tracker.capture.replicas.replica import Replica
 from tracker.errors import UsageError
-from tracker.linalg.transfer import to_arrays, to_device
+from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import trajectory
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import DIMS, STATES
@@ -136,12 +135,14 @@ def noise_similarity(
     """Return cos(x^l, x~^l), where x~^l is the state after Gaussian noise is added to the embeddings (Fig. 32).
 
     The root mean square length of a token's noise is `levels` times the length of its embedding. All levels of a sample
-    scale one draw, whose seed is a checksum of the sample's embeddings. Padding gets no noise and is not part of the checksum.
-    NaN where a state is zero.
+    scale one draw, from the sample's seed. Padding gets no noise. NaN where a state is zero.
     """
     first = recording.calls[0].x.to(replica.device)
-    (drawn,) = to_device(first.device, torch.stack(list(map(_normal, first.cpu(), valid))).to(first.dtype))
-    noise = drawn * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
+    unit = torch.zeros(first.shape, dtype=torch.float64)
+    for of_sample, seed, at in zip(unit, recording.sample_seeds, valid, strict=True):
+        of_sample[list(at)] = drawn((len(at), first.shape[-1]), seed)
+    (unit,) = to_device(first.device, unit.to(first.dtype))
+    noise = unit * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in levels]
     cosines = [_cosine(noisy, first)]
     for recorded in recording.calls:
@@ -150,14 +151,6 @@ def noise_similarity(
             noisy = [call(x) for x in noisy]
         cosines.append(_cosine(noisy, call.y))
     return torch.stack(cosines, 1)
-
-
-def _normal(x: Float[Tensor, "n d"], valid: Sequence[int]) -> Float[Tensor, "n d"]:
-    tokens, drawn = x[list(valid)], torch.zeros(x.shape, dtype=torch.float64)
-    seed = zlib.crc32(tokens.view(torch.uint8).numpy().data)
-    generator = torch.Generator().manual_seed(seed)
-    drawn[list(valid)] = torch.randn(tokens.shape, generator=generator, dtype=torch.float64)
-    return drawn
 
 
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:

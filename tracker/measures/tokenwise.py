@@ -205,7 +205,7 @@ def _layers(
     triplets = iter(triplets_of_jacobians(Js, K, method, memory, jacobians.advance))
     joined = {link: _joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
-        link: Layer(joined[link], partial(_product, of_link), _moments(of_link, joined[link]), [], True)
+        link: Layer(joined[link], partial(_product, of_link), _moments(of_link, joined[link]), [], [])
         for link, of_link in by_link.items()
     }
 

@@ -1,0 +1,135 @@
+"""A prompt's numbers do not depend on what else is measured: on other prompts, their order, and the memory budget."""
+
+import warnings
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import tracker
+from tests.models import Size, build
+from tracker.measures import choices, depthwise, layers
+
+TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
+TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
+OF_WHOLE = {"seconds", "created", "inputs_sha256"}  # attributes that are of all inputs together
+BUDGETS = (60_000, 400_000, 4 << 30)
+
+
+class Letters:
+    """A tokenizer that returns one token for each letter."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
+
+    def decode(self, tokens: list[int]) -> str:
+        return f"w{tokens[0]}"
+
+
+@cache
+def case(kind: str, width: int):
+    """Return a model, and a function from the indices of some samples to its inputs and their tokenizer."""
+    name = {"prompts": "gpt_neox", "ids": "gpt_neox", "images": "timm vit"}[kind]
+    model, inputs = build(name, Size(width=width), samples=len(TEXTS))
+    if kind == "prompts":
+        return model, lambda chosen: {"inputs": [TEXTS[i] for i in chosen], "tokenizer": Letters()}
+    return model, lambda chosen: {"inputs": inputs[chosen]}
+
+
+@cache
+def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: int = 4 << 30):
+    width = 32 if svd == "full" else 80  # wide enough for iterations
+    model, inputs_of = case(kind, width)
+    names = [name for name in choices.everything() if kind != "images" or name != "directions"]
+    how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
+    return tracker.measure(model, **inputs_of(list(chosen)), **how)
+
+
+def assert_as_alone(together, alone, place: int, atol: float):
+    one = together.isel(prompt=[place])
+    assert set(one.variables) == set(alone.variables)
+    for name, expected in alone.data_vars.items():
+        if "prompt" not in expected.dims:
+            continue  # counts over all prompts
+        found = one[name].isel({dim: slice(size) for dim, size in expected.sizes.items()})
+        if expected.dtype == object:
+            np.testing.assert_array_equal(found, expected, str(name))
+        else:
+            np.testing.assert_allclose(found, expected, rtol=atol, atol=atol, err_msg=str(name))
+        if set(expected.dims) & {"token", "position", "pair_token"}:
+            assert int(one[name].notnull().sum()) == int(found.notnull().sum()), "what a shorter prompt lacks is NaN"
+    assert {name for name in alone.attrs if alone.attrs[name] != together.attrs[name]} <= OF_WHOLE
+
+
+@pytest.mark.parametrize(
+    "kind, svd, dtype",
+    [
+        ("prompts", "full", "float64"),
+        pytest.param("ids", "full", "float64", marks=pytest.mark.slow),
+        ("images", "full", "float64"),
+        ("prompts", "full", "float32"),
+        pytest.param("prompts", "krylov", "float64", marks=pytest.mark.slow),
+        pytest.param("images", "krylov", "float64", marks=pytest.mark.slow),
+        pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
+        pytest.param("images", "matrix-free", "float64", marks=pytest.mark.slow),
+    ],
+)
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes seconds
+@given(
+    chosen=st.lists(st.sampled_from(range(len(TEXTS))), min_size=1, unique=True),
+    budget=st.sampled_from(BUDGETS),
+)
+def test_company_order_and_budget_change_no_number(kind, svd, dtype, chosen, budget):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together = measured(kind, tuple(chosen), svd, dtype, budget)
+        for place, i in enumerate(chosen):
+            assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])
+
+
+def test_padding_changes_no_draw():
+    model, inputs_of = case("ids", 32)
+    ids = inputs_of([0, 1])["inputs"]
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    how = {"measures": ["coupling", "noise", "directions"], "dtype": "float64", "k": 3}
+    together = tracker.measure(model, {"input_ids": ids, "attention_mask": mask}, **how)
+    positions = {"position_ids": torch.arange(3, ids.shape[1])[None]}
+    alone = tracker.measure(model, {"input_ids": ids[1:, 3:], **positions}, **how)
+    np.testing.assert_allclose(together.noise_similarity[1, ..., 3:], alone.noise_similarity[0], atol=1e-8)
+    np.testing.assert_allclose(together.direction_out_score_null[1], alone.direction_out_score_null[0], atol=1e-8)
+    assert not np.allclose(together.direction_out_score_null[0], together.direction_out_score_null[1], atol=1e-3)
+
+
+def test_the_method_does_not_depend_on_the_number_of_prompts(monkeypatch):
+    """Forming Jacobians is expected to be faster for one row, products for many."""
+    model, inputs_of = case("ids", 128)
+    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 64)
+    formed = [tracker.measure(model, **inputs_of(range(B)), k=3).diagnostics_formed for B in (1, 5)]
+    assert bool(formed[0].all()) and bool(formed[1].all())
+
+
+def test_rows_at_which_an_iteration_fails_are_formed_alone(monkeypatch):
+    model, inputs_of = case("ids", 80)
+    measure = partial(
+        tracker.measure, model, k=3, svd="matrix-free", dtype="float64", measures=["coupling", "depth_use"]
+    )
+    usual = measure(**inputs_of(range(5)))
+    limit = float(usual.singular_value[:, 0, -1, 0].median())
+    found = layers.triplets_by_products
+
+    def failing(*arguments):
+        triplets = found(*arguments)
+        triplets.complete[triplets.S[:, 0] > limit] = False
+        return triplets
+
+    monkeypatch.setattr(layers, "triplets_by_products", failing)
+    together, alone = measure(**inputs_of(range(5))), [measure(**inputs_of([i])) for i in range(5)]
+    assert 0 < int(together.diagnostics_formed[:, 0, -1].sum()) < 5
+    np.testing.assert_allclose(together.miscoupling, usual.miscoupling, atol=1e-8)
+    for i, one in enumerate(alone):
+        for name in ("diagnostics_formed", "diagnostics_full_svd", "miscoupling", "miscoupling_null", "singular_value"):
+            np.testing.assert_allclose(together[name][i], one[name][0], atol=1e-8)
