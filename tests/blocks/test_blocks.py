@@ -329,7 +329,8 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
     oracle = brute_force.run(model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True)
     J = [oracle.jacobian(l, 0, position, position).detach() for l in range(len(blocks))]
     for name, values in brute_force.couplings(J, K).items():
-        np.testing.assert_allclose(ds[name].sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
+        seen = ds[name if norm is None else f"{name}_normed"]
+        np.testing.assert_allclose(seen.sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -230,14 +230,8 @@ def test_a_walk_measures_the_last_word_and_an_older_store_keeps_its_separator(tm
         tracker.open_results(tmp_path / "new")
 
 
-def test_the_very_last_token_is_recorded_by_one_name(tmp_path):
-    """Older units, measured at [-1], say -1."""
-    unit = measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1])
-    assert unit.attrs["tokens"] == "last"
-    store = Store(tmp_path)
-    store.check_settings({})
-    store.write(0, unit.assign_attrs(tokens="-1"))
-    assert store.read(0).attrs["tokens"] == "last"
+def test_the_very_last_token_is_recorded_by_one_name():
+    assert measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1]).attrs["tokens"] == "last"
 
 
 def test_image_models_are_unchanged():

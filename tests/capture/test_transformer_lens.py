@@ -129,7 +129,8 @@ def check_against_brute_force(model, final_norm):
     assert jacobian_difference(model, IDS, ds, truth, torch.float64) <= 1e-10
     for (b, t), J in truth.items():
         for measure, values in brute_force.couplings(J, 4).items():
-            np.testing.assert_allclose(ds[measure].sel(k=4).values[b, t], values, rtol=0, atol=1e-8)
+            seen = ds[f"{measure}_normed" if final_norm else measure]
+            np.testing.assert_allclose(seen.sel(k=4).values[b, t], values, rtol=0, atol=1e-8)
     states = torch.stack([*expected.inputs, expected.last]).norm(dim=-1).movedim(1, 0).detach()
     np.testing.assert_allclose(ds.norm.values, states, rtol=1e-10)
     return ds

@@ -177,8 +177,12 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
             norm, at = _final_norm(built, graph, ds), 0
         errors |= _of_states(ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b)
         for i, t in enumerate(ds.token_position.values[b].astype(int).tolist()):
-            J = [graph.jacobians(l, at, t, norm) for l in range(len(names))]
-            errors |= _of_jacobians(ds.isel(prompt=b, token=i), J, f"sample {b} token {t}")
+            J = [graph.jacobians(l, at, t, None) for l in range(len(names))]
+            by_end = {"": J} | (
+                {} if norm is None else {"_normed": [*J[:-1], graph.jacobians(len(J) - 1, at, t, norm)]}
+            )
+            for end, of_blocks in by_end.items():
+                errors |= _of_jacobians(ds.isel(prompt=b, token=i), of_blocks, end, f"sample {b} token {t}")
     worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else np.inf)
     if not errors[worst] <= TOLERANCE[built.dtype]:
         raise Wrong(f"{worst}: error {errors[worst]:.1e}")
@@ -307,7 +311,6 @@ def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, floa
     errors = {}
     with_norm, before_norm = oracle.trajectory(X), oracle.trajectory(raw)
     by_variable = before_norm | {f"{name}_normed": values for name, values in with_norm.items()}
-    by_variable["lss"] = with_norm["lss"]
     for name, expected in by_variable.items():
         if name in ds:
             seen = ds[name].values[..., : expected.shape[-1]]
@@ -315,19 +318,21 @@ def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, floa
     return errors
 
 
-def _of_jacobians(ds: xr.Dataset, J: list[Tensor], where: str) -> dict[str, float]:
+def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict[str, float]:
     S = torch.stack([torch.linalg.svdvals(matrix) for matrix in J])
     ranks = ds.sizes["rank"]
-    seen = torch.as_tensor(ds.singular_value.values[:, :ranks])
-    errors = {f"singular values, {where}": float(((seen - S[:, :ranks]).abs().amax(1) / S[:, 0].clamp(1e-12)).max())}
+    seen = torch.as_tensor(ds[f"singular_value{end}"].values[:, :ranks])
+    errors = {
+        f"singular values{end}, {where}": float(((seen - S[:, :ranks]).abs().amax(1) / S[:, 0].clamp(1e-12)).max())
+    }
     for K in KS:
         # Singular vectors turn by the error over the gap (Wedin).
         gaps = -S[:, : K + 1].diff()
         turn = float((S[:, :1] / gaps.clamp(1e-300)).max()) / 10
         for name, expected in oracle.measures(J, K).items():
             scale = max(1.0, float(expected.max())) if name == "offdiag" else 1.0
-            error = _difference(ds[name].sel(k=K).values, expected.numpy(), scale)
-            errors[f"{name} k={K}, {where}"] = error / max(1.0, turn)
+            error = _difference(ds[f"{name}{end}"].sel(k=K).values, expected.numpy(), scale)
+            errors[f"{name}{end} k={K}, {where}"] = error / max(1.0, turn)
     return errors
 
 

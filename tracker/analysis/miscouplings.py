@@ -59,7 +59,7 @@ def _read_unit(file: Path, measures: Sequence[str]) -> xr.Dataset:
             names = [name for name in measures if name in opened]
             needed = {name: (("prompt", *DIMS[name]), _array(opened, name)) for name in (*names, *OF_NULL_LEVELS)}
             coordinates = {name: _array(opened, name) for name in COORDINATES}
-            unit = xr.Dataset(needed if names else {}, coordinates, {"width": int(np.asarray(opened.attrs["width"]))})
+            unit = xr.Dataset(needed if names else {}, coordinates, {"width": np.asarray(opened.attrs["width"]).item()})
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
     parts = {
