@@ -109,14 +109,17 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
         return
     before = State(built.model)
     try:
-        found = use.difference(fresh, _measured_or_refused(built))
+        again = _measured_or_refused(built)
+        found = use.difference(fresh, again)
     except _Raised as error:
         result.outcome, result.detail = "raw exception", "after use: " + last_line(error.__cause__ or error)
         return
     changes = before.changes(built.model)
     if repeats and not use.identical(own, use.output(built.model, built)):
         changes.append("gives another output")
-    if found:
+    if found and use.by_rounding(fresh, again):
+        result.note += "; the same to rounding after use"
+    elif found:
         result.outcome, result.detail = "differs after use", found
     if changes:
         result.outcome, result.detail = "changed", "after use: " + "; ".join(changes[:3])
