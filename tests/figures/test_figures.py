@@ -142,13 +142,15 @@ def test_1b_states_that_there_is_no_onset(one):
 
 
 @pytest.mark.slow
-def test_1b_and_the_page_state_no_onset_within_two_percent_of_the_null_level(one):
-    ds = with_onset(open_results(one), STEPS, np.arange(4) >= 2, by=0.015)
+def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
+    """All prompts depart alike, as they share the weights: pairs of blocks above and below the level are chance."""
+    ds, measure = with_onset(open_results(one), STEPS, np.arange(4) >= 2), "offdiag_normalized"
+    level, sign = null_level(ds, measure), xr.where(ds.layer + ds.layer_other == 3, -1.9, 1.0)
+    ds[measure] = (level - sign * (level - ds[measure])).transpose(*ds[measure].dims)
     figure, table = draw("1b", {"toy": ds}, None)
-    words = "none: the distance from the null level stays below 2 % of it"
-    assert figure.axes[0].get_legend().get_texts()[-1].get_text().replace("\n", " ") == f"onset: {words}"
+    assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
     assert table.onset_by.isna().all()
-    assert contents(summary(ds))["onset"]["offdiag_normalized"][K]["words"] == words
+    assert contents(summary(ds))["onset"][measure][K]["words"] == "none beyond chance"
 
 
 def test_1c(one, tmp_path):
@@ -491,7 +493,7 @@ def test_definitions(several, tmp_path):
     over = ("prompt", "token", "layer", "layer_other")
     apart = [ds.layer != ds.layer_other for ds in last]  # a block's own basis is exact: its null level is 0
     couplings = [
-        float((ds.miscoupling_release_null.where(other, 0) - ds.miscoupling_release).sel(k=8).mean(over))
+        float((null_level(ds, "miscoupling_release") - ds.miscoupling_release).sel(k=8).mean(over))
         for ds, other in zip(last, apart, strict=True)
     ]
     fit = stats.linregress(couplings, [float(ds.score.mean()) for ds in last])

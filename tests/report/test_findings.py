@@ -22,7 +22,7 @@ def changed(shown, values, null=1.0):
     name, k = "miscoupling", min(shown["ks"])
     curve = {"value": list(values), "null": [null] * len(values)}
     departure = null - np.array(values)[:, None] + 1e-3 * np.arange(3)
-    found = onset(np.array(shown["steps"]), departure, None, null)
+    found = onset(np.array(shown["steps"]), departure, (null - np.array(values)[:, None]) * np.linspace(0.8, 1.2, 15))
     begins = {"later": found.later if found.found else None, "words": found.words}
     return {**shown, "curves": {name: {k: {"mean_offdiag": curve}}}, "onset": {name: {k: begins}}}
 

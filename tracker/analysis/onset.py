@@ -1,7 +1,12 @@
-"""The onset of coupling: the measured steps between which a curve departs from its null level.
+"""Whether blocks are coupled beyond chance, and the onset: the measured steps between which a curve departs from its null level.
 
-    departure    null level minus mis-coupling, averaged over prompts
-    onset        where the departure first reaches a tenth of its maximum
+    departure    null level minus mis-coupling
+    coupled      the mean departure over pairs of blocks is above zero
+    onset        where the departure, averaged over prompts, first reaches a tenth of its maximum
+
+Prompts and tokens share the weights: their mean has the chance alignment of one draw of weights, however many there are.
+Different pairs of unrelated blocks are turned against each other independently, so that the test of "coupled" is over pairs:
+a one-sided t test, each pair counted once as the mean of its two directions over prompts and tokens.
 
 Between two measured steps nothing is known of the curve. The onset is therefore a pair of steps, the last below a tenth of the
 maximum and the first at or above it, and nothing is interpolated between them. The maximum is that of the measured steps: steps
@@ -11,18 +16,38 @@ that miss the peak of a curve that falls again lower the tenth, and may move the
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from scipy import stats
 
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 
 SHARE = 0.1  # of the maximum
-# Of the null level. Prompts share the weights: an interval over prompts does not contain the chance alignment of one draw of
-# weights, which alone moves the mis-coupling of an untrained model by up to one percent (d = 128; `offdiag`: three).
-LEAST = 0.02
 FEWEST = 2  # measured steps
+FEWEST_PAIRS = 3
 NAN = float("nan")
+
+
+def pairs_of_blocks(matrices: Float[ndarray, "*S L L"]) -> Float[ndarray, "*S pairs"]:
+    """Return the mean of both directions of each pair of different blocks."""
+    l, m = np.triu_indices(matrices.shape[-1], 1)
+    return (matrices[..., l, m] + matrices[..., m, l]) / 2
+
+
+def coupled(departure: Float[ndarray, "S pairs"], level: float = (1 - CONFIDENCE) / 2) -> Bool[ndarray, " S"]:
+    """Return at which steps the mean departure over pairs of blocks is above zero, in a one-sided t test.
+
+    Args:
+        departure: as `pairs_of_blocks` returns it, averaged over prompts and tokens; NaN where undefined.
+        level: of the test.
+    """
+    defined = np.isfinite(departure)
+    count = defined.sum(1)
+    values = np.where(defined, departure, 0.0)
+    mean = values.sum(1) / np.maximum(count, 1)
+    squares = (np.where(defined, departure - mean[:, None], 0.0) ** 2).sum(1)
+    error = np.sqrt(squares / np.maximum(count - 1, 1) / np.maximum(count, 1))
+    return (count >= FEWEST_PAIRS) & (mean > stats.t.isf(level, np.maximum(count - 1, 1)) * error)
 
 
 @dataclass(frozen=True)
@@ -51,46 +76,47 @@ class Onset:
 def onset(
     steps: Float[ndarray, " S"],
     departure: Float[ndarray, "S prompts"],
+    pairs: Float[ndarray, "S pairs"],
     clusters: ndarray | None = None,
-    null: Float[ndarray, "S prompts"] | float = 0.0,
 ) -> Onset:
     """Find the steps between which a mis-coupling departs from its null level.
 
-    An onset is reported only if the departure of some step is above 2 % of the null level of that step, and the maximum
-    departure is above zero in a one-sided t test at 2.5 % / S. The rate of false onsets is then at most 2.5 % for normally
-    distributed prompts, whatever the dependence of the steps; 5 % for a skewness of -1/2, 11 % for a skewness of -1.
+    An onset is reported only if the blocks are `coupled` at the step where the departure is largest, at 2.5 % / S for S steps.
 
-    The interval covers every pair of neighbouring steps between which the onset may lie. A pair is excluded if the curve, less
-    a tenth of its maximum, is below zero at the later step (one-sided t test, 2.5 %) or above zero at a step before the pair's
-    later one (2.5 % / (S - 1)).
+    The interval covers every pair of neighbouring steps between which the onset may lie for other prompts. A pair is excluded if
+    the curve, less a tenth of its maximum, is below zero at the later step (one-sided t test, 2.5 %) or above zero at a step
+    before the pair's later one (2.5 % / (S - 1)).
 
     Args:
         steps: ascending.
-        departure: null level minus mis-coupling; NaN where undefined.
+        departure: null level minus mis-coupling of each prompt; NaN where undefined.
+        pairs: the same of each pair of blocks (`pairs_of_blocks`).
         clusters: labels of the prompts, as for `clustered_mean`.
-        null: the null level, which changes during training for measures that are not normalized; its sign has no meaning.
     """
-    steps, departure = np.asarray(steps, float), np.asarray(departure, float)
+    steps, departure, pairs = (np.asarray(values, float) for values in (steps, departure, pairs))
     defined = np.isfinite(departure).any(1)
-    null = np.broadcast_to(null, departure.shape)[defined]
-    steps, departure = steps[defined], departure[defined]
+    steps, departure, pairs = steps[defined], departure[defined], pairs[defined]
     # A prompt that is undefined at some steps would make the mean jump there.
     departure = np.where(np.isfinite(departure).all(0), departure, np.nan)
     if len(steps) < FEWEST:
         return Onset(NAN, NAN, NAN, NAN, f"unknown: fewer than {FEWEST} steps")
-    mean, error, df = clustered_mean(departure, clusters)
-    peak = int(mean.argmax())
-    if not np.isfinite(error[peak]):
-        return Onset(NAN, NAN, NAN, NAN, "unknown: fewer than 2 independent prompts")
+    if not (np.isfinite(pairs).sum(1) >= FEWEST_PAIRS).any():
+        return Onset(NAN, NAN, NAN, NAN, f"unknown: fewer than {FEWEST_PAIRS} pairs of blocks")
+    mean, error, _ = clustered_mean(departure, clusters)
+    peak = int(np.nan_to_num(mean, nan=-np.inf).argmax())
     # Bonferroni: the maximum is over S steps.
-    if not mean[peak] > stats.t.isf((1 - CONFIDENCE) / 2 / len(steps), df[peak]) * error[peak]:
+    if not coupled(pairs, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
         return Onset(NAN, NAN, NAN, NAN, "none beyond chance")
-    level = abs(np.nanmean(np.where(np.isfinite(departure), null, np.nan), 1))
-    if not (mean > LEAST * level).any():
-        words = f"none: the distance from the null level stays below {100 * LEAST:.0f} % of it"
-        return Onset(NAN, NAN, NAN, NAN, words)
     first = int((mean >= SHARE * mean[peak]).argmax())
     before = np.concatenate([[0.0], steps[:-1]])
+    earlier, later = float(before[first]), float(steps[first])
+    where = (
+        f"between steps {earlier:,.0f} and {later:,.0f}"
+        if first
+        else f"at or before step {later:,.0f}, the first measured"
+    )
+    if not np.isfinite(error[peak]):
+        return Onset(earlier, later, earlier, later, f"{where} (no interval: fewer than 2 independent prompts)")
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)
     significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
     significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / (len(steps) - 1), df) * error
@@ -99,11 +125,5 @@ def onset(
     possible = np.flatnonzero((~significantly_below & ~departed_before & (index <= peak)) | (index == first))
     low, high = float(before[possible[0]]), float(steps[possible[-1]])
     of = f" of {count} sources" if clusters is not None and (count := len(set(clusters))) > 1 else ""
-    earlier, later = float(before[first]), float(steps[first])
-    where = (
-        f"between steps {earlier:,.0f} and {later:,.0f}"
-        if first
-        else f"at or before step {later:,.0f}, the first measured"
-    )
     words = f"{where} (95 % interval over prompts{of}: {low:,.0f} to {high:,.0f})"
     return Onset(earlier, later, low, high, words)

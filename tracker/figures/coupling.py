@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.onset import Onset, onset
+from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.statistics import over_pairs, sources
 from tracker.figures.drawing import (
@@ -48,7 +48,11 @@ def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plo
         step, source = ds["step"].values, sources(ds)
         by_step = by_prompt.transpose("step", "prompt")
         departure = (by_step["coupling"] - by_step["null"]).values
-        began = onset(step, departure, source, by_step["null"].values)
+        at = ds.sel(k=k)
+        matrices = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token"))
+        began = onset(
+            step, departure, pairs_of_blocks(matrices.transpose("step", "layer", "layer_other").values), source
+        )
         mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)

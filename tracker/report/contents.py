@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.jsonable import jsonable
-from tracker.analysis.onset import onset
+from tracker.analysis.onset import onset, pairs_of_blocks
 from tracker.analysis.statistics import PAIRS, USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
@@ -98,8 +98,8 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
-    null = at[f"{name}_null_by_prompt"].transpose("step", "prompt").values
-    return jsonable(asdict(onset(at["step"].values, departure, sources(at), null)))
+    matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR).values
+    return jsonable(asdict(onset(at["step"].values, departure, pairs_of_blocks(matrices), sources(at))))
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
