@@ -82,7 +82,8 @@ def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence
         y_mean, null_mean = ([values[x == rate].mean() for rate in rates] for values in (y, null))
         panel.plot(x, y, "o", color=BLUE, ms=3, alpha=0.5)
         panel.plot(rates, y_mean, color=BLUE, label="coupling")
-        panel.plot(rates, null_mean, color=GREY, ls=":", label="null level")
+        if np.isfinite(null_mean).any():
+            panel.plot(rates, null_mean, color=GREY, ls=":", label="null level")
         panel.set_title(f"weight decay {decay:.3g}", fontsize=8)
     figure.supxlabel("stochastic depth rate", fontsize=8)
     figure.supylabel(coupling_label(at), fontsize=8)
@@ -105,7 +106,9 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
         over_steps.plot(step, coupling.mean("cell"), **line)
         for axes in over_loss:
             axes.plot(cells["training_loss"].mean("cell"), coupling.mean("cell"), **line)
-    over_steps.plot(step, -grid["null"].sel(at).mean("cell"), color=GREY, ls=":", label="null level")
+    null = -grid["null"].sel(at).mean("cell")
+    if null.notnull().any():
+        over_steps.plot(step, null, color=GREY, ls=":", label="null level")
     training_axis(over_steps, step)
     over_steps.set_xlabel("training step", fontsize=8)
     over_steps.legend(fontsize=7)

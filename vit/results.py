@@ -26,9 +26,10 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
     """Read all finished cells of a grid, from its directory, from files that the analysis wrote (`GRID_FILE`), or from both.
 
     Returns:
-        `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` (cell, step, token, measure, k,
-        pairs); `training_loss` (cell, step), NaN where it was not recorded; along `cell` the coordinates weight_decay,
-        drop_path and seed. The attribute `unfinished` lists the cells left out and why, `recipe` is what all cells share.
+        `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` level (cell, step, token, measure,
+        k, pairs), NaN in a file that was made without it; `training_loss` (cell, step), NaN where it was not recorded; along
+        `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the cells left out and why,
+        `recipe` is what all cells share.
 
     Raises:
         FileNotFoundError: if no finished cell has coupling.
