@@ -33,7 +33,7 @@ CAPTIONS = {
     "fig10": "Coupling against stochastic depth for every weight decay (paper, Fig. 10).",
     "training": "Coupling over training for each stochastic depth rate, over steps and, where it was recorded, over the loss on "
     "plain training images. Lines are means over weight decays and seeds, bands their range. The dotted line is the null level, "
-    "the value for an unrelated basis.",
+    "the value for unrelated blocks.",
     "reliability": "Reliability within stochastic depth rates, with 95 % interval, at one K: the share of the variance of the "
     "settings' means that is not noise of their seeds. Beyond the line at 0.5 settings vary more than that noise.",
     "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates. A star "
