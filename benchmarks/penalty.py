@@ -56,17 +56,11 @@ def examine(run: Run) -> dict[str, Any]:
         J = torch.tensor(ds.jacobian.values)[:, 0].transpose(0, 1)  # (L, samples, d, d)
         L, d = len(J), J.shape[-1]
         exact = statistics.mean(_exact(J[a], J[b]) for a, b in combinations(range(L), 2))
-        distinct = ds.where(ds.layer != ds.layer_other)
-        course.append(
-            {
-                "step": step,
-                "penalty": exact,
-                "miscoupling": float(distinct.miscoupling.mean()),
-                "miscoupling_null": float(ds.miscoupling_null.mean()),
-                "offdiag_normalized": float(distinct.offdiag_normalized.mean()),
-                "offdiag_normalized_null": float(ds.offdiag_normalized_null.mean()),
-            }
-        )
+        apart = ds.layer != ds.layer_other
+        measured = {name: ds[name] for name in ("miscoupling", "offdiag_normalized")}
+        measured |= {f"{name}_null": tracker.null_level(ds, name) for name in measured}
+        means = {name: float(values.where(apart).mean()) for name, values in measured.items()}
+        course.append({"step": step, "penalty": exact, **means})
     pair = [(2, 5)]
     exact = _exact(J[1], J[4])
     estimates = {}

@@ -61,8 +61,9 @@ def main(steps: int) -> None:
         with torch.no_grad():
             loss = float(model.eval()(input_ids=held_out, labels=held_out).loss)
         last = tracker.open_results(f"{RESULTS}/weight{weight:g}").isel(step=-1)
-        distinct = last.where(last.layer != last.layer_other)
-        measured = (f"{distinct[name].mean():.3f} ({last[f'{name}_null'].mean():.3f})" for name in MEASURES)
+        apart = last.layer != last.layer_other
+        nulls = {name: tracker.null_level(last, name).where(apart).mean() for name in MEASURES}
+        measured = (f"{last[name].where(apart).mean():.3f} ({nulls[name]:.3f})" for name in MEASURES)
         print(f"{weight:6g}   {loss:13.3f}" + "".join(f"{value:>22}" for value in measured), flush=True)
 
 

@@ -106,17 +106,19 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     Variables of measures that were left out are skipped.
     """
     k, apart = int(ds.k.min()), abs(ds.layer_other - ds.layer)
-    for name in ("miscoupling", "miscoupling_raw", "offdiag_normalized", "offdiag_normalized_raw"):
-        matrix = ds[name].sel(k=k)
-        null = ds[f"{name}_null"].sel(k=k).broadcast_like(matrix)
-        chosen = {"l ≠ l'": apart > 0} | {f"l and l' {n} apart": apart == n for n in DISTANCES if name.endswith("_raw")}
+    over = ("token", "layer", "layer_other")
+    for name in ("miscoupling", "miscoupling_normed", "offdiag_normalized", "offdiag_normalized_normed"):
+        matrix, null = ds[name].sel(k=k), tracker.null_level(ds.sel(k=[k]), name).sel(k=k)
+        chosen = {"l ≠ l'": apart > 0}
+        if not name.endswith("_normed"):
+            chosen |= {f"l and l' {n} apart": apart == n for n in DISTANCES}
         for words, pairs in chosen.items():
-            over = ("token", "layer", "layer_other")
             yield f"{name}, K = {k}, {words}", matrix.where(pairs).mean(over), null.where(pairs).mean(over)
     for larger in ds.k.values[1:]:
-        matrix, null = (ds[name].sel(k=larger) for name in ("miscoupling_raw", "miscoupling_raw_null"))
-        distinct = matrix.where(apart > 0).mean(("token", "layer", "layer_other"))
-        yield f"miscoupling_raw, K = {larger}, l ≠ l'", distinct, null.mean(("token", "layer"))
+        of_k = ds.sel(k=[larger])
+        both = (of_k.miscoupling, tracker.null_level(of_k, "miscoupling"))
+        matrix, null = (values.sel(k=larger).where(apart > 0).mean(over) for values in both)
+        yield f"miscoupling, K = {larger}, l ≠ l'", matrix, null
     for name in ("lss", "expodistance", "alpha_mean", "equidistance"):
         yield f"{name}, median over tokens", ds[name].median("position"), None
     alpha = xr.apply_ufunc(np.log, ds.norm).diff("depth").isel(depth=slice(1, None))
@@ -127,7 +129,7 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     for name in (f"{kind}_miscoupling" for kind in ("self", "fixed_input", "fixed_output")):
         if name in ds:
             over, matrix = ("layer", "pair_token", "pair_token_other"), ds[name].sel(k=k)
-            null = ds[f"{name}_null"].sel(k=k).where(matrix.notnull())
+            null = tracker.null_level(ds.sel(k=[k]), name).sel(k=k)
             yield f"{name}, K = {k}, l' = l + 1", matrix.mean(over), null.mean(over)
     for name in (
         "from_first_effective_rank",

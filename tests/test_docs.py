@@ -10,8 +10,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+import xarray as xr
 
 from tests.conftest import ROOT
+from tracker.measures.coordinates import COORDINATES
+from tracker.measures.registry import BY_NAME
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -19,6 +22,8 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
 HISTORY = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").iterdir()]  # commands as they were at the time
+STUDIES = [*(ROOT / "docs" / "studies").iterdir()]  # with the names of the version that measured them
+VARIABLES = {*BY_NAME, *COORDINATES, *(f"{name}_null" for name, measure in BY_NAME.items() if measure.null)}
 
 
 def path(document: Path) -> str:
@@ -79,6 +84,33 @@ def test_the_table_is_short():
 def test_the_files_that_a_document_names_exist(document):
     files = re.findall(r"`((?:tracker|checkpoints|vit|benchmarks|tests|examples|docs)/[\w./-]*)`", text(document))
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def named_variables(words: str) -> set[str]:
+    """Return the names in a text that can only be variables: `miscoupling_normed`, `ds.lss`, `null_level(ds, "offdiag")`."""
+    code = set(re.findall(r"`([a-z]\w*)`", words))
+    variants = {
+        name
+        for name in code
+        if any(name == measure or name.startswith(f"{measure}_") for measure in BY_NAME)
+        or name.endswith(("_raw", "_normed", "_null"))
+    }
+    read = set(re.findall(r"\b(?:ds|results|curves\(\w+\))\.(\w+)", words))
+    with_levels = set(re.findall(r"null_(?:level|spread)\([^\n\"]*\"(\w+)\"", words))
+    return variants | {name for name in read if not hasattr(xr.Dataset, name)} | with_levels
+
+
+@pytest.mark.parametrize("document", [of for of in DOCUMENTS if of not in (*HISTORY, *STUDIES)], ids=path)
+def test_the_variables_that_a_document_names_exist(document):
+    assert named_variables(text(document)) - VARIABLES == set()
+
+
+def test_variables_are_found():
+    words = (
+        '`miscoupling_raw`, `lss`, `_raw`; `ds.expodistance_old.median()`\nnull_level(ds.sel(k=[2]), "offdiag_other")'
+    )
+    assert named_variables(words) == {"miscoupling_raw", "lss", "expodistance_old", "offdiag_other"}
+    assert {"miscoupling_null", "diagnostics_undefined"} < named_variables(text(ROOT / "docs" / "notebook.md"))
 
 
 def test_the_design_lists_the_layers_of_the_import_contract():

@@ -11,22 +11,24 @@ from tracker.figures.declaration import AT_STEPS, MEDIANS, Declaration
 _against_score = partial(Declaration, needs=("miscoupling", "score"), results=4)
 
 LAST = "after the last step"
-K_AND_NORM = "K is the smallest measured, or --k; the last block with the final norm where the results include it"
+ALONE = "of the blocks alone"
+WITHOUT_NORM = f"{ALONE} (paper: with the final norm)"
+K_AND_NORM = f"K is the smallest measured, or --k; {WITHOUT_NORM}"
 COUPLING = f"{MEASURE}, mean over l ≠ l' (paper: all pairs), prompts and tokens; {K_AND_NORM}"
 OVER_PROMPTS = "bars are 95 % intervals over prompts"
 HOLM = "p corrected for multiple tests (Holm)"
 MATRICES = (
-    "matrices for the smallest K and the first prompt, at the first step (for untrained) and the last (for trained)"
+    "matrices for the smallest K and the first prompt, at the first step (for untrained) and the last (for trained); "
+    f"{ALONE}"
 )
 LAYERS = (
     "l is the middle layer, l' = l + 1 unless others were measured (titles state l and l'; paper: two fixed layers)"
 )
-WITH_NORM = "with the final norm where the results include it"
 AT_LAYERS = "an early, a middle and a late layer"
 UNTRAINED = "untrained is step 0 (--untrained where no such checkpoint is published)"
 SPECTRA = (
-    "medians over prompts and tokens; 1 / s₁ of each block with its straight line over depth, R² and n; the last block "
-    f"{WITH_NORM}, which flattens its singular values"
+    "medians over prompts and tokens; 1 / s₁ of each block with its straight line over depth, R² and n; "
+    f"{WITHOUT_NORM[:-1]}, which flattens the last block's singular values)"
 )
 WINDOWS = "windows of 11 states for models of at least 20 blocks, else narrower (results record the size)"
 
@@ -36,7 +38,7 @@ _DECLARATIONS = (
         "Mis-coupling, line-shape score and expodistance over training",
         overview.all_curves,
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
-        f"tokens, {WITH_NORM}; expodistance: median, before the final norm; bands are quartiles",
+        f"tokens; expodistance: median; {ALONE}; bands are quartiles",
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,
         single=True,
@@ -92,8 +94,7 @@ _DECLARATIONS = (
         "5",
         "Line-shape score and expodistance, untrained and trained",
         partial(states.by_model, variables=("lss", "expodistance")),
-        f"{MEDIANS} together (paper: over prompts); LSS {WITH_NORM}, expodistance before the final norm; results in the order "
-        f"given; {UNTRAINED}",
+        f"{MEDIANS} together (paper: over prompts); {WITHOUT_NORM}; results in the order given; {UNTRAINED}",
         ("lss", "expodistance"),
         steps=2,
         untrained=True,
@@ -123,7 +124,7 @@ _DECLARATIONS = (
         "12",
         "Token trajectories on a principal plane",
         states.principal_planes,
-        f"the first prompt; all layers in one plot, at the first and the last step; the last state {WITH_NORM}",
+        f"the first prompt; all layers in one plot, at the first and the last step; {WITHOUT_NORM}",
         ("pca",),
         also=("13",),
     ),
@@ -156,7 +157,7 @@ _DECLARATIONS = (
         "25",
         "Variation of step lengths at initialisation",
         partial(states.by_model, variables=("equidistance",), trained=False),
-        f"{MEDIANS}, before the final norm; {UNTRAINED}; the paper's caption names expodistance, its section 5.5 the step "
+        f"{MEDIANS}; {ALONE}; {UNTRAINED}; the paper's caption names expodistance, its section 5.5 the step "
         "lengths, which are drawn here",
         ("equidistance",),
         untrained=True,
@@ -165,15 +166,15 @@ _DECLARATIONS = (
         "26",
         "Norm, line-shape score, variation of step lengths and entropy by depth",
         partial(states.by_depth, variables=("norm", "lss_window", "equidistance_window", "entropy")),
-        f"{MEDIANS} (paper: means of step lengths); norm and step lengths before the final norm, LSS {WITH_NORM}, entropy of "
-        f"every state through the final norm; step lengths in windows; {AT_STEPS}; {WINDOWS}",
+        f"{MEDIANS} (paper: means of step lengths); {ALONE}, but entropy of every state through the final norm; step lengths in "
+        f"windows; {AT_STEPS}; {WINDOWS}",
         ("norm", "lss_window", "equidistance_window", "entropy"),
     ),
     Declaration(
         "27",
         "Line-shape score over training",
         partial(states.over_training, variable="lss"),
-        f"{MEDIANS}, {WITH_NORM}; the paper's right half is the second panel of Fig. 26, with medians instead of means",
+        f"{MEDIANS}; {WITHOUT_NORM}; the paper's right half is the second panel of Fig. 26, with medians instead of means",
         ("lss",),
         steps=2,
     ),
@@ -181,7 +182,7 @@ _DECLARATIONS = (
         "28",
         "Linearity at fixed blocks over training",
         partial(states.at_layers, variable="lss_window", sign=-1),
-        f"{MEDIANS} (paper: means), {WITH_NORM}; {AT_LAYERS} (paper: 5, 15 and 30); {WINDOWS}",
+        f"{MEDIANS} (paper: means), {WITHOUT_NORM}; {AT_LAYERS} (paper: 5, 15 and 30); {WINDOWS}",
         ("lss_window",),
         steps=2,
     ),
@@ -189,7 +190,7 @@ _DECLARATIONS = (
         "29",
         "Expodistance at fixed blocks over training",
         partial(states.at_layers, variable="expodistance_window"),
-        f"{MEDIANS} (paper: means), before the final norm; {AT_LAYERS}; {WINDOWS}",
+        f"{MEDIANS} (paper: means); {ALONE}; {AT_LAYERS}; {WINDOWS}",
         ("expodistance_window",),
         steps=2,
     ),
@@ -197,7 +198,7 @@ _DECLARATIONS = (
         "30",
         "Norm and expodistance by depth during training",
         partial(states.by_depth, variables=("norm", "expodistance_window")),
-        f"{MEDIANS}, before the final norm; {AT_STEPS}; {WINDOWS}",
+        f"{MEDIANS}; {ALONE}; {AT_STEPS}; {WINDOWS}",
         ("norm", "expodistance_window"),
         steps=2,
     ),
@@ -213,8 +214,8 @@ _DECLARATIONS = (
         "32",
         "Response to noise on the embeddings",
         states.noise_response,
-        f"mean over tokens, then over prompts, with interval over prompts, {LAST}; one sample of noise per prompt; the output "
-        f"of the last block {WITH_NORM}",
+        f"mean over tokens, then over prompts, with interval over prompts, {LAST}; one sample of noise per prompt; "
+        f"{WITHOUT_NORM}",
         ("noise_similarity",),
     ),
     Declaration(
@@ -264,7 +265,8 @@ _DECLARATIONS = (
         "definitions",
         "Correlation of the score with coupling, by mis-coupling, K and layer pairs",
         model_comparisons.definitions,
-        f"not in the paper; null level minus mis-coupling, all definitions, {HOLM}; {LAST}, means over prompts and tokens",
+        f"not in the paper; null level minus mis-coupling, all definitions, of the blocks alone and with the final norm, "
+        f"{HOLM}; {LAST}, means over prompts and tokens",
     ),
     *BEYOND,
 )

@@ -54,7 +54,7 @@ def _of_halves() -> tuple[Measure, ...]:
                 f"{half}_coupling_null",
                 LAYER,
                 f"mis-coupling of the {words} in the bases of the {other}: null level",
-                formula="root of the expected square for independent random U′ and V′: √(1 + K² ‖J‖² / (d² ‖s‖₂²))",
+                formula=f"√E[‖A − S‖²] / ‖s‖₂, A = (Q U′)ᵀ {symbol} Q V′, Q a random rotation",
                 **shared,
             ),
             Measure(

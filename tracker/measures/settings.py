@@ -52,12 +52,11 @@ class Settings:
     final_norm: FinalNorm = _option(
         "auto",
         values.choice(FinalNorm),
-        "include counts the final norm as part of the last block (paper eq. 7), exclude does not, drop leaves the last block "
-        "out; auto is include for language models that have a final norm (Hugging Face models of token ids, and models that map "
-        "each token's last state to logits over their vocabulary), else exclude. With include, the couplings, "
-        "singular values and certificates of the layer pairs are also measured without the norm, as variables that end in "
-        "_raw, at the cost of one more Jacobian: in trained models the norm makes the last block's Jacobian nearly a multiple "
-        "of -I.",
+        "include adds the variables that end in _normed, in which the final norm is part of the last block (paper eq. 7), at the "
+        "cost of one more Jacobian; exclude leaves them out; drop leaves the last block out; auto is include for language models "
+        "that have a final norm (Hugging Face models of token ids, and models that map each token's last state to logits over "
+        "their vocabulary), else exclude. Variables without that suffix are of the blocks alone: the norm by itself raises the "
+        "line-shape score, and in trained models it makes the last block's Jacobian nearly a multiple of -I.",
     )
     svd: Method = _option(
         "auto",
