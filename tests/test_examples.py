@@ -22,7 +22,7 @@ STEPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty", "smollm2"])
+@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty", "smollm2", "unrelated_blocks"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path):
     command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
