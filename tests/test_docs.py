@@ -22,7 +22,6 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
 HISTORY = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").iterdir()]  # commands as they were at the time
-STUDIES = [*(ROOT / "docs" / "studies").iterdir()]  # with the names of the version that measured them
 VARIABLES = {*BY_NAME, *COORDINATES, *(f"{name}_null" for name, measure in BY_NAME.items() if measure.null)}
 
 
@@ -100,7 +99,7 @@ def named_variables(words: str) -> set[str]:
     return variants | {name for name in read if not hasattr(xr.Dataset, name)} | with_levels
 
 
-@pytest.mark.parametrize("document", [of for of in DOCUMENTS if of not in (*HISTORY, *STUDIES)], ids=path)
+@pytest.mark.parametrize("document", [of for of in DOCUMENTS if of not in HISTORY], ids=path)
 def test_the_variables_that_a_document_names_exist(document):
     assert named_variables(text(document)) - VARIABLES == set()
 
