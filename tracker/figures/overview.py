@@ -25,8 +25,12 @@ TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodist
 def last_heatmap(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     """Draw `coupling_heatmap` of the last step of the single result."""
     (ds,) = results.values()
-    last = ds.isel(step=-1)
-    return coupling_heatmap(last, k, given), last["miscoupling"].sel(k=k).mean(("prompt", "token")).to_dataframe()
+    last = ds.isel(step=-1).sel(k=k)
+    matrix, level = (
+        values.mean(("prompt", "token")) for values in (last["miscoupling"], null_level(last, "miscoupling"))
+    )
+    null = float(level.where(level["layer"] != level["layer_other"]).mean())
+    return coupling_heatmap(matrix, k, null, given), matrix.to_dataframe()
 
 
 def all_curves(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
@@ -37,10 +41,14 @@ def all_curves(results: Results, k: int, given: "Axes | None" = None) -> "Plotte
     return training_curves(points, k, ds.attrs.get("suite", "")), points.sel(k=k, pairs="mean_offdiag").to_dataframe()
 
 
-def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "Figure":
+def coupling_heatmap(matrix: xr.DataArray, k: int, null: float, given: "Axes | None" = None) -> "Figure":
     """Draw the (L, L) matrix of one step: rows are blocks l, columns the blocks l' in whose basis they are expressed.
 
     The diagonal, 0 by definition, is grey and outside of the colour scale, which spans the other entries and their null level.
+
+    Args:
+        matrix: mis-couplings (layer, layer_other), means over prompts and tokens.
+        null: the mean of their null levels over l != l'.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -48,14 +56,12 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
-    samples = ("prompt", "token")
-    at = unit.sel(k=k)
-    others = at["miscoupling"].mean(samples).where(at["layer"] != at["layer_other"])
-    scale = [float(others.min()), float(others.max())]
-    explained: list[Any] = [Patch(color="lightgrey", label="l = l': 0 by definition")]
-    null = float(null_level(at, "miscoupling").mean(samples).where(others.notnull()).mean())
-    scale.append(null)
-    explained.append(Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}"))
+    others = matrix.where(matrix["layer"] != matrix["layer_other"])
+    scale = [float(others.min()), float(others.max()), null]
+    explained: list[Any] = [
+        Patch(color="lightgrey", label="l = l': 0 by definition"),
+        Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}"),
+    ]
     L = others.sizes["layer"]
     if given is None:
         figure = Figure(figsize=(4.8, 4), layout="constrained")
@@ -73,8 +79,7 @@ def coupling_heatmap(unit: xr.Dataset, k: int, given: "Axes | None" = None) -> "
     bar = figure.colorbar(image, ax=axes)
     bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
     bar.ax.tick_params(labelsize=8)
-    for level in scale[2:]:
-        bar.ax.axhline(level, color="black", lw=1)
+    bar.ax.axhline(null, color="black", lw=1)
     # Above the axes, and the title above it: below them is the label of x, at a distance that depends on the layout.
     axes.legend(
         handles=explained,

@@ -48,8 +48,11 @@ class Row:
 
         if "miscoupling" not in self.matrices:
             return {}
-        ks = self.matrices["k"].values
-        return {f"coupling/heatmap/k{k}": pixels(coupling_heatmap(self.matrices, int(k))) for k in ks}
+        means = self.matrices["miscoupling"].mean(SAMPLES)
+        nulls = {int(k): self.scalars[f"coupling/miscoupling_null/k{k}/mean_offdiag"] for k in means["k"].values}
+        return {
+            f"coupling/heatmap/k{k}": pixels(coupling_heatmap(means.sel(k=k), k, null)) for k, null in nulls.items()
+        }
 
 
 class Logger(Protocol):
