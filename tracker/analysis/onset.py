@@ -41,13 +41,8 @@ def coupled(departure: Float[ndarray, "S pairs"], level: float = (1 - CONFIDENCE
         departure: as `pairs_of_blocks` returns it, averaged over prompts and tokens; NaN where undefined.
         level: of the test.
     """
-    defined = np.isfinite(departure)
-    count = defined.sum(1)
-    values = np.where(defined, departure, 0.0)
-    mean = values.sum(1) / np.maximum(count, 1)
-    squares = (np.where(defined, departure - mean[:, None], 0.0) ** 2).sum(1)
-    error = np.sqrt(squares / np.maximum(count - 1, 1) / np.maximum(count, 1))
-    return (count >= FEWEST_PAIRS) & (mean > stats.t.isf(level, np.maximum(count - 1, 1)) * error)
+    mean, error, df = clustered_mean(departure)
+    return (df >= FEWEST_PAIRS - 1) & (mean > stats.t.isf(level, df) * error)
 
 
 @dataclass(frozen=True)
