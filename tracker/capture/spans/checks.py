@@ -38,37 +38,6 @@ NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"
 
 
-def check_whole_state(
-    replica: Replica,
-    arguments: BoundArguments,
-    calls: Sequence[SpanCall],
-    fixed: Mapping[Boundary, Tensor],
-    output: Any,
-) -> None:
-    """Check the states at all boundaries, and the fixed tensors. The replica holds its weights.
-
-    Args:
-        replica: the replica that was recorded.
-        arguments: of its forward.
-        calls: the recorded spans.
-        fixed: the recorded values of fixed tensors.
-        output: what the model returned in the recorded pass.
-
-    Raises:
-        UsageError: if a state is not the whole state, or a fixed tensor depends on a state; also for a forward pass that is
-            random or keeps state.
-    """
-    check, dtype = _WholeStateCheck(replica, arguments, calls, fixed, output), replica.dtype
-    check.require_constant()
-    for l in range(len(calls) + 1):
-        error = check.error(l)
-        if error <= TOLERANCE[dtype]:
-            continue
-        if not check.error(l, noise=False) <= TOLERANCE[dtype]:
-            raise irreproducible(NOT_REPRODUCED)
-        raise check.failure(l, error)
-
-
 def check_stateless(
     replica: Replica, arguments: BoundArguments, calls: Sequence[SpanCall], before: ModuleState
 ) -> None:
@@ -109,8 +78,16 @@ class _Noise:
         return x + NOISE * x.square().mean().sqrt() * drawn
 
 
-class _WholeStateCheck:
-    """The recorded pass, and the errors of passes with noise before one boundary."""
+class WholeStateCheck:
+    """The recorded pass, and the errors of passes with noise before one boundary. The replica holds its weights.
+
+    Args:
+        replica: the replica that was recorded.
+        arguments: of its forward.
+        calls: the recorded spans.
+        fixed: the recorded values of fixed tensors.
+        output: what the model returned in the recorded pass.
+    """
 
     def __init__(
         self,
@@ -126,6 +103,22 @@ class _WholeStateCheck:
         self.first, self.fixed = calls[0].span[0], fixed
         self.held: dict[Boundary, BoundaryHook] = {place: hold(value) for place, value in fixed.items()}
         self.sources = self._sources()
+
+    def check(self) -> None:
+        """Check the states at all boundaries, and the fixed tensors.
+
+        Raises:
+            UsageError: if a state is not the whole state, or a fixed tensor depends on a state; also for a forward pass that is
+                random or keeps state.
+        """
+        self.require_constant()
+        for l in range(len(self.calls) + 1):
+            error = self.error(l)
+            if error <= TOLERANCE[self.dtype]:
+                continue
+            if not self.error(l, noise=False) <= TOLERANCE[self.dtype]:
+                raise irreproducible(NOT_REPRODUCED)
+            raise self.failure(l, error)
 
     def error(self, l: int, noise: bool = True) -> float:
         """Return the relative error of the end of span l (0-based), or of the model's output for l = L, when only the start

@@ -17,7 +17,7 @@ from tracker.capture.recording import Recording
 from tracker.capture.replicas.module_state import ModuleState, irreproducible
 from tracker.capture.replicas.replica import Replica
 from tracker.capture.spans.calls import SpanCall, run
-from tracker.capture.spans.checks import check_stateless, check_whole_state
+from tracker.capture.spans.checks import WholeStateCheck, check_stateless
 from tracker.capture.spill import Spill
 from tracker.errors import UsageError
 
@@ -49,7 +49,7 @@ def record_spans(
         calls = recorder.calls(bound)
         if before.changed():
             check_stateless(replica, bound, calls, before)
-        check_whole_state(replica, bound, calls, recorder.fixed, output)
+        WholeStateCheck(replica, bound, calls, recorder.fixed, output).check()
     last = calls[-1].y
     logits = recorder.head.logits(*last.shape[:2])
     unembedding = recorder.head.unembedding(last, logits)
