@@ -60,8 +60,12 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
 
 
 def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    by_prompt = over_pairs(_in_float64(results[measure.name]))
-    null = over_pairs(null_level(results, measure.name))
+    values, null = _in_float64(results[measure.name]), null_level(results, measure.name)
+    return points_of_layer_pairs(over_pairs(values), over_pairs(null))
+
+
+def points_of_layer_pairs(by_prompt: xr.DataArray, null: xr.DataArray) -> dict[str, xr.DataArray]:
+    """Return the points of a mis-coupling, by what follows its name, from `over_pairs` of it and of its null level."""
     samples = ("prompt", "token")
     return {"": by_prompt.mean(samples), **_band(by_prompt, samples), "_null": null.mean(samples)}
 

@@ -43,17 +43,14 @@ def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plo
     figure, axes = panels(len(results), given, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
-        by_prompt = coupling_of_prompts(ds, k)
-        null = by_prompt["null"].mean("prompt").values
-        step, source = ds["step"].values, sources(ds)
-        by_step = by_prompt.transpose("step", "prompt")
-        departure = (by_step["coupling"] - by_step["null"]).values
         at = ds.sel(k=k)
-        matrices = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token"))
-        began = onset(
-            step, departure, pairs_of_blocks(matrices.transpose("step", "layer", "layer_other").values), source
-        )
-        mean = mean_line(panel, by_prompt["coupling"], source, BLUE)
+        levels, step, source = null_level(at, MEASURE), ds["step"].values, sources(ds)
+        coupling, null = (_by_prompt(values) for values in (at[MEASURE], levels))
+        matrices = (levels - at[MEASURE]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
+        departure = (coupling - null).transpose("step", "prompt")
+        began = onset(step, departure.values, pairs_of_blocks(matrices.values), source)
+        null = null.mean("prompt").values
+        mean = mean_line(panel, coupling, source, BLUE)
         panel.plot(step, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)
         training_axis(panel, [*step, began.low])
@@ -85,12 +82,9 @@ def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plott
     rows = []
     for name, ds, i in shown:
         at = ds.isel(step=i).sel(k=k)
-        gain = (
-            (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other").values
-        )
-        gain = (gain + gain.T) / 2  # an edge has no direction
+        gain = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other")
         first, second = np.triu_indices(len(gain), 1)
-        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": gain[first, second]}
+        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": pairs_of_blocks(gain.values)}
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
     top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
@@ -154,18 +148,20 @@ def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
     columns = {
         "prompt": last["prompt_text"].values,
         "tokens": last["norm"].isel(depth=0).notnull().sum("position").values,
-        "coupling": coupling_of_prompts(ds, k)["coupling"].isel(step=-1).values,
+        "coupling": coupling_of_prompts(last, k).values,
     }
     columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
     columns |= {"source": last["prompt_source"].values} if "prompt_source" in ds.coords else {}
     return columns
 
 
-def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.Dataset:
-    """Return the coupling of each prompt and its null level, means over l != l' and tokens, (step, prompt)."""
-    at = ds.sel(k=k)
-    both = {"coupling": at[MEASURE], "null": null_level(at, MEASURE)}
-    return xr.Dataset({name: -over_pairs(m.astype(float)).sel(pairs=PAIRS).mean("token") for name, m in both.items()})
+def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.DataArray:
+    """Return the coupling of each prompt, the mean over l != l' and tokens."""
+    return _by_prompt(ds[MEASURE].sel(k=k))
+
+
+def _by_prompt(matrices: xr.DataArray) -> xr.DataArray:
+    return -over_pairs(matrices.astype(float)).sel(pairs=PAIRS).mean("token")
 
 
 def _label(k: int) -> str:

@@ -260,7 +260,7 @@ def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Proper
     """Return the name of the coupling for K, and as properties: the coupling, its interval over prompts, and the score."""
 
     def of_prompts(ds: xr.Dataset) -> xr.DataArray:
-        return coupling_of_prompts(ds.isel(step=[-1]), k)["coupling"].transpose("step", "prompt")
+        return coupling_of_prompts(ds.isel(step=[-1]), k).transpose("step", "prompt")
 
     def interval(ds: xr.Dataset, end: int) -> float:
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])

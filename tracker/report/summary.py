@@ -15,6 +15,7 @@ from tracker.analysis.statistics import (
     curves,
     middle_layers,
     over_pairs,
+    points_of_layer_pairs,
     quartiles,
 )
 from tracker.measures.declaration import DIAGNOSTICS
@@ -36,12 +37,15 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         layer, layer_other), the null level, means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt` (k, prompt),
         means over l != l'. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
     """
-    found: dict[Hashable, xr.DataArray] = dict(curves(results, CURVES).data_vars)
+    # The null levels of layer pairs take most of the time: they are computed once, below.
+    found: dict[Hashable, xr.DataArray] = dict(curves(results, [n for n in CURVES if n not in VARIANTS]).data_vars)
     for name in (name for name in VARIANTS if name in results):
         matrices, levels = results[name].astype(float), null_level(results, name)
         found[f"{name}_matrix"], found[f"{name}_level"] = matrices.mean(SAMPLES), levels.mean(SAMPLES)
-        for end, values in (("by_prompt", matrices), ("null_by_prompt", levels)):
-            found[f"{name}_{end}"] = over_pairs(values).sel(pairs="mean_offdiag", drop=True).mean("token")
+        by_prompt, null = over_pairs(matrices), over_pairs(levels)
+        found |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
+        for end, values in (("by_prompt", by_prompt), ("null_by_prompt", null)):
+            found[f"{name}_{end}"] = values.sel(pairs="mean_offdiag", drop=True).mean("token")
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
         found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)
