@@ -40,8 +40,7 @@ KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
 def of_basis(J, K):
     U, _, Vh = torch.linalg.svd(J)
     U, V = U[:, :K], Vh[:K].T
-    found = null_levels.overlap(U[None], V[None], [K])
-    return U, V, Overlap(found.diagonal, found.squares[..., 0], found.fourths[..., 0])
+    return U, V, null_levels.overlap(U[None], V[None], [K]).at(0, K)
 
 
 def closed_forms(J, other, K):

@@ -11,14 +11,11 @@ import h5py
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.null_levels import null_level
+from tracker.analysis.null_levels import READ, null_level
 from tracker.analysis.statistics import PAIRS, over_pairs
 from tracker.measures.registry import DIMS, MISCOUPLINGS
 from tracker.results import Store, require_steps
 
-OF_NULL_LEVELS = (
-    "singular_value", "isotropic", "symmetric_norm", "antisymmetric_norm", "alignment", "overlap_squares", "overlap_fourths",
-)  # fmt: skip
 COORDINATES = ("k", "layer", "layer_other")
 
 
@@ -39,12 +36,8 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     store = Store(directory)
     steps = require_steps(store)
     units = [_read_unit(store.file(step), measures) for step in steps]
-    if (
-        len(
-            {(unit.sizes["token"], unit["layers"].item(), *unit["measure"].values, *unit["k"].values) for unit in units}
-        )
-        > 1
-    ):
+    kinds = {(u.sizes["token"], u["layers"].item(), *u["measure"].values, *u["k"].values) for u in units}
+    if len(kinds) > 1:
         raise ValueError(f"{directory} holds units that differ in their tokens, measures or K; they make no curve")
     if not units[0].sizes["measure"]:
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
@@ -57,17 +50,17 @@ def _read_unit(file: Path, measures: Sequence[str]) -> xr.Dataset:
     try:
         with h5py.File(file) as opened:
             names = [name for name in measures if name in opened]
-            needed = {name: (("prompt", *DIMS[name]), _array(opened, name)) for name in (*names, *OF_NULL_LEVELS)}
+            needed = {name: (("prompt", *DIMS[name]), _array(opened, name)) for name in (*names, *READ)}
             coordinates = {name: _array(opened, name) for name in COORDINATES}
             unit = xr.Dataset(needed if names else {}, coordinates, {"width": np.asarray(opened.attrs["width"]).item()})
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise ValueError(f"{file} can't be read ({error}); the file is damaged") from error
+    if not names:
+        return xr.Dataset(coords={"measure": [], "token": [], "k": [], "layers": 0})
     parts = {
         "miscoupling": [over_pairs(unit[name].astype(np.float64)) for name in names],
         "null": [over_pairs(null_level(unit, name)) for name in names],
     }
-    if not names:
-        return xr.Dataset(coords={"measure": [], "token": [], "k": [], "layers": 0})
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     return xr.Dataset(means).assign_coords(measure=names, layers=unit.sizes["layer"], pairs=list(PAIRS))
 

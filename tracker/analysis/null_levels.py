@@ -17,6 +17,13 @@ from tracker.measures.registry import BY_NAME, KINDS
 
 AT_ONCE = 1 << 24  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
+OF_JACOBIANS = ("isotropic", "symmetric_norm", "antisymmetric_norm")  # variables that hold the fields of `Moments`
+OF_BASES = {
+    "alignment": "rank",
+    "overlap_squares": "k",
+    "overlap_fourths": "k",
+}  # of `Overlap`, and the dimension of each
+READ = ("singular_value", *OF_JACOBIANS, *OF_BASES)  # all variables of the levels of layer pairs
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Tensor]
 
@@ -92,19 +99,15 @@ def _of_pairs(results: xr.Dataset, name: str, formula: Formula) -> xr.DataArray:
         values = stored.expand_dims([dim for dim in more if dim not in stored.dims]).transpose(*sample, *core, *more)
         return torch.from_numpy(values.values.astype(np.float64).reshape(-1, *values.shape[len(sample) :]))
 
-    s, of = (
-        read("singular_value", "rank"),
-        [read(name) for name in ("isotropic", "symmetric_norm", "antisymmetric_norm")],
-    )
-    basis = [read("alignment", "rank"), read("overlap_squares", "k"), read("overlap_fourths", "k")]
+    s, of = read("singular_value", "rank"), [read(name) for name in OF_JACOBIANS]
+    basis = [read(name, along) for name, along in OF_BASES.items()]
     if of_tokens:
         basis = [values[:, _basis_blocks(results)] for values in basis]
     at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
     levels = torch.empty(len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
-        diagonal, squares, fourths = (values[part] for values in basis)
-        overlap = Overlap(diagonal[..., :k], squares[..., i], fourths[..., i])
+        overlap = Overlap(*(values[part] for values in basis)).at(i, k)
         levels[i, part] = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
     other = "pair_token_other" if of_tokens else "layer_other"
     values = levels.reshape(len(ks), *(results.sizes[dim] for dim in sample), *levels.shape[2:]).numpy()

@@ -21,7 +21,7 @@ from tracker.jacobians.halves import Halves
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
 from tracker.measures.depth_use import jacobian_gain
-from tracker.measures.null_levels import Overlap, moments, null_level, overlap
+from tracker.measures.null_levels import moments, null_level, overlap
 
 Values = Float[Tensor, " R"]
 
@@ -56,7 +56,6 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
 
 def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
     """Return the null level of the mis-coupling of J in one basis."""
-    U, V, K, d = basis.U[:, None], basis.V[:, None], s.shape[-1], J.shape[-1]
-    overlaps = overlap(U, V, [K])
-    of_basis = Overlap(overlaps.diagonal, overlaps.squares[..., 0], overlaps.fourths[..., 0])
+    K, d = s.shape[-1], J.shape[-1]
+    of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
     return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[:, 0, 0]

@@ -178,10 +178,8 @@ def _estimated_moments(sketch: Sketch, triplets: Triplets) -> Moments:
     and tr J^2 = tr P^2 + 2 tr P R + tr R^2 from (2 P + R)^T z . R z.
     """
     U, V = triplets.U, triplets.V
-    d, scale = (
-        U.shape[-2],
-        torch.where(triplets.S[:, :1] > 0, triplets.S[:, :1], 1.0),
-    )  # squares of tiny entries underflow
+    d = U.shape[-2]
+    scale = torch.where(triplets.S[:, :1] > 0, triplets.S[:, :1], 1.0)  # squares of tiny entries underflow
     S, JTz, z = triplets.S / scale, sketch.products / scale[..., None], sketch.signs
     few = z[..., :SQUARES]
     Jz = sketch.operator.apply(few) / scale[..., None]

@@ -71,6 +71,10 @@ class Overlap:
     squares: Float[Tensor, "*batch"]
     fourths: Float[Tensor, "*batch"]
 
+    def at(self, i: int, k: int) -> "Overlap":
+        """Return the overlap for k, the i-th of the numbers whose sums are along the last axis."""
+        return Overlap(self.diagonal[..., :k], self.squares[..., i], self.fourths[..., i])
+
 
 def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     """Return the moments of Jacobians.
