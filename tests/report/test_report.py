@@ -224,7 +224,8 @@ class TestNumbers:
             for k, values in by_k:
                 of, level, _ = name.partition("/level")
                 if level:
-                    stored = ds[f"{of.removesuffix('_vju')}_null"].sel(k=int(k)).mean(("prompt", "token")).values
+                    stored = null_level(ds, of).sel(k=int(k)).astype(float).mean(("prompt", "token")).values
+                    stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
                 else:
                     stored = ds[of].sel(k=int(k)).astype(float).mean(("prompt", "token")).values
                     stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
@@ -784,7 +785,7 @@ class TestHonesty:
             unit = store.read(step)
             for name in MISCOUPLINGS:
                 by_prompt = 1e-4 * noise.standard_normal(4) - fallen.get(step, 0)
-                level = unit[f"{name}_null"] + xr.DataArray(by_prompt, dims="prompt")
+                level = null_level(unit, name) + xr.DataArray(by_prompt, dims="prompt")
                 unit[name] = level.where(unit["layer"] != unit["layer_other"], 0).transpose(*unit[name].dims)
             store.write(step, unit.assign_coords(prompt_source=("prompt", ["a", "a", "b", "b"])))
         page = open_page(write_report(store.path, tmp_path / "page.html"))

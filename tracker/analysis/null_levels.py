@@ -15,7 +15,7 @@ from tracker.measures.families import NORMED
 from tracker.measures.null_levels import Moments, Overlap
 from tracker.measures.registry import BY_NAME, KINDS
 
-AT_ONCE = 1 << 24  # numbers of pairs and singular values at once
+AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
 OF_JACOBIANS = ("isotropic", "symmetric_norm", "antisymmetric_norm")  # variables that hold the fields of `Moments`
 OF_BASES = {

@@ -114,7 +114,7 @@ def null_level(definition: str, s: SingularValues, of: Moments, basis: Overlap, 
     if definition == "miscoupling":
         return (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
     if definition == "miscoupling_release":
-        overlapping = (s[..., :, None, :] * entries.diagonal_size()).sum(-1)
+        overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
         return (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
     if definition == "miscoupling_release_trace":
         return null_level("miscoupling_release", s, of, basis, d) * norm / s.sum(-1)[..., None]
@@ -187,11 +187,12 @@ class _Entries:
         self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (self.a * squares + self.b * fourths)
 
     def diagonal_size(self) -> Float[Tensor, "*batch L M K"]:
-        """Return E|A_kk| of normal entries."""
+        """Return E|A_kk| of normal entries. In place, which takes half of the time."""
         g = self.g[..., None, :, :]
-        mean, deviation = self.tau[..., None] * g, (self.a[..., None] + self.b[..., None] * g**2).clamp_min(0).sqrt()
-        ratio = mean / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)
-        return sqrt(2 / pi) * deviation * torch.exp(-(ratio**2) / 2) + mean * torch.erf(ratio / sqrt(2))
+        mean, deviation = self.tau[..., None] * g, (self.a[..., None] + self.b[..., None] * g**2).clamp_min_(0).sqrt_()
+        ratio = (mean / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)).div_(sqrt(2))
+        size = mean.mul_(ratio.erf())
+        return size.add_(deviation.mul_(ratio.square_().neg_().exp_()), alpha=sqrt(2 / pi))
 
 
 def _products(s: SingularValues, g: Float[Tensor, "*batch M K"]) -> Pairs:
