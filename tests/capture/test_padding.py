@@ -293,6 +293,31 @@ def test_masks_without_padding(name, by_hand):
     assert ds.attrs["padding"] == "none"
 
 
+class Sparse(Layer):
+    """Each token attends to the two whose keys suit its query best, as an indexer chooses them."""
+
+    def forward(self, x, visible=None):
+        q, k, _ = self.attention.qkv(self.norm(x)).chunk(3, -1)
+        scores = (q @ k.mT).masked_fill(~visible, -math.inf)
+        chosen = scores >= scores.topk(2).values[..., 1:]
+        return super().forward(x, (chosen & visible)[:, None])
+
+
+class Choosing(Visible):
+    block = Sparse
+
+
+@pytest.mark.parametrize("visible", [ORDER, torch.ones_like(ORDER)], ids=["causal", "bidirectional"])
+def test_positions_that_sparse_attention_chooses_for_no_token(visible):
+    model, chosen = Choosing(), []
+    with torch.no_grad(), model.blocks[0].attention.register_forward_pre_hook(lambda _, given: chosen.append(given[1])):
+        model(SAMPLES, visible)
+    ds = measured(model, {"x": SAMPLES, "visible": visible}, measures="trajectory")
+    others = chosen[0][:, 0] & ~torch.eye(N, dtype=torch.bool)
+    assert (~others.any(1) & ~chosen[0][:, 0].diagonal(dim1=1, dim2=2)).any(), "the case does not occur"
+    assert ds.attrs["padding"] == "none" and ds.lss.notnull().all()
+
+
 class Imputing(Model):
     """A masked autoencoder that is told which positions to replace."""
 
@@ -324,3 +349,13 @@ def test_no_architecture_has_padding(name):
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the blocks of this model end in a norm")
         assert tracker.measure(model, inputs, measures="trajectory").attrs["padding"] == "none"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_states_that_were_drawn_as_noise_is(seed):
+    """Noise that is a multiple of the states changes nothing behind a layer norm, which would confirm any padding."""
+    x = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+    with pytest.warns(UserWarning, match="the attention in blocks.0 hides positions from all others"):
+        measured(Conformer(), {"x": x, "keep": ~PADDED}, measures="trajectory")
+    ds = measured(Choosing(), {"x": x, "visible": ORDER}, measures="trajectory")
+    assert ds.attrs["padding"] == "none"

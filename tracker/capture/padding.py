@@ -51,7 +51,7 @@ def read_padding(recording: Recording, batch: Batch) -> tuple[Bool[Tensor, "B n"
         if visible is None:
             continue
         padding = _hidden_positions(visible if visible.dtype == torch.bool else visible > HIDDEN)
-        if not padding.any() or not blocks.takes_keys_from_state(i, padding):
+        if not padding.any() or not blocks.state_gives_keys_alone(i):
             continue
         if blocks.confirm(padding):
             return ~padding.cpu(), f"the mask of the attention in {first.name}"
@@ -101,21 +101,24 @@ class _Blocks:
         self.x = self.recording.calls[0].x.to(replica.device, replica.dtype)
         self.plain: Float[Tensor, "B n d"] | None = None
 
-    def takes_keys_from_state(self, i: int, rows: Bool[Tensor, "B n"]) -> bool:
-        """Whether attention i of the first block takes its keys from the state, not from a memory of the same length."""
-        call, keys = self.recording.calls[0], []
+    def state_gives_keys_alone(self, i: int) -> bool:
+        """Whether attention i of the first block takes its keys from the state, and its mask does not change with it.
+
+        Neither does a mask of a memory of the same length state padding, nor one that sparse attention computes from the state.
+        """
+        call, found = self.recording.calls[0], []
 
         def collect(
             attention: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
         ) -> Any:
-            keys.append(key)
+            found.append((key, mask))
             return attention(query, key, value, mask, causal)
 
         with call.replica.materialize(call.block), intercept_attention(collect):
-            for x in (self.x, self.changed(rows)):
+            for x in (self.x, self.x + noise_like(self.x)):
                 call.to(call.replica.dtype, call.replica.device)(x)
-        plain, other = keys[i], keys[len(keys) // 2 + i]
-        return plain.shape == other.shape and not torch.equal(plain, other)
+        (keys, mask), (other_keys, other_mask) = found[i], found[len(found) // 2 + i]
+        return keys.shape == other_keys.shape and not torch.equal(keys, other_keys) and torch.equal(mask, other_mask)
 
     def confirm(self, rows: Bool[Tensor, "B n"]) -> bool:
         """Whether other states at these rows leave the states of the other rows after the last block as they are."""

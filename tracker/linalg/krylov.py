@@ -30,8 +30,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.linalg.cores import batch_on_cores
-from tracker.linalg.orthonormal import SEED, Orthonormaliser, minus_product
-from tracker.linalg.transfer import moved
+from tracker.linalg.orthonormal import Orthonormaliser, minus_product
+from tracker.linalg.transfer import SEED, drawn, moved
 
 Product = Callable[[Tensor], Tensor]  # (B, d, b) -> (B, d, b)
 # (B, m, d), vectors as rows: products of a few long rows are a third faster than those of columns
@@ -202,5 +202,4 @@ def _empty_basis(start: Float[Tensor, "B d b"], K: int) -> Float[Tensor, "B m d"
 
 def start_block(d: int, like: Tensor) -> Float[Tensor, "d b"]:
     """Return a random orthonormal block, always the same; the global random state is not used."""
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.linalg.qr(torch.randn(d, BLOCK, generator=generator, dtype=torch.float64)).Q.to(like)
+    return torch.linalg.qr(drawn((d, BLOCK), SEED)).Q.to(like)

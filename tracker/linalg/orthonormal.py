@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tracker.linalg.transfer import standard_normal
 
-SEED = 0x5EED
 SEPARATED = 1e-2  # pivot of rows of length 1 from which Cholesky is accurate enough for a second pass to correct it
 OUTSIDE = 0.1  # length above which what is left of a row of length 1 outside the basis is orthogonal to it
 
@@ -71,7 +70,7 @@ class Orthonormaliser:
         What replaces absent directions is drawn by step and pass, the same for all matrices of a batch.
         """
         scale = torch.where(self.scale > 0, self.scale, 1)
-        seed = SEED + 100 * basis.shape[-2] + 1
+        seed = 100 * basis.shape[-2] + 1
         Q, L, _ = _orthonormal_rows(W / scale, seed)
         L, c, shortest = L * scale, torch.zeros_like(Q @ basis.mT), 0.0
         while shortest < OUTSIDE:
