@@ -208,6 +208,8 @@ def _why_not_measurable(
                 with replica.materialize(call.block), replica.materialize(call.final_norm):
                     cache.require_independent_samples(call, rows)
                     require_derivative(call, rows, replica.dtype)
+                    if settings.derivative == "checked":
+                        cache.independently(call, rows, None)
     except FAILURES as error:  # of the model's code, too
         raise_device_errors(error)
         return error

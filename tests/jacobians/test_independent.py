@@ -1,6 +1,7 @@
 """Reverse mode is compared with derivatives that do not come from it: planted faults are detected, right blocks pass."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -195,6 +196,36 @@ def test_what_is_no_fault_is_measured(name, dtype):
     assert ds.attrs["derivative"] == "checked"
     assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
     assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
+
+
+def single(through):
+    """Return code that runs in float32 alone, as nanochat's does."""
+
+    def in_float32(f, x):
+        assert x.dtype == torch.float32
+        return through(f, x)
+
+    return in_float32
+
+
+SMALL = {
+    "wrong backward",
+    "wrong backward, right forward mode",
+    "item",
+}  # errors of 1 %; differences in float32 show 5 %
+
+
+@pytest.mark.parametrize("name", sorted((RIGHT | FAULTS).keys() - SMALL))
+def test_code_that_does_not_run_in_float64_is_compared_in_float32(name):
+    through, how = (RIGHT | FAULTS)[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name in FAULTS:
+            with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .*" + re.escape(how)):
+                measured(model(single(through)), "float32")
+            return
+        ds = measured(model(single(through)), "float32")
+    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
 
 
 @pytest.mark.parametrize(

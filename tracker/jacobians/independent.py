@@ -12,7 +12,8 @@ Differences miss nothing; their error is of order h^2 + rounding / h.
 
 Both are computed in the pass of the derivative check (`checks`), which runs the rows at x, x + h v and x - h v together. If they
 do not settle it, because an operation has no forward mode or because something disagrees, they are computed again in the full
-sequence in float64, where differences are nearly exact. What `detach` holds constant is constant by the model's definition: a
+sequence in float64, where differences are nearly exact; where the block does not run in float64, in the dtype
+measured in, where differences show errors from 5 % on. What `detach` holds constant is constant by the model's definition: a
 disagreement that goes away where `detach` is the identity is accepted, and reported. Any other disagreement is an error.
 
 Cost, once for each block and way of calling it: a pass of three rows for each row of the derivative check, a tangent, and
@@ -20,6 +21,7 @@ Cost, once for each block and way of calling it: a pass of three rows for each r
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import isnan, nan
@@ -138,14 +140,32 @@ def settle(call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independe
     if at_rows is not None and at_rows.forward_agrees and at_rows.differences_agree:
         return Independent("both", at_rows.forward)
     _, group = next(rows.disjoint_groups())
-    call = call.to(torch.float64, call.x.device)
+    dtype = torch.float64 if _runs_in(torch.float64, call, group) else call.x.dtype
+    with _full_sequence_in(dtype, call) as call:
+        return _settle_in_full_sequence(call, group, at_rows)
+
+
+@contextmanager
+def _full_sequence_in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
+    """Hold the weights of a call in a dtype, and yield the call in it."""
+    call = call.to(dtype, call.x.device)
     with (
-        call.replica.materialize(call.block, dtype=torch.float64),
-        call.replica.materialize(call.final_norm, dtype=torch.float64),
+        call.replica.materialize(call.block, dtype=dtype),
+        call.replica.materialize(call.final_norm, dtype=dtype),
         replay_errors(call),
         sdpa_kernel(SDPBackend.MATH),
     ):
-        return _settle_in_full_sequence(call, group, at_rows)
+        yield call
+
+
+def _runs_in(dtype: torch.dtype, call: BlockCall, rows: Rows) -> bool:
+    """Whether the code of a block runs in a dtype: it may require another, as nanochat does of its rotary tables."""
+    try:
+        with _full_sequence_in(dtype, call) as call, torch.no_grad():
+            full_sequence(call, rows)(rows.select_sources(call.x))
+    except UsageError:
+        return False
+    return True
 
 
 def _settle_in_full_sequence(call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
