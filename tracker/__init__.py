@@ -23,6 +23,8 @@ _MODULES = {
     "find_blocks": "blocks.find",
     "open_results": "results",
     "plot": "figures.notebook",
+    "summary": "analysis.summary",
+    "to_frame": "analysis.frame",
 }
 _SUBMODULES = {
     "figures": "figures",
@@ -43,10 +45,14 @@ __all__ = [
     "null_spread",
     "open_results",
     "plot",
+    "summary",
+    "to_frame",
 ]
 
 if TYPE_CHECKING:
+    from tracker.analysis.frame import to_frame
     from tracker.analysis.null_levels import null_level, null_spread
+    from tracker.analysis.summary import summary
     from tracker.blocks.find import find_blocks
     from tracker.figures.notebook import plot
     from tracker.measurement import measure
@@ -68,3 +74,8 @@ def __getattr__(name: str) -> Any:
 
         raise missing_extra(error, f"tracker.{name}") from error
     return getattr(imported, name) if name in _MODULES else imported
+
+
+def __dir__() -> list[str]:
+    """Return the public names, which are imported on first use."""
+    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})

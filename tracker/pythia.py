@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -113,6 +113,7 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Open]") -> int:
             f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
             "disk space or give another --out, and run the same command again"
         ) from error
+    _print_summary(summaries)
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
@@ -244,6 +245,14 @@ def _write_page(summaries: "Summaries") -> list[str]:
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
     return []
+
+
+def _print_summary(summaries: "Summaries") -> None:
+    from tracker.analysis.summary import summary_of_steps
+
+    if summaries.by_step:
+        with suppress(UsageError):  # neither mis-couplings nor paths were asked for
+            print(summary_of_steps(summaries.by_step), flush=True)
 
 
 def _rescore(output: Output, summaries: "Summaries", step: int) -> None:

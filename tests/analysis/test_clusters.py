@@ -11,10 +11,10 @@ from scipy import stats
 from tests.stores import unit
 from tracker.analysis.across_models import compare_models
 from tracker.analysis.clusters import assign_clusters, cluster_labels, independence_note
+from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.figures.write import main
-from tracker.report.summary import summary
 from tracker.report.write import main as report
 from tracker.results import Store, open_results
 
@@ -106,12 +106,12 @@ def test_without_clusters_nothing_is_averaged(results):
     figure, _ = score_against_coupling(alone, 4)
     assert "averaged" not in figure.axes[0].get_title() and "averaged" not in figure.get_supxlabel()
     assert subsets(alone, 4)[1].subset.tolist() == ["all"] and "cluster_p" not in definitions(alone, 4)[1]
-    assert compare_models({name: summary(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None
+    assert compare_models({name: reduced(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None
 
 
 @pytest.mark.slow
 def test_the_page_has_both_fits(results):
-    found = compare_models({name: summary(ds) for name, ds in results.items()})
+    found = compare_models({name: reduced(ds) for name, ds in results.items()})
     assert found["clusters"] == LABELS and found["independence"] == independence_note(results)
     at = found["coupling"]["offdiag_normalized"][4]["mean_offdiag"]
     fit = stats.linregress(means(at["values"]), means(found["score"]))

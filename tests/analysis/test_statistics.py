@@ -8,6 +8,7 @@ import xarray as xr
 import tracker
 from tests.models import Size, build, neox, tokens
 from tracker.analysis.null_levels import null_level
+from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import (
     CURVES,
     curves,
@@ -18,7 +19,6 @@ from tracker.analysis.statistics import (
 )
 from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.report.summary import summary
 from tracker.results import Store, open_results
 
 
@@ -115,7 +115,7 @@ def test_no_jacobian_in_its_own_basis_counts(pair_layers):
         for values, point in ((ds[name], name), (null_level(ds, name), f"{name}_null")):
             expected = np.mean([values.values[:, 0, l - 1, t, u] for l, t, u in pairs])
             assert curves(ds, CURVES)[point].item() == pytest.approx(expected, rel=1e-6)
-            assert summary(ds)[point].item() == pytest.approx(expected, rel=1e-6)
+            assert reduced(ds)[point].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     measures = ["coupling", "trajectory", "vju", "tokenwise", "noise"]
     batch = {"input_ids": inputs, "attention_mask": mask}
     unit = tracker.measure(model, batch, k=[2, 4], measures=measures, pair_tokens=4)
-    ours, theirs = summary(unit), curves(unit, CURVES)
+    ours, theirs = reduced(unit), curves(unit, CURVES)
     names = [name for name in theirs.data_vars if name in ours]
     assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
     for name in names:
@@ -168,7 +168,7 @@ def test_what_prompts_were_drawn_from(ds):
         found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
         assert len(set(found)) == kinds
         assert (found[0] == found[2]) == (labels[0] == labels[2])
-    assert "prompt_source" in summary(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+    assert "prompt_source" in reduced(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
+from tracker.analysis.reduction import reduced
 from tracker.figures import drawing, jacobians
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
@@ -21,7 +22,6 @@ from tracker.figures.selection import draw
 from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
-from tracker.report.summary import summary
 from tracker.results import Store
 from tracker.results import open_results as read_results
 
@@ -149,7 +149,7 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
     figure, table = draw("1b", {"toy": ds}, None)
     assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
     assert table.onset_by.isna().all()
-    assert contents(summary(ds))["onset"][measure][K]["words"] == "none beyond chance"
+    assert contents(reduced(ds))["onset"][measure][K]["words"] == "none beyond chance"
 
 
 def test_1c(one, tmp_path):

@@ -10,13 +10,13 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
+from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
 from tracker.measures import choices, registry
 from tracker.measures.headline import UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES
 from tracker.report.contents import contents
-from tracker.report.summary import summary
 from tracker.report.texts import texts
 from tracker.report.write import write_report
 from tracker.results import Store, join, open_results
@@ -131,7 +131,7 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     store = Store(tmp_path / "toy")
     store.check_settings({"model": "toy"})
     store.write(1, ds.assign_coords(step=1, suspect=""))
-    assert "update_ratio" in contents(summary(open_results(store.path)))["depth"]
+    assert "update_ratio" in contents(reduced(open_results(store.path)))["depth"]
 
 
 @pytest.mark.slow
@@ -152,8 +152,8 @@ def test_old_units_and_new_ones_join(ds, tmp_path):
         for i, unit in enumerate((old, ds, old, ds)):
             np.testing.assert_array_equal(joined[name].isel(step=i).values, unit[name].values)
     assert old.equals(ds.drop_vars("update_ratio").sel(quantity=old.quantity))
-    data = contents(join({step: summary(store.read(step)) for step in store.steps()}, store.path))
-    assert data["curves"] == contents(summary(joined))["curves"]
+    data = contents(join({step: reduced(store.read(step)) for step in store.steps()}, store.path))
+    assert data["curves"] == contents(reduced(joined))["curves"]
     write_report(store.path, tmp_path / "page.html")
 
 

@@ -6,16 +6,16 @@ import pytest
 import tracker
 from tests.stores import generated
 from tracker.analysis.onset import onset
+from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
 from tracker.report.findings import findings
-from tracker.report.summary import summary
 
 STEPS = (0, 1, 8, 2000)
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    return contents(summary(tracker.open_results(generated(tmp_path_factory.mktemp("run") / "toy", STEPS))))
+    return contents(reduced(tracker.open_results(generated(tmp_path_factory.mktemp("run") / "toy", STEPS))))
 
 
 def changed(shown, values, null=1.0):

@@ -18,13 +18,13 @@ from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, unit
 from tracker.analysis.null_levels import null_level
+from tracker.analysis.reduction import reduced
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.statistics import curves
 from tracker.figures.model_comparisons import score_against_coupling
 from tracker.figures.selection import draw
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents
-from tracker.report.summary import summary
 from tracker.report.write import main, write_report
 from tracker.results import Store, distinct_names
 
@@ -319,7 +319,7 @@ class TestNumbers:
         assert [value is None for value in named(lines, "median")["y"]] == [False, False, True, False]
         (band,) = [line for line in lines if line.get("fill") == "toself"]
         assert band["x"].count(None) == 2  # a piece before the gap, and one after
-        data = contents(summary(tracker.open_results(results)))
+        data = contents(reduced(tracker.open_results(results)))
         assert [median is None for median in data["trajectory"]["lss"]["median"]] == [False, False, True, False]
 
     @pytest.mark.slow
@@ -451,7 +451,7 @@ class TestChoices:
         said = "How coupled blocks are over training: off-diagonal, normalized, sides swapped, K = 8, adjacent blocks"
         assert page.inner_text("#coupling-title") == said
         drawn = named(shown(page, "coupling"), "mean over prompts")["y"]
-        assert drawn == contents(summary(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
+        assert drawn == contents(reduced(ds))["curves"]["offdiag_normalized_vju"][8]["mean_adjacent"]["value"]
 
     @pytest.mark.slow
     def test_with_the_final_norm_the_last_row_and_column_are_others(self, page, results):
@@ -920,7 +920,7 @@ class TestCommandLine:
     def test_read_unit_by_unit_gives_the_same_numbers(self, results):
         from tracker.report.write import Reader
 
-        assert contents(Reader().read(results)) == contents(summary(tracker.open_results(results)))
+        assert contents(Reader().read(results)) == contents(reduced(tracker.open_results(results)))
 
 
 class TestWatch:

@@ -23,13 +23,13 @@ from tests.stores import unit
 from tests.test_results import unit as trajectory_unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
+from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
 from tracker.report.contents import contents
 from tracker.report.notes import provenance
 from tracker.report.quantize import carried
-from tracker.report.summary import summary
 from tracker.results import Store
 from tracker.walk.summaries import Summaries
 
@@ -142,7 +142,7 @@ def assert_page_of_the_store(out: Path) -> None:
     rewritten = write_report(out, out.parent / "rewritten.html").read_text()
     time = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \w+")
     assert time.sub("", made) == time.sub("", rewritten) and len(time.findall(made)) == 1
-    assert numbers(made) == json.loads(json.dumps(contents(summary(tracker.open_results(out)))))
+    assert numbers(made) == json.loads(json.dumps(contents(reduced(tracker.open_results(out)))))
 
 
 def numbers(page: str) -> dict:
@@ -172,7 +172,7 @@ def test_page_is_the_same_from_memory_and_from_files(tmp_path):
         assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
         xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
     first, second = (of.reader.read(tmp_path) for of in (measured, from_files))
-    assert contents(first) == contents(second) == contents(summary(tracker.open_results(tmp_path)))
+    assert contents(first) == contents(second) == contents(reduced(tracker.open_results(tmp_path)))
     assert provenance(first, store) == provenance(second, store)
 
 
@@ -184,7 +184,7 @@ def test_unit_replaced_by_another_walk_is_read_again(tmp_path):
     for step in (1, 2):
         measured.write(step, large_unit(step))
     store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
-    assert contents(measured.reader.read(tmp_path)) == contents(summary(tracker.open_results(tmp_path)))
+    assert contents(measured.reader.read(tmp_path)) == contents(reduced(tracker.open_results(tmp_path)))
 
 
 @pytest.mark.slow
@@ -206,7 +206,7 @@ def test_row_has_the_values_of_the_whole_unit():
     row = Row.from_unit(whole)
     assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
     assert row.matrices.nbytes < whole.nbytes / 20
-    assert Row.from_unit(whole, summary(whole)).scalars == row.scalars
+    assert Row.from_unit(whole, reduced(whole)).scalars == row.scalars
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)

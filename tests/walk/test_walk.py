@@ -20,10 +20,10 @@ from checkpoints.errors import CheckpointError
 from checkpoints.load import load
 from tests import processes
 from tracker import pythia
+from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
 from tracker.measures.families import CERTIFICATE
 from tracker.report.contents import contents
-from tracker.report.summary import summary
 from tracker.results import VOLATILE, Store
 
 STEPS = [0, 1, 2, 4, 8]
@@ -159,7 +159,7 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
         and write_report(out, tmp_path / "old.html").exists()
     )
     assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
-    old = contents(summary(tracker.open_results(out)))
+    old = contents(reduced(tracker.open_results(out)))
     assert walk() == 0
     ds = tracker.open_results(out)
     assert ds.step.values.tolist() == [2, 4, 8]
@@ -171,7 +171,7 @@ def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp
         True,
     ]
     assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
-    page = contents(summary(ds))
+    page = contents(reduced(ds))
     assert not ds.offdiag_normalized_normed.sel(step=[2, 4]).notnull().any()
     assert ds.offdiag_normalized_normed.sel(step=8).notnull().all()
     grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
@@ -257,7 +257,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
     units = [f"units/step{step:08d}.nc" for step in (0, 4, 8)]
     assert [file["path"] for file in results] == ["settings.json", *units]
     ds = tracker.open_results(walker.directory / "out")
-    page = contents(summary(ds))
+    page = contents(reduced(ds))
     for i, row in enumerate(rows):
         stored = scalars(ds.isel(step=i))
         assert len(stored) > 60

@@ -23,8 +23,8 @@ from tests.hub_server import serve
 from tests.walk.malformed import FOREIGN
 from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
+from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
-from tracker.report.summary import summary
 from tracker.results import Store
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -88,7 +88,7 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
     ds = tracker.open_results(results)
     assert [bool(reason) for reason in ds.suspect.values] == [False, False, True, True, False]
     assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
-    assert contents(summary(ds))["suspect"] == [False, False, True, True, False]
+    assert contents(reduced(ds))["suspect"] == [False, False, True, True, False]
     page = (results / "report.html").read_text()
     assert (
         "Step 4 is suspect: its shards (1 of 2) are identical to" in page

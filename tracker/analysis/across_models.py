@@ -177,7 +177,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     """Compute the page's comparison of scores and couplings after the last steps, as JSON.
 
     Args:
-        summaries: one summary (`report.summary`) per result.
+        summaries: one summary (`analysis.reduction`) per result.
 
     Returns:
         models: names of the results compared, in the order of every list; clusters: their labels, independence: a note on
@@ -243,8 +243,7 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
     ends = []
     for ds in compared.values():
-        at = ds.sel(k=k).isel(step=-1)
-        by_prompt = at[f"{measure}_null_by_prompt"] - at[f"{measure}_by_prompt"]
+        by_prompt = ds[f"{measure}_coupling"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
         ends.append(mean_interval(by_prompt.values, sources(ds)))
     return [np.array(end) for end in zip(*ends, strict=True)]
 

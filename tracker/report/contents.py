@@ -164,8 +164,8 @@ def _texts(ds: xr.Dataset, name: str) -> list[str] | None:
 
 
 def _coupling(ds: xr.Dataset, name: str) -> xr.DataArray:
-    """Return the coupling of each prompt: its null level minus its mis-coupling, means over l != l'."""
-    return ds[f"{name}_null_by_prompt"] - ds[f"{name}_by_prompt"]
+    """Return the coupling of each prompt, means over l != l'."""
+    return ds[f"{name}_coupling"].sel(pairs="mean_offdiag")
 
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:

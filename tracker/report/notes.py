@@ -1,79 +1,15 @@
-"""What a reader should know before trusting the page's curves, in sentences, and how its numbers were measured, as a table."""
+"""How the numbers of the page were measured, as a table, and what its stores lack."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from checkpoints.integrity import describe_repeat
-from checkpoints.suites import UNTRAINED
-from tracker.analysis.conventions import attribute_values, differing_conventions
-from tracker.analysis.statistics import layers_in_words, suspect
+from tracker.analysis.statistics import layers_in_words
 from tracker.measures import registry
 from tracker.report import quantize
 from tracker.results import Store
-
-NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
-
-
-def doubts(ds: xr.Dataset, store: Store) -> list[str]:
-    """List the warnings about one store: skipped steps, suspect and repeated weights, fallbacks, missing certificates,
-    undefined values.
-    """
-    steps = [int(step) for step in ds["step"].values]
-    lines = [f"Step {step:,} has no results: {why}" for step, why in store.skipped().items()]
-    lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
-    revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
-    lines += [
-        f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
-        for step, revision in zip(steps, revisions, strict=True)
-        if str(revision).startswith(UNTRAINED)
-    ]
-    repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
-    same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
-    lines += [f"{line[0].upper()}{line[1:]}." for line in same]
-    if "jacobians_count" in ds:
-        lines += _certificates(ds)
-    undefined = ds[registry.UNDEFINED].sum("step")
-    counts = [f"{int(n):,} of {q}" for q, n in zip(ds["quantity"].values, undefined.values, strict=True) if n > 0]
-    if counts:
-        lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
-    return lines
-
-
-def _certificates(ds: xr.Dataset) -> Iterator[str]:
-    count = int(ds["jacobians_count"].sum())
-    missing = ds["jacobians_count"] - ds["sliced_count"]
-    if (whole := missing.sum("step")).any():
-        reasons = {
-            int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
-        }
-        blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
-        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks if block in reasons)) or "no reason was kept"
-        yield (
-            f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
-            f"sequence and not from single rows, which is as exact and slower ({said})."
-        )
-    formed, complete = (int(ds[f"{name}_count"].sum()) for name in ("formed", "complete"))
-    if formed < count:
-        yield (
-            f"Probabilistic: {count - formed:,} of {count:,} Jacobians were known by products alone; nothing proves that none of "
-            "their top singular vectors was missed."
-        )
-    if complete < count:
-        yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
-
-
-def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
-    """List the settings that differ between the stores of a page, so that their curves are not comparable."""
-    lines = []
-    for key, held in differing_conventions(results).items():
-        shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
-        said = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
-    return lines
 
 
 def lacking(ds: xr.Dataset) -> list[str]:
@@ -146,8 +82,3 @@ def carried(models: Mapping[str, Mapping[str, Any]]) -> str:
                 "steps, evenly spaced; a chart says where it shows an earlier step than the one chosen."
             )
     return said
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:NAMED]))
-    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

@@ -41,11 +41,11 @@ class Reader:
         Raises:
             ValueError: if the unit is damaged.
         """
-        from tracker.report.summary import summary
+        from tracker.analysis.reduction import reduced
 
         before = signature(store.file(step))  # if it is replaced while it is read, it is read again
         unit = store.read(step)
-        self._know(store.file(step), before, summary(unit))
+        self._know(store.file(step), before, reduced(unit))
         return unit
 
     def hold(self, store: "Store", step: int, summarised: "xr.Dataset") -> None:

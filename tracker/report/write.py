@@ -130,6 +130,8 @@ def _units(directory: Path) -> dict[Path, Signature]:
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
+    from tracker.analysis.conventions import differences_in_words
+    from tracker.analysis.doubts import doubts
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
     from tracker.report.findings import findings
@@ -139,7 +141,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
-    differences = notes.differences(summaries)
+    differences = differences_in_words(summaries)
     between, reason = _across(summaries, differences)
     data = {
         "models": [
@@ -161,10 +163,10 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         f"{_rows(notes.provenance(ds, stores[name]))}</tbody></table></div></details>"
         for name, ds in summaries.items()
     ]
-    doubts, lacking = (
+    first, lacking = (
         [f"{f'{name}: ' if several else ''}{line}" for name, lines in remarks.items() for line in lines]
         for remarks in (
-            {name: notes.doubts(ds, stores[name]) for name, ds in summaries.items()},
+            {name: doubts(ds, stores[name].skipped()) for name, ds in summaries.items()},
             {name: notes.lacking(ds) for name, ds in summaries.items()},
         )
     )
@@ -183,7 +185,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
                 if line
             ]
         ),
-        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(doubts)}</ul></div>" if doubts else "",
+        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>" if first else "",
         lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
         carried=_text(notes.carried(models)),
         css=_css(),

@@ -7,6 +7,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import xarray as xr
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from tracker.analysis.summary import summary
 from tracker.blocks.find import Blocks, Named
 from tracker.errors import UsageError
 from tracker.loggers.protocol import Logger
@@ -236,12 +238,23 @@ class Run:
         return unit
 
     def finish(self) -> None:
-        """End the training: warn of its cost and of skipped steps. All ranks call this together."""
+        """End the training: warn of its cost and of skipped steps, and print the summary of the store, if there is one.
+
+        All ranks call this together.
+        """
         if not self.regular:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_above_limit(self.overhead.share, "this run")
+        if self.open_store is not None and self.last_measured >= 0:
+            self._attempt(self.last_measured, "not summarised", self._print_summary)
         self.skipped.summarize()
         self.ranks.close()
         release(self.open_store)
+
+    def _print_summary(self) -> None:
+        store = self.open_store
+        if self.ranks.rank == 0 and store is not None and store.steps():
+            with isolate_rng(), suppress(UsageError):  # neither mis-couplings nor paths were asked for
+                print(summary(store), flush=True)
 
     # Measuring.
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import xarray as xr
 
 from checkpoints.errors import CheckpointError
+from tracker.analysis.reduction import reduced
 from tracker.loggers.protocol import Row
 from tracker.measures.alike import require_one_curve
 from tracker.measures.labels import labelled
 from tracker.measures.netcdf import file_content
 from tracker.report.reader import Reader
-from tracker.report.summary import summary
 from tracker.results import Store
 
 
@@ -83,7 +83,7 @@ class Summaries:
             CheckpointError: if it makes no curve with the units of the store.
         """
         unit = labelled(unit)
-        summarised = summary(unit)
+        summarised = reduced(unit)
         for step, known in self.by_step.items():
             try:
                 require_one_curve([known, summarised], self.store.path)

@@ -1,7 +1,7 @@
-"""The summary of one unit of results for the page: means and quartiles over prompts, and the values shown for each prompt.
+"""Reduce a unit of results to what the page and summaries show: means and quartiles, and a few values of each prompt.
 
-A unit of a large model has coupling matrices of every prompt; its summary is a hundredth of the size, so that the summaries
-of a whole walk fit in memory. A Dataset with a `step` dimension gives the same values.
+A unit of a large model has coupling matrices of every prompt; reduced it has a hundredth of the size, so that the units of a
+whole walk fit in memory. A Dataset with a `step` dimension gives the same values.
 """
 
 from collections.abc import Hashable
@@ -27,15 +27,17 @@ RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each Jacobian's checks
 KEPT = (UNDEFINED, "score")
+OF_PATHS = ("lss", "expodistance", "alpha_mean")
 
 
-def summary(results: xr.Dataset) -> xr.Dataset:
-    """Summarize one unit, or several along `step`.
+def reduced(results: xr.Dataset) -> xr.Dataset:
+    """Reduce one unit, or several along `step`.
 
     Returns:
         The curve points of `statistics.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
-        layer, layer_other), the null level, means over prompts and tokens; `m_by_prompt` and `m_null_by_prompt` (k, prompt),
-        means over l != l'. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
+        layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
+        the mis-coupling, means over tokens. For each of `OF_PATHS`: `m_by_prompt`, medians over positions. For each
+        measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     found: dict[Hashable, xr.DataArray] = dict(curves(results, [n for n in CURVES if n not in VARIANTS]).data_vars)
@@ -44,8 +46,9 @@ def summary(results: xr.Dataset) -> xr.Dataset:
         found[f"{name}_matrix"], found[f"{name}_level"] = matrices.mean(SAMPLES), levels.mean(SAMPLES)
         by_prompt, null = over_pairs(matrices), over_pairs(levels)
         found |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
-        for end, values in (("by_prompt", by_prompt), ("null_by_prompt", null)):
-            found[f"{name}_{end}"] = values.sel(pairs="mean_offdiag", drop=True).mean("token")
+        found[f"{name}_coupling"] = (null - by_prompt).mean("token")
+    for name in (name for name in OF_PATHS if name in results):
+        found[f"{name}_by_prompt"] = results[name].astype(float).median("position")
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
         found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)

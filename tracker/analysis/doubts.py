@@ -1,0 +1,72 @@
+"""What a reader should know before trusting results, in sentences."""
+
+import json
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import xarray as xr
+
+from checkpoints.integrity import describe_repeat
+from checkpoints.suites import UNTRAINED
+from tracker.analysis.conventions import attribute_values
+from tracker.analysis.statistics import suspect
+from tracker.measures.registry import UNDEFINED
+
+NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
+
+
+def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
+    """List the warnings about one store: skipped steps, suspect and repeated weights, fallbacks, missing certificates,
+    undefined values.
+
+    Args:
+        ds: its units, `reduction.reduced`, along `step`.
+        skipped: steps without results, and why.
+    """
+    steps = [int(step) for step in ds["step"].values]
+    lines = [f"Step {step:,} has no results: {why}" for step, why in skipped.items()]
+    lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
+    revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
+    lines += [
+        f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
+        for step, revision in zip(steps, revisions, strict=True)
+        if str(revision).startswith(UNTRAINED)
+    ]
+    repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
+    same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
+    lines += [f"{line[0].upper()}{line[1:]}." for line in same]
+    if "jacobians_count" in ds:
+        lines += _certificates(ds)
+    undefined = ds[UNDEFINED].sum("step")
+    counts = [f"{int(n):,} of {q}" for q, n in zip(ds["quantity"].values, undefined.values, strict=True) if n > 0]
+    if counts:
+        lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
+    return lines
+
+
+def _certificates(ds: xr.Dataset) -> Iterator[str]:
+    count = int(ds["jacobians_count"].sum())
+    missing = ds["jacobians_count"] - ds["sliced_count"]
+    if (whole := missing.sum("step")).any():
+        reasons = {
+            int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
+        }
+        blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
+        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks if block in reasons)) or "no reason was kept"
+        yield (
+            f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
+            f"sequence and not from single rows, which is as exact and slower ({said})."
+        )
+    formed, complete = (int(ds[f"{name}_count"].sum()) for name in ("formed", "complete"))
+    if formed < count:
+        yield (
+            f"Probabilistic: {count - formed:,} of {count:,} Jacobians were known by products alone; nothing proves that none of "
+            "their top singular vectors was missed."
+        )
+    if complete < count:
+        yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:NAMED]))
+    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

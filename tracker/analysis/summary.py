@@ -1,0 +1,340 @@
+"""The summary of results: a table of how far blocks are coupled and how straight and exponential paths are, with intervals.
+
+    coupling     null level minus mis-coupling, of the blocks alone: 0 for unrelated blocks
+    all pairs    mean over pairs of different blocks
+    neighbours   mean over pairs of blocks that follow each other
+
+A store is summarised at its first and last step and at the one where the coupling of all pairs is largest; several results
+stand side by side, with the difference of each from the first.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+from scipy import stats
+
+from checkpoints.words import counted
+from tracker.analysis.conventions import differences_in_words, differing_conventions
+from tracker.analysis.doubts import doubts
+from tracker.analysis.miscouplings import read_miscouplings
+from tracker.analysis.onset import coupled, pairs_of_blocks
+from tracker.analysis.reduction import OF_PATHS, reduced
+from tracker.analysis.regression import CONFIDENCE, clustered_mean
+from tracker.analysis.statistics import curves, sources
+from tracker.errors import UsageError
+from tracker.results import Store, distinct_names, join, require_steps
+
+SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
+PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
+COLUMNS = ("value", "null_level", "coupling", "low", "high")
+
+Given = xr.Dataset | Store | Path | str
+
+
+class Summary(pd.DataFrame):
+    """A table that prints with a title above it and what to know about it below.
+
+    Columns: `value`, a mean over prompts; `null_level` and `coupling`, where a measure has a null level; `low` and `high`, the
+    95 % interval over prompts of `coupling`, or of `value` where there is no null level. NaN where there is none. The title
+    is `attrs["title"]`, and the sentences below are `attrs["notes"]`.
+    """
+
+    @property
+    def _constructor(self) -> type[pd.DataFrame]:
+        return pd.DataFrame  # a part of the table is a plain DataFrame
+
+    def __repr__(self) -> str:
+        """Return the title, the table and the notes."""
+        table = self.to_string(float_format=lambda value: f"{value:.3f}", na_rep="")
+        return "\n".join([self.attrs["title"], "", table, "", *self.attrs["notes"]])
+
+    def _repr_html_(self) -> str:
+        table = self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
+        notes = "".join(f"<li>{escape(note)}</li>" for note in self.attrs["notes"])
+        return f"<p>{escape(self.attrs['title'])}</p>{table}<ul>{notes}</ul>"
+
+
+def summary(results: Given | Mapping[str, Given] | Sequence[str | Path], k: int | None = None) -> Summary:
+    """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
+
+    Args:
+        results: a Dataset of `measure` or `open_results`, a store or its directory; or several of these by name, or
+            several directories, of which the last steps are compared.
+        k: number of singular vectors; the smallest measured by default.
+
+    Returns:
+        A DataFrame with a row for each measure, choice of pairs, and step or result; `Summary` describes its columns. Where
+        results have the same prompts, the interval of their difference is over the differences of the prompts.
+
+    Raises:
+        FileNotFoundError: if a directory holds no results.
+        UsageError: for a K that was not measured, or results without mis-couplings and without paths.
+    """
+    if isinstance(results, xr.Dataset | Store | Path | str):
+        return _of_steps(_result(results, k))
+    if not isinstance(results, Mapping):
+        if not all(isinstance(given, Path | str) for given in results):
+            raise UsageError("give Datasets by name, such as summary({'before': ds, 'after': other})")
+        paths = [Path(given) for given in results]
+        results = dict(zip(distinct_names(paths), paths, strict=True))
+    if not results:
+        raise UsageError("no results; give a Dataset of measure, the directory of a store, or several by name")
+    return _side_by_side({name: _result(given, k) for name, given in results.items()})
+
+
+def summary_of_steps(units: Mapping[int, xr.Dataset], k: int | None = None) -> Summary:
+    """Return the summary of the units of one model, by step, each from `reduction.reduced`."""
+    k, name = _chosen(units[min(units)], k)
+    coupling = {
+        step: float(unit[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean()) if name else 0.0
+        for step, unit in sorted(units.items())
+    }
+    return _of_steps(_Result(coupling, k, units.__getitem__))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns a step's unit, `reduced`."""
+
+    coupling: Mapping[int, float]
+    k: int | None
+    unit: Callable[[int], xr.Dataset]
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[int]:
+        """The measured steps."""
+        return list(self.coupling)
+
+    @property
+    def best(self) -> int:
+        """The step of the largest coupling, which is not undefined."""
+        return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
+
+
+def _result(given: Given, k: int | None) -> _Result:
+    """Read of each step what tells its coupling, and nothing more."""
+    if isinstance(given, xr.Dataset):
+        ds = given if "step" in given.dims else given.drop_vars("step", errors="ignore").expand_dims(step=[0])
+        k, name = _chosen(ds, k)
+        points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
+        found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
+        steps, skipped = ds["step"].values.tolist(), {}
+        unit = lambda step: reduced(ds.sel(step=step, drop=True))  # noqa: E731
+    else:
+        store = given if isinstance(given, Store) else Store(given)
+        steps, skipped = require_steps(store), store.skipped()
+        k, name = _chosen(store.read(steps[-1]), k)
+        found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
+        unit = lambda step: reduced(store.read(step))  # noqa: E731
+    if not name:
+        return _Result(dict.fromkeys(steps, 0.0), k, unit, skipped)
+    coupling = (found["null"] - found["miscoupling"]).sel(k=k, pairs="mean_offdiag").values.tolist()
+    return _Result(dict(zip(steps, coupling, strict=True)), k, unit, skipped)
+
+
+def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
+    """Return K and the first of `SHOWN` that was measured; None and "" without mis-couplings.
+
+    Raises:
+        UsageError: if that K was not measured, or there is nothing to summarise.
+    """
+    name = next((name for name in SHOWN if name in ds or f"{name}_matrix" in ds), "")
+    if not name:
+        if not any(path in ds for path in OF_PATHS):
+            raise UsageError("the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'")
+        return None, ""
+    known = [int(other) for other in np.atleast_1d(ds["k"].values)]
+    if k is not None and k not in known:
+        raise UsageError(f"K = {k} was not measured; choose from {', '.join(map(str, known))}")
+    return k or min(known), name
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A value, its null level, and the value of each prompt that the interval is of, in clusters; NaN where there is none."""
+
+    value: float
+    null_level: float
+    by_prompt: np.ndarray
+    clusters: np.ndarray | None
+
+    def row(self) -> list[float]:
+        """Return the row of the table."""
+        _, error, df = clustered_mean(self.by_prompt, self.clusters)
+        return _row(self.value, self.null_level, error, df)
+
+    def row_of_difference(self, other: "_Cell", paired: bool) -> list[float]:
+        """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
+        if paired:
+            _, error, df = clustered_mean(self.by_prompt - other.by_prompt, self.clusters)
+        else:
+            _, errors, dfs = np.array([clustered_mean(of.by_prompt, of.clusters) for of in (self, other)]).T
+            error, df = np.hypot(*errors), (errors**2).sum() ** 2 / (errors**4 / dfs).sum()
+        return _row(self.value - other.value, self.null_level - other.null_level, error, df)
+
+
+Cells = dict[tuple[str, str], _Cell]  # by measure and of what
+
+
+def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> list[float]:
+    coupling = null_level - value
+    middle = value if np.isnan(coupling) else coupling
+    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
+    return [value, null_level, coupling, middle - margin, middle + margin]
+
+
+def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
+    """Return the values of a unit."""
+    clusters, found = sources(unit), {}
+    for name in (name for name in SHOWN if f"{name}_matrix" in unit):
+        at = unit.sel(k=k)
+        for pairs, words in PAIRS.items():
+            value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
+            found[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
+        if pair is not None:
+            value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
+            # It was chosen for its value: an interval would not hold.
+            found[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
+                value, null, np.full(unit.sizes["prompt"], np.nan), None
+            )
+    for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
+        by_prompt = unit[f"{name}_by_prompt"].values
+        found[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
+    return found
+
+
+def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
+    """Return null level minus mis-coupling of the first measure shown, (layer, layer_other)."""
+    _, name = _chosen(unit, k)
+    return (unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k)
+
+
+def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
+    """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
+    if k is None or unit.sizes["layer"] < 3 or not (found := pairs_of_blocks(_departure(unit, k).values)).size:
+        return None
+    first, second = np.triu_indices(unit.sizes["layer"], 1)
+    at = int(np.nan_to_num(found, nan=-np.inf).argmax())
+    return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
+
+
+def _of_pair(matrix: xr.DataArray, pair: tuple[int, int]) -> float:
+    """Return the mean of both directions."""
+    l, m = pair
+    return float(matrix.sel(layer=l, layer_other=m) + matrix.sel(layer=m, layer_other=l)) / 2
+
+
+def _of_steps(result: _Result) -> Summary:
+    steps, k = result.steps, result.k
+    units = {step: result.unit(step) for step in sorted({steps[0], result.best, steps[-1]})}
+    several, pair = len(units) > 1, _most_coupled(units[result.best], k)
+    columns = {f"{step:,}" if several else "": _cells(unit, k, pair) for step, unit in units.items()}
+    rows = {label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()}
+    title = _title(units[steps[-1]], k)
+    if several:
+        of = (
+            "its"
+            if len(units) == len(steps)
+            else "the first, " + "the most coupled " * (len(units) > 2) + "and the last of its"
+        )
+        title += f"; {of} {counted(len(steps), 'step')}"
+    where = f" at step {result.best:,}" if several else ""
+    doubted = join({step: unit.drop_vars("step", errors="ignore") for step, unit in units.items()}, Path())
+    notes = [
+        _of_intervals(units[steps[-1]]),
+        *_of_blocks(pair, where),
+        *_beyond_chance({f"step {step:,}" if several else "": unit for step, unit in units.items()}, k),
+        *doubts(doubted, result.skipped),
+    ]
+    return _table(rows, "step" if several else "", title, notes)
+
+
+def _side_by_side(results: Mapping[str, _Result]) -> Summary:
+    """Return the last steps of several results, and the differences of each from the first."""
+    ks = {name: result.k for name, result in results.items()}
+    if len(set(ks.values())) > 1:
+        raise UsageError(
+            f"the smallest K of the results differ ({_listed(ks)}); choose one that all have: summary(..., k=10)"
+        )
+    k = next(iter(ks.values()))
+    units = {name: result.unit(result.steps[-1]) for name, result in results.items()}
+    first, *others = units
+    strongest = max(units, key=lambda name: np.nan_to_num(results[name].coupling[results[name].steps[-1]], nan=-np.inf))
+    pair = _most_coupled(units[strongest], k)
+    columns = {name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()}
+    rows = {name: {at: cell.row() for at, cell in cells.items()} for name, cells in columns.items()}
+    differ = differing_conventions(units)
+    for name in others:
+        paired = "inputs_sha256" not in differ and units[name].sizes["prompt"] == units[first].sizes["prompt"]
+        rows[f"{name} − {first}"] = {
+            at: cell.row_of_difference(columns[first][at], paired)
+            for at, cell in columns[name].items()
+            if at in columns[first]
+        }
+    title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
+    notes = [_of_intervals(units[first]), *_of_blocks(pair, f" of {strongest}"), *_beyond_chance(units, k)]
+    notes += [f"The results differ in {difference}." for difference in differences_in_words(units)]
+    return _table(rows, "result", title, notes)
+
+
+def _has(unit: xr.Dataset, pair: tuple[int, int] | None) -> bool:
+    return pair is not None and "layer" in unit.dims and set(pair) <= set(unit["layer"].values.tolist())
+
+
+def _table(
+    rows: Mapping[str, Mapping[tuple[str, str], list[float]]], label: str, title: str, notes: list[str]
+) -> Summary:
+    """Return the table: what is measured, then where; one row of each without a label."""
+    order = list(dict.fromkeys(at for found in rows.values() for at in found))
+    index = [(*at, *([name] if label else [])) for at in order for name, found in rows.items() if at in found]
+    values = [rows[name][at] for at in order for name, found in rows.items() if at in found]
+    names = ["measure", "of", *([label] if label else [])]
+    table = Summary(values, index=pd.MultiIndex.from_tuples(index, names=names), columns=list(COLUMNS))
+    table.attrs |= {"title": title, "notes": notes}
+    return table
+
+
+def _title(unit: xr.Dataset, k: int | None) -> str:
+    name = str(unit.attrs.get("suite") or unit.attrs.get("model_name") or unit.attrs.get("model_class"))
+    if in_cache := re.search(r"models--(.+?)/", name):  # a directory of the hub's cache
+        name = in_cache[1].replace("--", "/")
+    return f"{name}: {counted(unit.sizes['prompt'], 'prompt')}" + ("" if k is None else f", K = {k}")
+
+
+def _of_intervals(unit: xr.Dataset) -> str:
+    if unit.sizes["prompt"] < 2:
+        return "There are no intervals, since they are over prompts: measure several."
+    of = sources(unit)
+    clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
+    return f"low and high: 95 % interval over prompts{clusters}, of the coupling, or of the value where there is no null level."
+
+
+def _of_blocks(pair: tuple[int, int] | None, where: str) -> Iterator[str]:
+    if pair is not None:
+        yield f"Blocks {pair[0]} and {pair[1]} are the most coupled{where}; they were chosen for it, so that no interval holds."
+
+
+def _beyond_chance(units: Mapping[str, xr.Dataset], k: int | None) -> Iterator[str]:
+    """Say where the coupling over pairs of blocks is above zero, and where the null level is not that of untrained blocks."""
+    if k is None:
+        return
+    above = {name: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for name, unit in units.items()}
+    said = "Over pairs of blocks, the coupling is above 0 (one-sided t test, 2.5 %)"
+    yes, no = ([name for name in units if above[name] is found] for found in (True, False))
+    if "" in units:
+        yield f"{said}." if yes else said.replace("above 0", "not above 0 beyond chance") + "."
+    else:
+        yield f"{said} for {', '.join(yes) or 'none'}" + (f", and not for {', '.join(no)}." if yes and no else ".")
+    if any(unit.attrs.get("post_norm") for unit in units.values()):
+        yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in values.items())
