@@ -57,6 +57,24 @@ def test_what_a_call_returns(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("measures", ["coupling", "entropy"])
+def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measures):
+    model = neox()
+    with tracker.Watch(1, probe=tokens(3), k=K, save_dir=str(tmp_path), measures=measures) as watch:
+        for step in range(3):
+            watch(step, model)
+    printed = capsys.readouterr().out
+    assert printed == (f"{tracker.summary(tmp_path)!r}\n" if measures == "coupling" else "")
+
+
+def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(tmp_path):
+    with pytest.warns(UserWarning, match="step 1 is measured but not summarised .*damaged"):
+        with tracker.Watch(1, probe=tokens(1), k=K, save_dir=str(tmp_path)) as watch:
+            watch(0, neox())
+            watch(1, neox())
+            Store(tmp_path).file(0).write_bytes(b"no results")
+
+
 def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
     model = neox()
 
