@@ -7,6 +7,7 @@ import torch
 
 from checkpoints import nano, scores
 from checkpoints.errors import CheckpointError
+from checkpoints.load import load_tokenizer
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
 from tests.conftest import TINY
 
@@ -73,6 +74,47 @@ def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
+
+
+def holding(directory, *files):
+    """Make empty files below a directory; return the directory."""
+    for file in files:
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("given", ["", "epoch=0-step=10.ckpt"], ids=["directory", "file"])
+def test_lightning_checkpoints_without_a_module_name_the_flag(tmp_path, given):
+    path = holding(tmp_path, "epoch=0-step=10.ckpt", "last.ckpt") / given
+    with pytest.raises(
+        ValueError, match=r"10\.ckpt.*--module package\.module:Class, and --tokenizer NAME or --inputs FILE"
+    ):
+        find_suite(str(path))
+    assert find_suite(str(path), lightning=True).steps == (10,)
+
+
+def test_other_files_than_the_flags_ask_for(tmp_path):
+    path = holding(tmp_path, "step8/config.json")
+    with pytest.raises(ValueError, match="config.json is a file: give the directory of a checkpoint"):
+        find_suite(str(path / "step8" / "config.json"))
+    for directory in (path, path / "step8"):
+        with pytest.raises(ValueError, match="holds checkpoints of Hugging Face: leave out --module"):
+            find_suite(str(directory), lightning=True)
+    assert find_suite(str(path)).steps == find_suite(str(path / "step8")).steps == (8,)
+
+
+INSIDE = ("", "hub", "hub/models--org--a-b", "hub/models--org--a-b/snapshots", "hub/models--org--a-b/refs")
+
+
+@pytest.mark.parametrize("given", INSIDE)
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer"])
+def test_a_path_in_the_cache_of_the_hub_names_what_to_run(tmp_path, given, flag):
+    cache = holding(tmp_path / "of hub", f"hub/models--org--a-b/snapshots/{'1' * 40}/config.json") / "hub"
+    holding(cache, "models--org--a-b/refs/main", "datasets--org--c/refs/main", "models--broken/refs/main")
+    command = f"org/a-b: set HF_HUB_CACHE .*HF_HUB_CACHE='{cache}' python -m tracker.pythia {flag} org/a-b$"
+    with pytest.raises(ValueError, match=command):
+        (find_suite if flag == "--model" else load_tokenizer)(str(tmp_path / "of hub" / given))
 
 
 @pytest.mark.parametrize("name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"])
