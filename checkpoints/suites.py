@@ -15,8 +15,9 @@ from pathlib import Path
 
 from checkpoints import hub, nano
 from checkpoints.retries import Notify
+from checkpoints.shapes import Shape, pythia_shapes
 
-PYTHIA_SIZES = ("14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+PYTHIA_SIZES = tuple(pythia_shapes())
 PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
     "-deduped": ("-deduped", PYTHIA_SIZES[2:]),
     "-seed[1-9]": ("-seed1 to -seed9", PYTHIA_SIZES[:5]),
@@ -75,6 +76,7 @@ class Suite:
     cache_dir: Path | None = None  # None: the Hugging Face cache
     default: str = "all"  # the steps walked without --steps
     notice: str = ""  # printed before a walk: how to interpret the steps
+    shape: Shape | None = None  # of the model, if it ships with this package
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def find_suite(
     if pythia and not pattern:
         repo = f"EleutherAI/{pythia}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(pythia, repo, checkpoints, default="paper")
+        return Suite(pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]])
     if not pythia and Path(model).is_file():
         held = LIGHTNING if model.endswith(".ckpt") else "give the directory of a checkpoint, or one of several"
         raise ValueError(f"{model} is a file: {held}")

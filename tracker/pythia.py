@@ -125,7 +125,8 @@ def _dry_run(walk: Walk, plan: Plan) -> int:
 
     missing = [checkpoint for checkpoint in plan.selection.checkpoints if not plan.output.store.has(checkpoint.step)]
     print_overview(plan, len(missing))
-    print(describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug), flush=True)
+    for line in describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug):
+        print(line, flush=True)
     return OK
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from checkpoints import nano, scores
 from checkpoints.errors import CheckpointError
@@ -20,6 +21,26 @@ def test_pythia_publishes_154_checkpoints():
     assert suite.checkpoints[-1].tokens == 143_000 * 2_097_152  # 299.9 billion
 
 
+PARAMETERS = {
+    "14m": 14_067_712, "31m": 30_494_720, "70m": 70_426_624, "160m": 162_322_944, "410m": 405_334_016,
+    "1b": 1_011_781_632, "1.4b": 1_414_647_808, "2.8b": 2_775_208_960, "6.9b": 6_857_302_016, "12b": 11_846_072_320,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_shapes_of_pythia_ship(size):
+    """The parameters are those of published models, and of the model that transformers builds from the configuration."""
+    assert find_suite(size).shape.parameters == PARAMETERS[size]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(find_suite(size).shape.config())
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[size]
+
+
+def test_the_size_of_a_published_file():
+    """Compare with model.safetensors of EleutherAI/pythia-70m-deduped, 166,029,852 bytes, which has a header too."""
+    assert find_suite("70m-deduped").shape.file_bytes == pytest.approx(166_029_852, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["70m-deduped", "pythia-70m-deduped", "EleutherAI/pythia-70m-deduped"])
 def test_suite_is_found_by_each_of_its_names(name):
     assert find_suite(name).source == "EleutherAI/pythia-70m-deduped"
@@ -31,6 +52,7 @@ def test_published_variants_are_suites_of_their_own(variant):
         suite = find_suite(name)
         assert (suite.name, suite.source) == (f"pythia-{variant}", f"EleutherAI/pythia-{variant}")
         assert suite.steps == PYTHIA_STEPS and suite.checkpoints[1].tokens == 2_097_152
+        assert suite.shape == find_suite(variant.partition("-")[0]).shape
 
 
 @pytest.mark.parametrize(
