@@ -84,7 +84,9 @@ def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pyth
     monkeypatch.setenv("TRACKER_CACHE", "/nowhere")
     offline = dry_run(capsys, *arguments)
     assert {name: offline[name] for name in FACTS} == {name: online[name] for name in FACTS}
-    assert offline["memory"].partition("beside")[2] == online["memory"].partition("beside")[2]  # the rest is of the tokens
+    assert (
+        offline["memory"].partition("beside")[2] == online["memory"].partition("beside")[2]
+    )  # the rest is of the tokens
     assert offline["sizes"].startswith("computed, not listed, for 2 checkpoints: 14,067,712 parameters in float16")
     assert "a token for every 4 bytes" in offline["model"] and "checkpoints/data/pythia.toml" in offline["model"]
     assert "per checkpoint" in offline["in all"] and "estimated" in offline["in all"]

@@ -15,6 +15,21 @@ DISK_BUDGET = (
 )
 
 
+GROUPS = {
+    "most used": ("model", "steps", "k", "measures", "out", "wandb"),
+    "before a walk": ("dry_run", "config", "print_config"),
+    "checkpoints": (
+        "revisions", "stage", "untrained", "allow_suspect", "scores", "module", "trust_remote_code", "seed"
+    ),
+    "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
+    "measurement": (
+        "tokens", "final_norm", "svd", "dtype", "precision", "derivative", "window", "pair_tokens", "pair_layers"
+    ),
+    "machine": ("device", "memory_budget", "disk_budget", "workers", "address"),
+    "logging": ("project", "loggers", "debug"),
+}  # fmt: skip
+
+
 @dataclass
 class Walk:
     """Measure block coupling, LSS and expodistance at the training checkpoints of a model.
@@ -96,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> Walk:
     parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
     add_flags(parser, DEFAULTS)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
+    parser.arrange(GROUPS)
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
     return Walk(**walk, options=given_options(parsed))
