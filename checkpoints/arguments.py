@@ -30,7 +30,7 @@ class Parser(ArgumentParser):
         Args:
             groups: the names of flags, without hyphens, by the title of their group; other flags come last.
         """
-        arranged = []
+        arranged: list[Any] = []
         for title, names in groups.items():
             group = self.add_argument_group(title)
             for name in names:
@@ -38,8 +38,9 @@ class Parser(ArgumentParser):
                 self._optionals._group_actions.remove(action)
                 group._group_actions.append(action)
             arranged.append(group)
+        arranged.append(self._optionals)
         self._optionals.title = "others"
-        self._action_groups = [*arranged, self._optionals]
+        self._action_groups = arranged
         required = [f"--{action.dest} {action.dest.upper()}" for action in self._actions if action.required]
         self.usage = " ".join(["%(prog)s", *required, "[flags]"])
 

@@ -10,7 +10,7 @@ from tests.conftest import Walker
 from tests.loggers.test_dashboards import of, records
 from tests.wandb_server import KEY, serve
 from tracker.loggers import opened
-from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.protocol import LoggedRun, Opener, Row
 from tracker.results import Store
 
 SECONDS = 60  # at most, after the last measurement
@@ -86,7 +86,7 @@ class Failing:
 def test_a_logger_that_fails_does_not_end_a_walk(tmp_path, capsys, failing, calls):
     broken, sound = Failing(failing), Failing("")
     run = LoggedRun(Store(tmp_path), "p", "n", {})
-    with opened([lambda _: broken, lambda _: sound], run) as send:
+    with opened([Opener(lambda _, one=one: one, lambda _: "") for one in (broken, sound)], run) as send:
         for step in range(2):
             send(Row(step, {}))
     assert broken.calls == calls and sound.calls == ["images", "log"] * 2 + ["finish"]
