@@ -2,24 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PYTHIA = {  # width, blocks, heads
-    "14m": (128, 6, 4),
-    "31m": (256, 6, 8),
-    "70m": (512, 6, 8),
-    "160m": (768, 12, 12),
-    "410m": (1024, 24, 16),
-    "1b": (2048, 16, 8),
-    "1.4b": (2048, 24, 16),
-    "2.8b": (2560, 32, 32),
-    "6.9b": (4096, 32, 32),
-    "12b": (5120, 36, 40),
-}
-CONTEXT = 2048
+from checkpoints.shapes import pythia_shapes
+
 VOCABULARY = 512  # embeddings are not timed
 IMAGES = {"deit-ti": (32, 4), "deit-ti-224": (224, 16)}  # side of the images and of the patches, in pixels
 SEED = 0
@@ -37,19 +27,10 @@ def model(
             (pixels, patch), depth = IMAGES[shape], blocks or 12
             options: dict[str, Any] = {"img_size": pixels, "patch_size": patch, "num_classes": 10, "depth": depth}
             return timm.create_model("deit_tiny_patch16_224", **options).eval()
-        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+        from transformers import GPTNeoXForCausalLM
 
-        width, depth, heads = PYTHIA[shape]
-        config = GPTNeoXConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            num_hidden_layers=blocks or depth,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-            max_position_embeddings=CONTEXT,
-            use_parallel_residual=True,
-        )
+        whole = pythia_shapes()[shape]
+        config = replace(whole, layers=blocks or whole.layers, vocabulary=vocabulary).config()
         return GPTNeoXForCausalLM(config).eval()
 
 

@@ -62,7 +62,7 @@ def show(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination) -
                 f"{checkpoint.step:,}",
                 _tokens(checkpoint.tokens),
                 "+".join(listing.formats) if listing else "?",
-                f"{listing.bytes / 1e9:.3g} GB" if listing else "?",
+                _size(suite, listing),
                 _cache_state(suite, checkpoint, listing),
                 _defects(checkpoint, examination),
             )
@@ -128,6 +128,12 @@ def _directory(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) ->
         return Path(checkpoint.source)
     revision = listing.commit if listing is not None and listing.commit else checkpoint.revision
     return snapshot_dir(checkpoint.source, revision, suite.cache_dir)
+
+
+def _size(suite: Suite, listing: Listing | None) -> str:
+    if suite.shape and not (listing and listing.weights):
+        return f"about {suite.shape.file_bytes / 1e9:.3g} GB"
+    return f"{listing.bytes / 1e9:.3g} GB" if listing else "?"
 
 
 def _tokens(count: int | None) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -23,6 +23,26 @@ class Parser(ArgumentParser):
         if options.get("type") is bool:
             options |= {"nargs": "?", "const": True}
         return super().add_argument(*names, **options)
+
+    def arrange(self, groups: Mapping[str, Sequence[str]]) -> None:
+        """Group the flags in the help; the usage names those that are required alone.
+
+        Args:
+            groups: the names of flags, without hyphens, by the title of their group; other flags come last.
+        """
+        arranged: list[Any] = []
+        for title, names in groups.items():
+            group = self.add_argument_group(title)
+            for name in names:
+                action = self._option_string_actions[f"--{name}"]
+                self._optionals._group_actions.remove(action)
+                group._group_actions.append(action)
+            arranged.append(group)
+        arranged.append(self._optionals)
+        self._optionals.title = "others"
+        self._action_groups = arranged
+        required = [f"--{action.dest} {action.dest.upper()}" for action in self._actions if action.required]
+        self.usage = " ".join(["%(prog)s", *required, "[flags]"])
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         """Read a command line."""

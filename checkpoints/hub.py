@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from checkpoints.errors import CheckpointError, Unreachable
@@ -284,6 +285,30 @@ def repo_dir(repo: str, cache_dir: Path | None = None) -> Path:
     from huggingface_hub import constants
 
     return Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
+def describe_cache(path: Path, flag: str) -> str:
+    """Describe that a path is, holds or lies in a cache of the hub's client, and what to run instead; "" if it does not.
+
+    Args:
+        flag: the flag that was given the path, which takes a repository too.
+    """
+    inside = path.parent if path.name in ("snapshots", "refs", "blobs") else path
+    groups = ([inside], path.glob("models--*"), path.glob("hub/models--*"))
+    found = (sorted(one for one in group if _is_cached_repository(one)) for group in groups)
+    repositories = next(filter(None, found), [])
+    if not repositories:
+        return ""
+    cache = quote(str(repositories[0].parent))
+    names = [one.name.removeprefix("models--").replace("--", "/", 1) for one in repositories]
+    return (
+        f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
+        f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"
+    )
+
+
+def _is_cached_repository(directory: Path) -> bool:
+    return re.fullmatch(r"models--.+?--.+", directory.name) is not None and (directory / "snapshots").is_dir()
 
 
 def read_ref(reference: Path) -> str:

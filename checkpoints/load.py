@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
 from checkpoints.errors import CheckpointError, first_line, panics_as_errors
-from checkpoints.hub import list_branches
+from checkpoints.hub import describe_cache, list_branches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,6 +156,8 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     Raises:
         ValueError: if there is none.
     """
+    if Path(name).is_dir() and (cached := describe_cache(Path(name).resolve(), "--tokenizer")):
+        raise ValueError(cached)
     try:
         if Path(name).is_dir():
             return _tokenizer(Path(name))

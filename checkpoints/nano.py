@@ -28,6 +28,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.files import Lock, cache_root, write_atomic
 from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
+from checkpoints.shapes import Shape
 
 if TYPE_CHECKING:
     from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -158,23 +159,10 @@ def build(recipe: Recipe) -> "GPTNeoXForCausalLM":
     that write to the residual stream with standard deviation 2 / (L sqrt(d)). transformers would take 0.02 for all.
     """
     from torch import nn
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import GPTNeoXForCausalLM
 
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=recipe.vocabulary,
-            hidden_size=recipe.width,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            intermediate_size=4 * recipe.width,
-            max_position_embeddings=recipe.context,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-            use_parallel_residual=True,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
+    shape = Shape(recipe.layers, recipe.width, recipe.heads, recipe.vocabulary, recipe.context)
+    model = GPTNeoXForCausalLM(shape.config())
     d, L = recipe.width, recipe.layers
     for name, weight in model.named_parameters():
         if weight.dim() == 2:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from checkpoints import hub, nano
 from checkpoints.retries import Notify
+from checkpoints.shapes import Shape, pythia_shapes
 
-PYTHIA_SIZES = ("14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b")
+PYTHIA_SIZES = tuple(pythia_shapes())
 PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
     "-deduped": ("-deduped", PYTHIA_SIZES[2:]),
     "-seed[1-9]": ("-seed1 to -seed9", PYTHIA_SIZES[:5]),
@@ -43,6 +44,8 @@ OLMO_2 = Family(
 )
 ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
 FAMILIES = (OLMO_2, OLMO, ANY)
+# What is said of Lightning checkpoints without the flags that they need.
+LIGHTNING = "checkpoints of Lightning need --module package.module:Class, and --tokenizer NAME or --inputs FILE"
 REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # ORG/NAME
 
 
@@ -73,6 +76,7 @@ class Suite:
     cache_dir: Path | None = None  # None: the Hugging Face cache
     default: str = "all"  # the steps walked without --steps
     notice: str = ""  # printed before a walk: how to interpret the steps
+    shape: Shape | None = None  # of the model, if it ships with this package
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -165,7 +169,10 @@ def find_suite(
     if pythia and not pattern:
         repo = f"EleutherAI/{pythia}"
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(pythia, repo, checkpoints, default="paper")
+        return Suite(pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]])
+    if not pythia and Path(model).is_file():
+        held = LIGHTNING if model.endswith(".ckpt") else "give the directory of a checkpoint, or one of several"
+        raise ValueError(f"{model} is a file: {held}")
     if pythia or re.fullmatch(REPOSITORY, model):
         return _repository(f"EleutherAI/{pythia}" if pythia else model, pattern, stage, notify)
     if "/" in model or model.startswith("."):
@@ -208,7 +215,7 @@ def _variants() -> str:
 
 def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:
     name = path.stem if path.is_file() else path.name
-    if (path / "config.json").is_file() or (lightning and path.is_file()):
+    if path.is_file() if lightning else (path / "config.json").is_file():
         parsed = _parse(path.name, str(path), None, pattern)
         notice = (
             ""
@@ -216,16 +223,22 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
             else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
         )
         return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
-    if lightning:
-        children, reason = path.rglob("*.ckpt"), "no file below it is named like epoch=3-step=1000.ckpt"
-    else:
-        children = (child for child in path.glob("*") if (child / "config.json").is_file())
-        reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+    directories = [child for child in (path, *path.glob("*")) if (child / "config.json").is_file()]
+    children = path.rglob("*.ckpt") if lightning else directories
     found = [_parse(child.name, str(child), None, pattern) for child in children]
     checkpoints = [checkpoint for checkpoint in found if checkpoint]
-    if not checkpoints:
-        raise ValueError(f"no checkpoints in {path}: {reason}; --revisions takes a pattern for other names")
-    return _suite(name, str(path), checkpoints, stage)
+    if checkpoints:
+        return _suite(name, str(path), checkpoints, stage)
+    if cached := hub.describe_cache(path, "--model"):
+        raise ValueError(cached)
+    if lightning:
+        reason = "no file below it is named like epoch=3-step=1000.ckpt"
+        other = "it holds checkpoints of Hugging Face: leave out --module" if directories else ""
+    else:
+        reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+        files = sorted(file.name for file in path.rglob("*.ckpt"))
+        other = f"it holds {join_names(files)}: {LIGHTNING}" if files else ""
+    raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:

@@ -3,7 +3,7 @@
 import json
 from typing import TextIO
 
-from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.protocol import LoggedRun, Opener, Row
 
 
 class JsonLines:
@@ -26,5 +26,5 @@ class JsonLines:
         return f"curves: {self.file.name}"
 
 
-def prepare(wandb_mode: str) -> type[JsonLines]:
-    return JsonLines
+def prepare(wandb_mode: str) -> Opener:
+    return Opener(JsonLines, lambda run: f"curves will be in {run.store.path}")

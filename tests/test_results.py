@@ -11,6 +11,7 @@ import xarray as xr
 import tracker
 from checkpoints.files import Lock
 from tests.stores import generated
+from tracker.errors import UsageError
 from tracker.measures import names
 from tracker.measures.labels import labelled
 from tracker.report.reader import Reader
@@ -54,6 +55,15 @@ def test_other_settings_are_refused_once_results_exist(store):
     store.check_settings({"k": [5], "dtype": "float32"})
     with pytest.raises(ValueError, match=r"k was \[5\], now \[6\].*never mixed"):
         store.check_settings({"k": [6], "dtype": "float32"})
+
+
+@pytest.mark.parametrize("opening", [tracker.open_results, Store])
+@pytest.mark.parametrize("several", [["a", "b"], ("a",), {"a": "b"}])
+def test_several_directories_name_what_takes_them(opening, several):
+    with pytest.raises(
+        UsageError, match=r"give one directory\. For several, \{name: tracker\.open_results.*write_report"
+    ):
+        opening(several)
 
 
 def test_units_with_other_layer_pairs_across_tokens_are_not_joined(store):
@@ -108,6 +118,7 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
+from tracker.errors import UsageError
 from tracker.measures import names
 from tracker.measures.labels import labelled
 from tracker.results import Store

@@ -47,30 +47,6 @@ RUN = {
     "historyKeys": None,
     "projectId": "1",
 }
-COLLECTION = {"__typename": "ArtifactSequence", "id": "1", "name": "results", "project": BUCKET["project"]}
-ARTIFACT = {
-    "id": "1",
-    "state": "COMMITTED",
-    "artifactSequence": COLLECTION,
-    "artifactType": {"name": "results"},
-    "versionIndex": 0,
-    "description": None,
-    "metadata": "{}",
-    "ttlDurationSeconds": -1,
-    "ttlIsInherited": False,
-    "tags": [],
-    "historyStep": None,
-    "digest": "d",
-    "size": 1,
-    "fileCount": 1,
-    "commitHash": "c",
-    "createdAt": "2026-01-01T00:00:00",
-    "updatedAt": None,
-    "aliases": [],
-    "artifactMembership": None,
-    "currentManifest": None,
-    "storageBytes": 1,
-}
 SERVER = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
 
 
@@ -110,8 +86,7 @@ class WandbServer:
                     "files": [{"name": name, "uploadUrl": f"{self.address}/upload/{name}"} for name in names],
                 },
                 "createArtifact": {"artifact": COMMITTED},
-                "artifact": ARTIFACT,
-                "project": {"run": RUN, "artifact": None},
+                "project": {"run": RUN},
             }
         }
 

@@ -72,6 +72,7 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
             _heatmaps(ks),
             _measures("Tokens, entropy, noise", ks, is_open=False),
             _measures("Jacobians", ks, is_open=False),
+            _cost(),
             _grid(),
         ],
         settings=WorkspaceSettings(x_axis=AXIS),
@@ -125,21 +126,21 @@ def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":
 
 
 def _over_positions(measure: "Measure") -> "LinePlot":
-    from tracker.analysis.statistics import noise_label
-    from tracker.measures.states import NOISE
+    from tracker.loggers.selection import metrics_over_positions
 
+    metrics = metrics_over_positions(measure)
     title = measure.label[0].upper() + measure.label[1:] + ("" if measure.unit == "1" else f", {measure.unit}")
     if measure.curve == "last mean":
-        return _lines(title, [f"{measure.metric}/{noise_label(level)}" for level in NOISE])
-    metrics = [f"{measure.metric}/{statistic}" for statistic in ("median", "q25", "q75")]
+        return _lines(title, metrics)
     return _lines(f"{title}: median and quartiles", metrics, measure.axis == "logarithmic")
 
 
 def _for_k(measure: "Measure", k: int) -> "LinePlot":
-    pairs, over = ("/mean_offdiag", ", l ≠ l'") if measure.curve == "pairs" else ("", "")
+    from tracker.loggers.selection import metrics_for_k
+
+    over = ", l ≠ l'" if measure.curve == "pairs" else ""
     title = measure.label[0].upper() + measure.label[1:]
-    metrics = [f"{metric}/k{k}{pairs}" for metric in (measure.metric, f"{measure.metric}_null")]
-    return _lines(f"{title}, K = {k}{over}, with its null level", metrics)
+    return _lines(f"{title}, K = {k}{over}, with its null level", metrics_for_k(measure, k))
 
 
 def _scores() -> "Section":
@@ -165,6 +166,16 @@ def _heatmaps(ks: Sequence[int]) -> "Section":
                 gallery_axis="step",
             )
             for k in ks
+        ],
+    )
+
+
+def _cost() -> "Section":
+    return _section(
+        "Cost of measuring (training runs)",
+        [
+            _lines("Seconds that a measurement took", ["coupling/seconds"]),
+            _lines("Share of the time since the last measurement that measuring took (0.01: 1 %)", ["coupling/share"]),
         ],
     )
 

@@ -23,13 +23,13 @@ from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable
 from tracker.walk.overview import headline, print_overview, print_repeats
-from tracker.walk.plan import Output, Plan, make_plan
+from tracker.walk.plan import Output, Plan, make_plan, named_suite, store_of
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import Open, Row
+    from tracker.loggers.protocol import LoggedRun, Opener, Row
     from tracker.walk.summaries import Summaries
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
@@ -58,24 +58,31 @@ def _leave(*_: object) -> None:
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
-    from tracker.loggers import prepare
+    from tracker.loggers import announce, prepare, selection
+    from tracker.loggers.protocol import LoggedRun
+
+    def notify(line: str) -> None:
+        print(line, flush=True)
 
     with ExitStack() as held:
         try:
-            plan = make_plan(walk, lambda line: print(line, flush=True))
+            log = selection.parsed(walk.log)
+            openers = [] if walk.dry_run else prepare(walk.loggers, walk.wandb)
+            suite = named_suite(walk, notify)
+            logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
+            announce(openers, logged)
+            plan = make_plan(walk, suite, notify)
             if plan.output.held:
                 held.callback(plan.output.held.release, remove=True)
             if walk.dry_run:
                 return _dry_run(walk, plan)
-            openers = prepare(walk.loggers, walk.wandb)
         except INPUT_ERRORS as error:
             raise UsageError(str(error)) from error
-        return _walk(walk, plan, openers)
+        return _walk(walk, plan, openers, logged)
 
 
-def _walk(walk: Walk, plan: Plan, openers: "Sequence[Open]") -> int:
+def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
     from tracker.loggers import opened
-    from tracker.loggers.protocol import LoggedRun
     from tracker.walk.summaries import Summaries
 
     interrupts = _remember_interrupts()
@@ -97,8 +104,7 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Open]") -> int:
             nano.train(walk.seed)
         dtype, device = measurement.settings.dtype, str(measurement.device)
         config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
-        logged = LoggedRun(store, walk.project, selection.suite.name, config)
-        with opened(openers, logged) as log:
+        with opened(openers, replace(logged, config=config)) as log:
             with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
                 for step in list(summaries.by_step):
                     _rescore(plan.output, summaries, step)
@@ -126,7 +132,8 @@ def _dry_run(walk: Walk, plan: Plan) -> int:
 
     missing = [checkpoint for checkpoint in plan.selection.checkpoints if not plan.output.store.has(checkpoint.step)]
     print_overview(plan, len(missing))
-    print(describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug), flush=True)
+    for line in describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug):
+        print(line, flush=True)
     return OK
 
 

@@ -1,7 +1,7 @@
 """Log a store to a new run: `python -m tracker.replay results/nano --project block-coupling`.
 
-The store is that of a walk or a training run. Every step is logged once, to W&B with heat maps, tables and the store as an
-artifact. Heavy imports come after the arguments are parsed, so that --help is quick.
+The store is that of a walk or a training run. Every step is logged once, to W&B with heat maps. Heavy
+imports come after the arguments are parsed, so that --help is quick.
 """
 
 import sys
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from checkpoints.cli import OK, reports_errors
+from tracker.cli import LOG_HELP
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import Open
+    from tracker.loggers.protocol import Log, Opener
 
 
 @reports_errors()
@@ -33,22 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="auto",
         help="mode of the W&B run; auto is online if a key is set up, else offline",
     )
+    parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.loggers import prepare
+    from tracker.loggers import prepare, selection
 
     name = parsed.name or parsed.results.resolve().name
-    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb))
+    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), selection.parsed(parsed.log))
     return OK
 
 
-def replay(results: Path, project: str, name: str, openers: "Sequence[Open]") -> None:
+def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", log: "Log") -> None:
     """Log a store's units to new runs, in ascending order, and print where the runs are.
 
     Raises:
         FileNotFoundError: if there are no units.
         ValueError: if a unit is damaged; nothing is sent then.
     """
-    from tracker.loggers import opened
+    from tracker.loggers import announce, opened
     from tracker.loggers.protocol import LoggedRun, Row
     from tracker.results import Store, require_steps
 
@@ -59,9 +61,11 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Open]") ->
         attributes = unit.attrs
         rows.append(Row.from_unit(unit))
     config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
-    with opened(openers, LoggedRun(store, project, name, config, new=True)) as log:
+    run = LoggedRun(store, project, name, config, new=True, log=log)
+    announce(openers, run)
+    with opened(openers, run) as send:
         for row in rows:
-            log(row)
+            send(row)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
+from tracker.errors import UsageError
 from tracker.measures.alike import require_one_curve
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
@@ -31,6 +32,10 @@ from tracker.measures.netcdf import file_content
 from tracker.measures.settings import Settings
 from tracker.netcdf import opened
 
+ONE_DIRECTORY = (
+    "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
+    "tracker.report.write_report(directories, 'page.html') makes one page of all"
+)
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
 VOLATILE = ("created", "seconds", "final_norm_reason")
 
@@ -39,6 +44,8 @@ class Store:
     """A directory of units that were all measured with the same settings."""
 
     def __init__(self, path: str | Path):
+        if not isinstance(path, str | os.PathLike):
+            raise UsageError(f"{path!r} is a {type(path).__name__}; {ONE_DIRECTORY}")
         self.path = Path(path)
         self.units = self.path / "units"
         self.settings = self.path / "settings.json"
@@ -221,7 +228,7 @@ def open_results(path: str | Path) -> xr.Dataset:
 
     Raises:
         FileNotFoundError: if there are no units at `path`.
-        ValueError: if a unit is damaged.
+        ValueError: if a unit is damaged, or `path` is several.
     """
     store = Store(path)
     return labelled(join({step: store.read(step) for step in require_steps(store)}, store.path))

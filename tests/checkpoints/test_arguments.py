@@ -1,14 +1,30 @@
 """Flags of all command lines: hyphens and underscores, booleans without a value, one style of errors."""
 
 import re
+from dataclasses import fields
 
 import pytest
 
 from checkpoints import __main__ as checkpoints
 from checkpoints.arguments import Parser
 from tests.conftest import ROOT
-from tracker.walk.command import parse
+from tracker.measures.settings import OPTIONS
+from tracker.walk.command import Walk, parse
 from vit.command import recipe_of
+
+
+def test_the_help_of_a_walk_begins_with_what_most_people_need(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"])
+    usage, _, text = capsys.readouterr().out.partition("\n\n")
+    first = ["--model", "--steps", "--k", "--measures", "--out", "--wandb"]
+    assert usage == "usage: python -m tracker.pythia --model MODEL [flags]"
+    groups = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)[1:]
+    names = (re.findall(r"^  (?:-h, )?(--\w+)", body, re.MULTILINE) for body in groups[1::2])
+    flags = dict(zip(groups[::2], names, strict=True))
+    assert flags["most used"] == first and flags["others"] == ["--help"]
+    every = {f"--{field.name}" for field in fields(Walk) if field.name != "options"} | {f"--{name}" for name in OPTIONS}
+    assert sorted(sum(flags.values(), [])) == sorted(every | {"--config", "--print_config", "--help"})
 
 
 @pytest.mark.parametrize("flag", ["--memory-budget", "--memory_budget"])

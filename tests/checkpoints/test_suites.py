@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from checkpoints import nano, scores
 from checkpoints.errors import CheckpointError
+from checkpoints.load import load_tokenizer
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
 from tests.conftest import TINY
 
@@ -17,6 +19,26 @@ def test_pythia_publishes_154_checkpoints():
     assert len(suite.steps) == len(set(suite.steps)) == 154 and suite.steps[-1] == 143_000
     assert suite.checkpoints[-1].revision == "step143000"
     assert suite.checkpoints[-1].tokens == 143_000 * 2_097_152  # 299.9 billion
+
+
+PARAMETERS = {
+    "14m": 14_067_712, "31m": 30_494_720, "70m": 70_426_624, "160m": 162_322_944, "410m": 405_334_016,
+    "1b": 1_011_781_632, "1.4b": 1_414_647_808, "2.8b": 2_775_208_960, "6.9b": 6_857_302_016, "12b": 11_846_072_320,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", PARAMETERS)
+def test_shapes_of_pythia_ship(size):
+    """The parameters are those of published models, and of the model that transformers builds from the configuration."""
+    assert find_suite(size).shape.parameters == PARAMETERS[size]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(find_suite(size).shape.config())
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[size]
+
+
+def test_the_size_of_a_published_file():
+    """Compare with model.safetensors of EleutherAI/pythia-70m-deduped, 166,029,852 bytes, which has a header too."""
+    assert find_suite("70m-deduped").shape.file_bytes == pytest.approx(166_029_852, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["70m-deduped", "pythia-70m-deduped", "EleutherAI/pythia-70m-deduped"])
@@ -30,6 +52,7 @@ def test_published_variants_are_suites_of_their_own(variant):
         suite = find_suite(name)
         assert (suite.name, suite.source) == (f"pythia-{variant}", f"EleutherAI/pythia-{variant}")
         assert suite.steps == PYTHIA_STEPS and suite.checkpoints[1].tokens == 2_097_152
+        assert suite.shape == find_suite(variant.partition("-")[0]).shape
 
 
 @pytest.mark.parametrize(
@@ -73,6 +96,47 @@ def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
+
+
+def holding(directory, *files):
+    """Make empty files below a directory; return the directory."""
+    for file in files:
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize("given", ["", "epoch=0-step=10.ckpt"], ids=["directory", "file"])
+def test_lightning_checkpoints_without_a_module_name_the_flag(tmp_path, given):
+    path = holding(tmp_path, "epoch=0-step=10.ckpt", "last.ckpt") / given
+    with pytest.raises(
+        ValueError, match=r"10\.ckpt.*--module package\.module:Class, and --tokenizer NAME or --inputs FILE"
+    ):
+        find_suite(str(path))
+    assert find_suite(str(path), lightning=True).steps == (10,)
+
+
+def test_other_files_than_the_flags_ask_for(tmp_path):
+    path = holding(tmp_path, "step8/config.json")
+    with pytest.raises(ValueError, match="config.json is a file: give the directory of a checkpoint"):
+        find_suite(str(path / "step8" / "config.json"))
+    for directory in (path, path / "step8"):
+        with pytest.raises(ValueError, match="holds checkpoints of Hugging Face: leave out --module"):
+            find_suite(str(directory), lightning=True)
+    assert find_suite(str(path)).steps == find_suite(str(path / "step8")).steps == (8,)
+
+
+INSIDE = ("", "hub", "hub/models--org--a-b", "hub/models--org--a-b/snapshots", "hub/models--org--a-b/refs")
+
+
+@pytest.mark.parametrize("given", INSIDE)
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer"])
+def test_a_path_in_the_cache_of_the_hub_names_what_to_run(tmp_path, given, flag):
+    cache = holding(tmp_path / "of hub", f"hub/models--org--a-b/snapshots/{'1' * 40}/config.json") / "hub"
+    holding(cache, "models--org--a-b/refs/main", "datasets--org--c/refs/main", "models--broken/refs/main")
+    command = f"org/a-b: set HF_HUB_CACHE .*HF_HUB_CACHE='{cache}' python -m tracker.pythia {flag} org/a-b$"
+    with pytest.raises(ValueError, match=command):
+        (find_suite if flag == "--model" else load_tokenizer)(str(tmp_path / "of hub" / given))
 
 
 @pytest.mark.parametrize("name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"])

@@ -21,11 +21,13 @@ from tests.stores import generated
 from tracker import dashboards, replay
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.selection import chosen
 from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.headline import MEAN_OFFDIAG, headline_names
 from tracker.results import Store
 
 STEPS = (0, 2, 8)
+OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log
 UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
@@ -77,7 +79,7 @@ def replayed(store, tmp_path_factory) -> list[dict]:
     """The records of a replayed store."""
     home = tmp_path_factory.mktemp("home")
     results = copied(store, home / "toy run").path
-    done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", home=home)
+    done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", "--log", "all", home=home)
     assert done.returncode == 0, done.stderr
     assert "W&B offline" in done.stdout and "wandb sync" in done.stdout
     return records(offline_run(results))
@@ -103,14 +105,6 @@ class TestReplay:
         config = run["config"]["update"]
         assert config["prompts"] == "few" and config["k"] == [2, 4] and config["device"] == "cpu"
         assert config["model"].endswith("GPTNeoXForCausalLM")
-
-    @pytest.mark.slow
-    def test_the_store_is_an_artifact(self, replayed, store):
-        (artifact,) = [artifact for artifact in of("artifact", replayed) if artifact["type"] == "results"]
-        assert artifact["name"] == "results-toy-run"
-        files = {file["path"]: int(file["size"]) for file in artifact["manifest"]["contents"]}
-        expected = [store.settings, *map(store.file, STEPS)]
-        assert files == {str(file.relative_to(store.path)): file.stat().st_size for file in expected}
 
     @pytest.mark.slow
     def test_the_automatic_workspace_shows_curves_and_hides_the_rest(self, replayed):
@@ -181,7 +175,7 @@ def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
 
 class TestWorkspace:
     @pytest.mark.slow
-    def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, capsys):
+    def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, store, capsys):
         """Compare with a run of all measures; not scores (a pattern) or the accuracy of the ViT (logged by its training)."""
         assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
         view = json.loads(capsys.readouterr().out)
@@ -189,11 +183,11 @@ class TestWorkspace:
         sections = {s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]}
         assert list(sections) == [
             "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
-            "Jacobians", "The ViT grid"
+            "Jacobians", "Cost of measuring (training runs)", "The ViT grid"
         ]  # fmt: skip
         logged = {name for row in of("history", replayed) for name in row["item"]}
         media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}
-        for panel in (panel for name, panels in sections.items() if name != "The ViT grid" for panel in panels):
+        for panel in (panel for name, panels in sections.items() if name not in OF_TRAINING for panel in panels):
             config = panel["config"]
             assert set(config.get("metrics", [])) <= logged, panel
             assert set(config.get("mediaKeys", [])) <= media, panel
@@ -205,6 +199,11 @@ class TestWorkspace:
         first = [panel["config"]["metrics"] for panel in sections["Headline numbers, K = 2"]]
         assert ["coupling/mean_offdiag", "coupling/mean_offdiag_null"] in first
         assert {name for metrics in first for name in metrics} == {n for n in headline_names(k=2) if n in logged}
+        drawn = {
+            name for panels in sections.values() for panel in panels for name in panel["config"].get("metrics", [])
+        }
+        by_default = set(chosen(Row.from_unit(store.read(8)), "workspace").scalars)
+        assert by_default == {name for name in drawn if name in logged and not name.startswith("training/")}
         across, against, training = sections["The ViT grid"]
         assert [column["accessor"] for column in across["config"]["columns"]] == [
             "config:weight_decay.value", "config:drop_path.value", f"summary:{MEAN_OFFDIAG}.last", "summary:test/accuracy"

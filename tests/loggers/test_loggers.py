@@ -17,8 +17,10 @@ from tracker.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.selection import chosen, parsed
 from tracker.loggers.wandb import NAMING, WandbRun, resolve_mode
 from tracker.measures import names
+from tracker.measures.headline import headline_names
 from tracker.results import Store
 
 
@@ -43,8 +45,9 @@ def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
     store.check_settings({})
     for step in (0, 4):
         store.write(step, unit(step))
-    assert replay.main([str(store.path), "--loggers", "jsonl"]) == 0
-    assert f"curves: {store.path}" in capsys.readouterr().out
+    assert replay.main([str(store.path), "--loggers", "jsonl", "--log", "all"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"curves will be in {store.path}\n") and f"curves: {store.path}" in out
     head, steps = lines(store)
     assert head["name"] == "run" and [line["step"] for line in steps] == [0, 4]
     for line in steps:
@@ -62,7 +65,10 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path, 
     store = Store(tmp_path / "out")
     _, steps = lines(store)
     assert [line["step"] for line in steps] == store.steps() == [4, 8]
-    assert all(scalars(store.read(line["step"])).items() <= line.items() for line in steps)
+    for line in steps:
+        row = chosen(Row.from_unit(store.read(line["step"])), "workspace")
+        assert row.scalars.items() <= line.items() and len(row.scalars) < 50
+        assert not [name for name in line if name.endswith("/mean")]
 
 
 def test_loggers_are_checked_before_a_run(capsys, tmp_path):
@@ -70,6 +76,35 @@ def test_loggers_are_checked_before_a_run(capsys, tmp_path):
         prepare("wandb, mlflow", "off")
     assert replay.main([str(tmp_path), "--loggers", "mlflow"]) == 2
     assert "choose from wandb" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def row() -> Row:
+    return Row.from_unit(unit(3))
+
+
+def test_the_choices_of_metrics(row):
+    names = {log: set(chosen(row, log).scalars) for log in ("headline", "workspace", "all")}
+    assert names["headline"] < names["workspace"] < names["all"] == set(row.scalars)
+    assert names["headline"] == {name for name in headline_names(2) if name in row.scalars}
+    assert {"trajectory/lss/q25", "coupling/miscoupling_null/k4/mean_offdiag"} <= names["workspace"] - names["headline"]
+    assert not [name for name in names["workspace"] if name.endswith("/mean")] and len(names["workspace"]) < 40
+    few = chosen(row, ["trajectory/lss/*", "score/piqa", "coupling/undefined"])
+    assert set(few.scalars) == {f"trajectory/lss/{part}" for part in ("q25", "median", "q75")} == {*few.headline}
+    with pytest.raises(UsageError, match="no metric is named 'trajectory/lsss/\\*'"):
+        chosen(row, ["trajectory/lsss/*"])
+
+
+@pytest.mark.parametrize("text, log", [("all", "all"), ("headline", "headline"), ("a/b, c/*", ("a/b", "c/*"))])
+def test_a_choice_on_the_command_line(text, log):
+    assert parsed(text) == log
+
+
+@pytest.mark.parametrize("text", ["headlines", "", "all,trajectory/*"])
+def test_a_choice_that_there_is_not_is_refused_before_a_walk(text, capsys, tmp_path):
+    for main, target in ((pythia.main, ["--model", "nano", "--out", str(tmp_path)]), (replay.main, [str(tmp_path)])):
+        assert main([*target, "--loggers=", "--log", text]) == 2
+        assert "choose from headline, workspace, all" in capsys.readouterr().err
 
 
 def test_no_logger():
@@ -94,10 +129,17 @@ def test_a_lightning_logger_receives_rows(tmp_path):
 
 @pytest.mark.parametrize(
     ("naming", "continued"),
-    [({}, False), ({names.ATTRIBUTE: 1}, False), ({names.ATTRIBUTE: names.VERSION}, False), (NAMING, True)],
+    [
+        ({}, False),
+        ({names.ATTRIBUTE: 1}, False),
+        ({names.ATTRIBUTE: names.VERSION}, False),
+        (NAMING, False),
+        (NAMING | {"log": "all"}, False),
+        (NAMING | {"log": "workspace"}, True),
+    ],
 )
 def test_a_wandb_run_with_older_names_is_not_continued(naming, continued, monkeypatch, tmp_path):
-    """Its metrics have other meanings: all units go to a new run."""
+    """Its metrics have other meanings, or are others: all units go to a new run."""
     started = MagicMock()
     monkeypatch.setattr("wandb.init", started)
     store = Store(tmp_path / "run")

@@ -10,11 +10,18 @@ from tests.conftest import Walker
 from tests.loggers.test_dashboards import of, records
 from tests.wandb_server import KEY, serve
 from tracker.loggers import opened
-from tracker.loggers.protocol import LoggedRun, Row
+from tracker.loggers.protocol import LoggedRun, Opener, Row
 from tracker.results import Store
 
 SECONDS = 60  # at most, after the last measurement
-FAULTS = (None, "drop", "hang", "refuse", "forbid")
+LEFT, REFUSED = "W&B did not take the run within 20 s", "W&B no longer accepts steps ("
+FAULTS = {
+    None: "W&B online: http",
+    "drop": LEFT,
+    "hang": LEFT,
+    "refuse": REFUSED,
+    "forbid": REFUSED,
+}  # what is said last
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +60,8 @@ def test_a_walk_is_complete_whatever_the_server_does(walks, fault):
     (file,) = (walk.store.path / "wandb").glob("run-*/*.wandb")
     assert [row["item"]["training/step"] for row in of("history", records(file))] == [0, 2, 4, 8]
     last = walk.out.strip().splitlines()[-1]
-    if fault is None:
-        assert last.startswith("W&B online: http") and walk.server.rows == 4
-    else:
-        assert last.startswith("W&B no longer accepts steps (") and f"wandb sync {file.parent}" in last
+    assert last.startswith(FAULTS[fault])
+    assert walk.server.rows == 4 if fault is None else f"wandb sync {file.parent}" in last
     assert (walk.store.path / "wandb-run.json").exists() == (fault is None), "the next walk sends all steps again"
 
 
@@ -86,7 +91,7 @@ class Failing:
 def test_a_logger_that_fails_does_not_end_a_walk(tmp_path, capsys, failing, calls):
     broken, sound = Failing(failing), Failing("")
     run = LoggedRun(Store(tmp_path), "p", "n", {})
-    with opened([lambda _: broken, lambda _: sound], run) as send:
+    with opened([Opener(lambda _, one=one: one, lambda _: "") for one in (broken, sound)], run) as send:
         for step in range(2):
             send(Row(step, {}))
     assert broken.calls == calls and sound.calls == ["images", "log"] * 2 + ["finish"]

@@ -68,7 +68,8 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(preten
 @pytest.fixture
 def checkpoint(pretend, walker, runs):
     """What `measure_checkpoint` takes: a plan for the device, a checkpoint and its directory."""
-    made = plan.make_plan(parse(walker.arguments(*FLAGS, "--device", str(pretend.device), model=str(runs))))
+    walk = parse(walker.arguments(*FLAGS, "--device", str(pretend.device), model=str(runs)))
+    made = plan.make_plan(walk, plan.named_suite(walk))
     last = made.selection.checkpoints[-1]
     return made, last, Path(last.source)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.shapes import pythia_shapes
 from tests.walk.malformed import configured
-from tests.walk.test_walk import STEPS
+from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
 from tracker.measures.cost import size
@@ -42,7 +43,8 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
 
 @pytest.mark.slow
 def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):  # noqa: F811
-    one = sum(file.stat().st_size for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file())
+    files = [file for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file()]
+    one = sum(len(content) for content in {file.read_bytes() for file in files})  # the tokenizer and others are shared
     listed = dry_run(capsys, *walker.arguments("--disk_budget", "1MB"))
     assert listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]
     assert pythia.main(walker.arguments("--steps", "2")) == 0
@@ -51,9 +53,64 @@ def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsy
     assert after["to measure"].startswith(f"{len(STEPS) - 1}:")
 
 
-def test_sizes_that_nobody_lists_are_not_stated(walker, served, capsys, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    found = dry_run(capsys, "--model", "70m", "--steps", "128,256")
+@pytest.fixture
+def served_pythia(served, suite):  # noqa: F811
+    """Serve two revisions of Pythia 14m on the hub: files of the right size, and nano's tokenizer."""
+    repository, shape = served.root / "models--EleutherAI--pythia-14m", pythia_shapes()["14m"]
+    for step in (128, 256):
+        snapshot = repository / "snapshots" / f"{step:040}"
+        shutil.copytree(snapshots(suite) / commit(suite, 8), snapshot)
+        shape.config(dtype="float16").save_pretrained(snapshot)
+        (snapshot / "model.safetensors").unlink()
+        with open(snapshot / "pytorch_model.bin", "wb") as file:
+            file.write(bytes([step // 128]))
+            file.truncate(shape.file_bytes)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / f"step{step}").write_text(snapshot.name)
+    return served
+
+
+FACTS = ("to measure", "download", "disk", "blocks", "K", "method", "final norm")
+
+
+def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pythia, capsys, monkeypatch):
+    arguments = walker.arguments("--steps", "128,256", "--memory_budget", "1GB", model="14m")
+    online = dry_run(capsys, *arguments)
+    assert online["sizes"] == "as listed, for 2 checkpoints" and online["model"].startswith("from the checkpoint's")
+    assert online["download"].startswith("107 MB; 0 MB")
+    assert not [path for path in served_pythia.requested("resolve") if path.endswith(".bin")]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
+    monkeypatch.setenv("TRACKER_CACHE", "/nowhere")
+    offline = dry_run(capsys, *arguments)
+    assert {name: offline[name] for name in FACTS} == {name: online[name] for name in FACTS}
+    assert (
+        offline["memory"].partition("beside")[2] == online["memory"].partition("beside")[2]
+    )  # the rest is of the tokens
+    assert offline["sizes"].startswith("computed, not listed, for 2 checkpoints: 14,067,712 parameters in float16")
+    assert "a token for every 4 bytes" in offline["model"] and "checkpoints/data/pythia.toml" in offline["model"]
+    assert "per checkpoint" in offline["in all"] and "estimated" in offline["in all"]
+
+
+def test_what_the_cache_holds_is_not_computed(walker, served_pythia, capsys, monkeypatch, tmp_path):
+    """Without a connection, one revision of two is in the cache."""
+    cache = tmp_path / "cache" / "models--EleutherAI--pythia-14m"
+    shutil.copytree(served_pythia.root / cache.name, cache)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    found = dry_run(capsys, *walker.arguments("--steps", "128,512", model="14m"))
+    assert found["download"].startswith("53.3 MB; 53.3 MB are in the cache")
+    assert found["sizes"].startswith("as listed, for 1 checkpoint; computed, not listed, for 1 checkpoint")
+    assert found["model"].startswith("from the checkpoint's configuration")
+
+
+def test_sizes_that_nobody_knows_are_not_stated(walker, suite, capsys, monkeypatch):
+    """The cache holds references alone of a repository whose shape does not ship."""
+    for snapshot in snapshots(suite).parent.parent.glob("models--block-coupling--nano/refs/*"):
+        reference = walker.directory / "cache" / "models--org--other" / "refs" / snapshot.name
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_text(snapshot.read_text())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.directory / "cache"))
+    found = dry_run(capsys, *walker.arguments(model="org/other"))
     assert found["download"] == "not known: neither the hub nor the cache lists the files" and "disk" not in found
     assert found["time"].startswith("not estimated")
 

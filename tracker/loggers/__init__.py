@@ -3,7 +3,7 @@
 In: one measured Dataset per step. Out: scalars, images and tables in Weights & Biases or a Lightning logger.
 
 To add a logger for walks and replays, write a module with a class that has the methods of `protocol.Logger` and a function
-`prepare(wandb_mode) -> Open | None`, and add a line to `LOGGERS`. The callback takes any logger of Lightning.
+`prepare(wandb_mode) -> Opener | None`, and add a line to `LOGGERS`. The callback takes any logger of Lightning.
 """
 
 import importlib
@@ -17,14 +17,14 @@ from checkpoints.errors import first_line
 from tracker.errors import UsageError
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import LoggedRun, Logger, Open, Row
+    from tracker.loggers.protocol import LoggedRun, Logger, Opener, Row
     from tracker.loggers.wandb import Mode
 
 LOGGERS = {"wandb": "tracker.loggers.wandb"}  # name on the command line: module, imported on use
 
 
-def prepare(names: str, wandb_mode: "Mode") -> "list[Open]":
-    """Check loggers before a run starts; return the functions that open those that are enabled.
+def prepare(names: str, wandb_mode: "Mode") -> "list[Opener]":
+    """Check loggers before a run starts; return what opens those that are enabled.
 
     Args:
         names: keys of `LOGGERS` with commas between them, or "" for none.
@@ -39,12 +39,22 @@ def prepare(names: str, wandb_mode: "Mode") -> "list[Open]":
     return [opener for opener in openers if opener is not None]
 
 
+def announce(openers: "Sequence[Opener]", run: "LoggedRun") -> None:
+    """Print where a run will be logged, and how to switch that off."""
+    for line in filter(None, (opener.where(run) for opener in openers)):
+        print(line, flush=True)
+
+
 @contextmanager
-def opened(openers: "Sequence[Open]", run: "LoggedRun") -> "Iterator[Callable[[Row | None], None]]":
+def opened(openers: "Sequence[Opener]", run: "LoggedRun") -> "Iterator[Callable[[Row | None], None]]":
     """Open loggers for a run; yield the function that sends a row to all; finish them and print where they are.
+
+    They receive the pictures of a row, and those of its metrics that the run logs.
 
     A logger that fails gets no more rows, and a line on standard error says so: whatever happens to it, the measuring goes on.
     """
+    from tracker.loggers.selection import chosen
+
     loggers: list[Logger] = []
 
     def attempt(logger: "Logger", part: "Callable[[], str | None]") -> str | None:
@@ -57,13 +67,14 @@ def opened(openers: "Sequence[Open]", run: "LoggedRun") -> "Iterator[Callable[[R
             return None
 
     def send(row: "Row | None") -> None:
-        if row is not None:
+        if row is not None and loggers:
+            logged = chosen(row, run.log)
             for logger in [*loggers]:
-                attempt(logger, partial(_send, logger, row))
+                attempt(logger, partial(_send, logger, row, logged))
 
     try:
         for opener in openers:
-            loggers.append(opener(run))
+            loggers.append(opener.open(run))
         yield send
     finally:
         for logger in [*loggers]:
@@ -71,6 +82,6 @@ def opened(openers: "Sequence[Open]", run: "LoggedRun") -> "Iterator[Callable[[R
                 print(where, flush=True)
 
 
-def _send(logger: "Logger", row: "Row") -> None:
+def _send(logger: "Logger", row: "Row", logged: "Row") -> None:
     logger.images(row)
-    logger.log(row)
+    logger.log(logged)

@@ -3,9 +3,9 @@
 The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xarray as xr
@@ -15,6 +15,9 @@ from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
 SAMPLES = ("prompt", "token")
+# Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named (`selection`).
+Choice = Literal["headline", "workspace", "all"]
+Log = Choice | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class LoggedRun:
         project, name: of the run in the logger.
         config: settings shown with the run, in addition to the store's.
         new: start a new run; otherwise continue the store's own run where the logger can.
+        log: which metrics are logged.
     """
 
     store: Store
@@ -88,6 +92,17 @@ class LoggedRun:
     name: str
     config: Mapping[str, Any]
     new: bool = False
+    log: Log = "workspace"
 
 
-Open = Callable[[LoggedRun], Logger]
+@dataclass(frozen=True)
+class Opener:
+    """A logger that can be used.
+
+    Attributes:
+        open: opens it for a run.
+        where: says in a line where a run will be, and how to switch the logger off; "" for no line.
+    """
+
+    open: Callable[[LoggedRun], Logger]
+    where: Callable[[LoggedRun], str]

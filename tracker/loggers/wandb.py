@@ -1,13 +1,12 @@
 """Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
 
-The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. All values of
-`statistics.scalars` are logged. The automatic workspace shows the headline numbers (`tracker.measures.headline`) and hides the
-others; `tracker.dashboards` shows these as well.
+The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. The automatic workspace shows the
+headline numbers (`tracker.measures.headline`) and hides the others that `LoggedRun.log` chooses; `tracker.dashboards` shows
+these as well. Numbers and pictures are logged: neither prompts nor the store.
 """
 
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -15,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from checkpoints.errors import first_line
 from checkpoints.files import write_atomic
-from tracker.loggers.protocol import SAMPLES, LoggedRun, Open, Row
+from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
 from tracker.measures import names
 from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.results import Store
 
 if TYPE_CHECKING:
     import wandb
@@ -32,12 +30,11 @@ AXIS = "training/step"
 # A run whose metrics have other meanings, or another axis, is not continued.
 NAMING = {names.ATTRIBUTE: names.VERSION, "axis": AXIS}
 FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
-UNITS = 10.0  # seconds for a server to take the units, and a second more for each megabyte
 ASK = 10  # seconds for a server to state how much it has
 
 
-def prepare(wandb_mode: Mode) -> Open | None:
-    """Resolve the mode; return the function that opens a store's run, None for "off".
+def prepare(wandb_mode: Mode) -> Opener | None:
+    """Resolve the mode; return what opens a store's run, None for "off".
 
     Raises:
         ValueError: for `online` without a key.
@@ -45,7 +42,19 @@ def prepare(wandb_mode: Mode) -> Open | None:
     resolved = resolve_mode(wandb_mode)
     if resolved == "disabled":
         return None
-    return lambda run: with_offline_fallback(lambda mode: WandbRun(mode, run), resolved)
+    return Opener(
+        lambda run: with_offline_fallback(lambda mode: WandbRun(mode, run), resolved),
+        lambda run: _where(resolved, run),
+    )
+
+
+def _where(mode: RunMode, run: LoggedRun) -> str:
+    """Say where a run will be, and how to switch W&B off in a walk."""
+    sent = "is sent there" if mode == "online" else "is sent"
+    what = "numbers and pictures, no prompts and no results files," if mode == "online" else "nothing"
+    directory = run.store.path / "wandb"
+    stop = "" if run.new else "; --wandb off stops it"
+    return f"W&B {mode}: project {run.project}, run {run.name}, files in {directory}: {what} {sent}{stop}"
 
 
 def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
@@ -133,9 +142,11 @@ class WandbRun:
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = json.loads(self.memory.read_text()) if self.memory and self.memory.exists() else {}
-        if any(known.get(name) != value for name, value in NAMING.items()):  # a new run gets all units
+        self.identity = {**NAMING, "log": run.log if isinstance(run.log, str) else list(run.log)}
+        if any(known.get(name) != value for name, value in self.identity.items()):  # a new run gets all units
             known = {}
         self.logged: list[int] = known.get("logged", [])
+        self.choice = run.log
         self.headlines: dict[int, Mapping[str, float]] = {}  # by step
         self.defined: set[str] = set()
         self.run: wandb.Run = wandb.init(
@@ -153,13 +164,15 @@ class WandbRun:
         self.run.define_metric("training/tokens", hidden=True)
 
     def images(self, row: Row) -> None:
-        """Add the heat maps and the table of the layer pairs to the step that `log` sends, unless this run has it."""
+        """Add the heat maps, with all metrics also a table of the layer pairs, to the step that `log` sends, unless it has it."""
         import wandb
 
         if row.step in self.logged or "miscoupling" not in row.matrices:
             return
         pictures: dict[str, Any] = {name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
-        self.run.log(pictures | {"coupling/pairs": wandb.Html(_pairs_table(row))}, commit=False)
+        if self.choice == "all":
+            pictures["coupling/pairs"] = wandb.Html(_pairs_table(row))
+        self.run.log(pictures, commit=False)
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
@@ -172,35 +185,19 @@ class WandbRun:
         self.logged.append(row.step)
 
     def finish(self) -> str:
-        """Log the store as an artifact and close the run; return where the run is, and what W&B did not take."""
+        """Close the run; return where it is, and what W&B did not take."""
         if self.headlines:
             self.run.summary.update(_summary(self.headlines))
         directory = Path(self.run.dir).parent
-        missing = self._send()
+        missing = finish(self.run)
         if self.mode == "offline":
             return f"W&B offline: {directory} (send it with: wandb sync {directory})"
-        if missing:
+        if missing := missing or self._refusal():
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            content = {"id": self.run.id, "logged": self.logged, **NAMING}
+            content = {"id": self.run.id, "logged": self.logged, **self.identity}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"
-
-    def _send(self) -> str:
-        """Send the units and close the run; return what W&B did not take, or ""."""
-        import wandb
-
-        online = self.mode == "online"
-        missing = self._refusal() if online else ""  # what follows would wait without end for a server that is silent
-        if self.store.steps() and not missing:
-            artifact = self.run.log_artifact(_artifact(self.store))
-            try:
-                if online:
-                    artifact.wait(timeout=round(UNITS + (artifact.size or 0) / 1e6))
-            except (wandb.Error, ValueError) as error:
-                missing = f"did not take the units ({first_line(error)})"
-        left = finish(self.run)
-        return missing or left or (self._refusal() if online else "")
 
     def _refusal(self) -> str:
         """Return why W&B does not show the run to its owner, or ""; from then on it has taken no steps either."""
@@ -221,17 +218,6 @@ def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
         over_steps = [at[MEAN_OFFDIAG] for at in headlines.values() if math.isfinite(at[MEAN_OFFDIAG])]
         summary[MEAN_OFFDIAG] = {"min": min(over_steps, default=math.nan), "last": last[MEAN_OFFDIAG]}
     return summary
-
-
-def _artifact(store: Store) -> "wandb.Artifact":
-    """Collect the units and settings of a store; W&B keeps one version per content."""
-    import wandb
-
-    name = re.sub(r"[^\w.-]", "-", f"results-{store.path.resolve().name}")[:128]
-    artifact = wandb.Artifact(name, type="results", metadata=store.read_settings())
-    for file in (store.settings, *map(store.file, store.steps())):
-        artifact.add_file(str(file), name=str(file.relative_to(store.path)))
-    return artifact
 
 
 def _pairs_table(row: Row) -> str:

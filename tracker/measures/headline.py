@@ -1,7 +1,7 @@
 """The headline numbers: what a training run logs by default, W&B shows by default and the saved workspace begins with.
 
 Each is the name of a metric of `statistics.scalars`, with its title; {k} is the smallest K measured. Those that were not
-measured are left out. All metrics are logged by walks and replays, and by the callback with `log="all"`.
+measured are left out. Walks and replays log also what the saved workspace draws, and each logs all metrics with `log="all"`.
 """
 
 from collections.abc import Mapping

@@ -20,13 +20,13 @@ from tracker.blocks.find import Blocks, Named
 from tracker.errors import UsageError
 from tracker.lightning_packages import classes
 from tracker.loggers.lightning import LightningAdapter
+from tracker.loggers.protocol import Log
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
 from tracker.notices import warn_caller
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
 from tracker.training.averaging import check_readable, measured_module, replaces_raw_weights
-from tracker.training.publisher import Log
 from tracker.training.run import Run
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward
@@ -59,8 +59,8 @@ class CouplingCallback(Callback):
         blocks: as in `tracker.measure`, with names as in the LightningModule.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
         save_dir: directory of the store, for one run: a new run is refused, a resumed one continues.
-        log: "headline", the numbers that docs/training.md lists; "all", about 170 with the default measures; or a list of
-            metrics, with * for any characters.
+        log: "headline", the numbers that docs/training.md lists; "workspace", also those that the saved workspace of W&B draws;
+            "all" curve points; or a list of metrics, with * for any characters.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
         on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`. If it raises, a
             warning says so, and the training continues.

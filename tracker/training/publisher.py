@@ -2,37 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Literal
+from dataclasses import dataclass
 
 import xarray as xr
 
-from tracker.errors import UsageError
-from tracker.loggers.protocol import Logger, Row
-from tracker.measures.headline import UNDEFINED
+from tracker.loggers.protocol import Log, Logger, Row
+from tracker.loggers.selection import chosen
 from tracker.results import Store
 
 COST = ("coupling/seconds", "coupling/share")
 SKIPPED = "coupling/skipped"
-Log = Literal["headline", "all"] | Sequence[str]
 Metrics = Callable[[Mapping[str, float]], None]
-
-
-def checked(log: Log) -> Log:
-    """Return the choice of metrics to log.
-
-    Raises:
-        UsageError: if it is neither "headline" nor "all" nor names.
-    """
-    if log in ("headline", "all"):
-        return log
-    if isinstance(log, str) or not log or not all(isinstance(name, str) for name in log):
-        raise UsageError(
-            f"log={log!r}; choose 'headline' (about a dozen numbers), 'all', or a list of metrics such as "
-            "['coupling/mean_offdiag', 'trajectory/*']"
-        )
-    return tuple(log)
 
 
 @dataclass(frozen=True)
@@ -100,16 +80,5 @@ class Publisher:
             logger.log(Row(step, values, headline=tuple(values)))
 
     def _chosen(self, row: Row) -> Row:
-        """Return the row with the metrics to log; what is named by the user is shown."""
-        if self.log == "all":
-            return row
-        if self.log == "headline":
-            return replace(row, scalars={name: row.scalars[name] for name in row.headline})
-        for pattern in self.log:
-            if not any(fnmatchcase(name, pattern) for name in (*row.scalars, *COST, SKIPPED, UNDEFINED)):
-                raise UsageError(
-                    f"log={list(self.log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
-                    "tracker.statistics.scalars(unit) returns them"
-                )
-        names = tuple(name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in self.log))
-        return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
+        """Return the row with the metrics to log."""
+        return chosen(row, self.log, (*COST, SKIPPED))

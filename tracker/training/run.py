@@ -19,7 +19,8 @@ from torch import nn
 from tracker.analysis.summary import summary
 from tracker.blocks.find import Blocks, Named
 from tracker.errors import UsageError
-from tracker.loggers.protocol import Logger
+from tracker.loggers.protocol import Log, Logger
+from tracker.loggers.selection import checked
 from tracker.measurement import to_dataset
 from tracker.measures.memory import release_memory
 from tracker.measures.options import settings_from
@@ -31,7 +32,7 @@ from tracker.training import schedule as schedules
 from tracker.training.measurement import measure_probe
 from tracker.training.nested import contents, to_plain
 from tracker.training.overhead import Overhead
-from tracker.training.publisher import Log, Metrics, Publisher, checked
+from tracker.training.publisher import Metrics, Publisher
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
 from tracker.training.run_lock import release
 from tracker.training.skipped import Skipped

@@ -13,11 +13,11 @@ from tracker.blocks.find import Blocks, Named
 from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger
+from tracker.loggers.protocol import Log
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
 from tracker.notices import warn_caller
 from tracker.training import schedule as schedules
-from tracker.training.publisher import Log
 from tracker.training.run import Run
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward

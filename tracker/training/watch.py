@@ -16,10 +16,10 @@ from tracker.blocks.find import Blocks, Named
 from tracker.capture.replicas.weights import check_whole
 from tracker.errors import UsageError
 from tracker.loggers.function import FunctionLogger, LogTo
+from tracker.loggers.protocol import Log
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
 from tracker.training import schedule as schedules
-from tracker.training.publisher import Log
 from tracker.training.run import Run
 from tracker.training.skipped import Skipped
 from tracker.training.target import Forward
@@ -45,8 +45,8 @@ class Watch:
         save_dir: directory of the store, for one run.
         log_to: a function (metrics, step), called on rank 0 with a dictionary of numbers for each measured step, such as
             `lambda metrics, step: wandb.log(metrics, step=step)`.
-        log: which metrics it receives: "headline", those that docs/training.md lists; "all"; or a list, with * for any
-            characters.
+        log: which metrics it receives: "headline", those that docs/training.md lists; "workspace", also those that the saved
+            workspace of W&B draws; "all"; or a list, with * for any characters.
         on_measure, max_overhead, thin, name: as in `CouplingCallback`.
         **options: measurement options.
 

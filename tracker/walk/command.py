@@ -15,6 +15,21 @@ DISK_BUDGET = (
 )
 
 
+GROUPS = {
+    "most used": ("model", "steps", "k", "measures", "out", "wandb"),
+    "before a walk": ("dry_run", "config", "print_config"),
+    "checkpoints": (
+        "revisions", "stage", "untrained", "allow_suspect", "scores", "module", "trust_remote_code", "seed"
+    ),
+    "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
+    "measurement": (
+        "tokens", "final_norm", "svd", "dtype", "precision", "derivative", "window", "pair_tokens", "pair_layers"
+    ),
+    "machine": ("device", "memory_budget", "disk_budget", "workers", "address"),
+    "logging": ("log", "project", "loggers", "debug"),
+}  # fmt: skip
+
+
 @dataclass
 class Walk:
     """Measure block coupling, LSS and expodistance at the training checkpoints of a model.
@@ -46,7 +61,7 @@ class Walk:
             results/SUITE, such as results/pythia-12b.
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
         loggers: loggers of the curves, names with commas between them: wandb. --loggers= disables logging.
-        wandb: auto is online where a key is set up, else offline.
+        wandb: auto is online where a key is set up, else offline; off logs nothing there.
         project: W&B project.
         seed: seed of the embedded suite's training.
         workers: number of additional walks on Ray; all walks share the revisions.
@@ -55,6 +70,7 @@ class Walk:
         trust_remote_code: run the Python code that checkpoints bring with them, if its files are those of this commit of the
             repository (40 hexadecimal digits), or of directories, have this digest; a refusal states both. Default: none is run.
         debug: print the traceback of each revision that fails.
+        log: which metrics the loggers receive.
         options: measurement options, as `tracker.measure` takes them.
     """
 
@@ -77,6 +93,7 @@ class Walk:
     loggers: str = "wandb"
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling"
+    log: str = "workspace"
     seed: int = 0
     workers: int = 0
     address: str | None = None
@@ -88,14 +105,16 @@ class Walk:
 
 def parse(arguments: Sequence[str] | None) -> Walk:
     """Read a command line."""
-    from tracker.cli import Parser, summary
+    from tracker.cli import LOG_HELP, Parser, summary
     from tracker.measures.options import add_flags, given_options
 
     parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))
-    parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget"})
+    parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget", "log"})
+    parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
     parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
     add_flags(parser, DEFAULTS)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
+    parser.arrange(GROUPS)
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
     return Walk(**walk, options=given_options(parsed))

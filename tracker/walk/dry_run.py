@@ -1,7 +1,8 @@
 """What a walk would fetch, keep and take, from the hub's listings and one timed block; nothing is fetched or written.
 
 The block is randomly initialized, in a model of the suite's configuration with two blocks. Only configuration and tokenizer are
-read; where the cache lacks them they are fetched into a temporary directory.
+read; where the cache lacks them they are fetched into a temporary directory. Where the hub does not list a checkpoint of Pythia,
+its size and configuration are those of the shape that ships with `checkpoints`, and the length of prompts is estimated.
 """
 
 import copy
@@ -9,7 +10,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from checkpoints.errors import CheckpointError, panics_as_errors, printable
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
+from checkpoints.shapes import Shape
 from checkpoints.suites import Checkpoint, join_names
 from checkpoints.words import counted
 from tracker.errors import UsageError
@@ -28,21 +30,25 @@ from tracker.walk.failures import reason
 from tracker.walk.plan import Plan, Selection
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from tracker.measures.cost import Cost
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
+BYTES_PER_TOKEN = 4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
+SHIPPED = "checkpoints/data/pythia.toml"
 
 
 @dataclass(frozen=True)
 class Downloads:
-    """What the hub's listings say about the checkpoints to measure, in bytes; files that revisions share count once."""
+    """The files of the checkpoints to measure, in bytes; files that revisions share count once."""
 
     download: int
     cached: int
     largest: int  # of a revision
-    unlisted: int  # number of checkpoints without a listing
+    shipped: int  # number of checkpoints without a listing whose size is that of a shipped shape
+    unknown: int  # number of the others without a listing
 
     def kept(self, budget: int | None) -> int:
         """Return the bytes of downloads that are on disk at once, at most."""
@@ -51,28 +57,34 @@ class Downloads:
 
 def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downloads:
     """Add up what fetching some checkpoints takes."""
+    shape = selection.suite.shape
     lacking: dict[Any, int] = {}
     present: dict[Any, int] = {}
-    largest = unlisted = 0
+    largest = shipped = unknown = 0
     for checkpoint in checkpoints:
         listing = selection.listings.get(checkpoint.revision or "")
-        if listing is None:
-            unlisted += 1
+        if listing is None or not listing.weights:  # without a connection, what the cache has of it is listed
+            if shape is None:
+                unknown += 1
+                continue
+            shipped += 1
+            largest = max(largest, shape.file_bytes)
+            lacking[checkpoint] = shape.file_bytes
             continue
         directory = snapshot_dir(checkpoint.source, listing.commit, selection.suite.cache_dir)
         missing = missing_files(directory, listing)
         for file in listing.needed:
-            key = file.sha256 or (listing.commit, file.name)
+            key = file.blob or (listing.commit, file.name)
             (lacking if file in missing else present)[key] = file.size
         largest = max(largest, listing.bytes)
     download = sum(size for key, size in lacking.items() if key not in present)
-    return Downloads(download, sum(present.values()), largest, unlisted)
+    return Downloads(download, sum(present.values()), largest, shipped, unknown)
 
 
 def describe(
     plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None, debug: bool = False
-) -> str:
-    """Return what measuring the missing checkpoints would take.
+) -> Iterator[str]:
+    """Describe what measuring the missing checkpoints would take: what is known at once, then what one block was timed for.
 
     Args:
         tokenizer: the tokenizer that replaces the checkpoints' own.
@@ -83,43 +95,55 @@ def describe(
     """
     from tracker.measures.cost import duration, entry, size
 
-    lines = [("dry run", "nothing is fetched, measured or written")]
-    lines.append(("to measure", f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none"))
+    yield entry("dry run", "nothing is fetched, measured or written")
+    yield entry("to measure", f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none")
     if not missing:
-        return "\n".join(entry(*line) for line in lines)
+        return
     if plan.selection.suite.on_hub:
-        lines += _download_lines(downloads(plan.selection, missing), len(missing), disk_budget)
+        for line in _download_lines(plan, missing, disk_budget):
+            yield entry(*line)
     try:
-        cost, hashing = checkpoint_cost(plan, missing, tokenizer)
+        timed = _timed(plan, missing, tokenizer)
+        cost, hashing = checkpoint_cost(plan, timed)
     except UsageError:
         raise
     except Exception as error:  # whatever is wrong with this revision, the others may be measured
         if debug:
             traceback.print_exception(error)
-        lines.append(("time", f"not estimated: {printable(reason(error, debug))}"))
-        return "\n".join(entry(*line) for line in lines)
+        yield entry("time", f"not estimated: {printable(reason(error, debug))}")
+        return
     each = cost.seconds + hashing
-    text = [entry(*line) for line in lines]
+    yield entry("model", timed.source)
     if not cost.refused:
         total = f"about {duration(each)} per checkpoint (of it hashing the weights {duration(hashing)}), " + (
             f"{duration(each * len(missing))} in all, without download and loading"
         )
-        text.append(entry("in all", total))
+        yield entry("in all", f"{total}; estimated, as are time and memory below, from one timed block")
     if (host := _memory()) and cost.peak_bytes > host:
-        text.append(entry("warning", f"a measurement takes more memory than this machine has ({size(host)})"))
-    return "\n".join([*text, *str(cost).splitlines()[1:]])
+        yield entry("warning", f"a measurement takes more memory than this machine has ({size(host)})")
+    yield from str(cost).splitlines()[1:]
 
 
-def _download_lines(found: Downloads, checkpoints: int, disk_budget: int | None) -> list[tuple[str, str]]:
+def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
     """Return what is said of downloads."""
     from tracker.measures.cost import size
 
-    if found.unlisted == checkpoints:
+    found = downloads(plan.selection, missing)
+    if found.unknown == len(missing):
         return [("download", "not known: neither the hub nor the cache lists the files")]
-    unlisted = f", without {counted(found.unlisted, 'checkpoint')} not listed" if found.unlisted else ""
+    listed = len(missing) - found.shipped - found.unknown
+    sources = [f"as listed, for {counted(listed, 'checkpoint')}"] if listed else []
+    if found.shipped and (shape := plan.selection.suite.shape):
+        sources.append(
+            f"computed, not listed, for {counted(found.shipped, 'checkpoint')}: {shape.parameters:,} parameters in float16 and "
+            f"causal masks, of the shape that ships in {SHIPPED}; without tokenizers"
+        )
+    if found.unknown:
+        sources.append(f"without {counted(found.unknown, 'checkpoint')} not listed")
     limit = "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
     lines = [
-        ("download", f"{size(found.download)}; {size(found.cached)} are in the cache already{unlisted}"),
+        ("download", f"{size(found.download)}; {size(found.cached)} are in the cache already"),
+        ("sizes", "; ".join(sources)),
         (
             "disk",
             f"at most {size(found.kept(disk_budget))} of downloads ({limit}); {size(found.largest)} per checkpoint",
@@ -130,28 +154,32 @@ def _download_lines(found: Downloads, checkpoints: int, disk_budget: int | None)
     return lines
 
 
-@panics_as_errors()
-def checkpoint_cost(plan: Plan, missing: Sequence[Checkpoint], given: str | None) -> "tuple[Cost, float]":
-    """Return the cost of measuring one checkpoint, and the seconds of hashing its weights.
+@dataclass(frozen=True)
+class _Timed:
+    """What is timed in place of a checkpoint."""
 
-    Raises:
-        CheckpointError: if configuration or tokenizer can't be read, or the model can't be built from it.
-    """
+    small: "nn.Module"  # with `BLOCKS` blocks
+    whole: "nn.Module"  # perhaps without weights
+    tokenizer: Any
+    source: str  # where the configuration and the tokens are from, in words
+
+
+@panics_as_errors()
+def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
+    """Return the cost of measuring one checkpoint, and the seconds of hashing its weights."""
     from tracker.blocks.find import find_blocks
     from tracker.capture.inputs import batches
     from tracker.measurement import estimate_cost
     from tracker.measures.memory import weights_memory
     from tracker.walk.memory import default_budget, stays_on_device
 
-    measurement = plan.measurement
-    small, whole, tokenizer = _models(plan, missing, with_tokenizer=given is None)
-    tokenizer = tokenizer if given is None else load_tokenizer(given)
+    measurement, small, whole = plan.measurement, timed.small, timed.whole
     device, settings = measurement.device, measurement.settings
     weights = weights_memory(whole, find_blocks(whole), settings.torch_dtype)
     budget = measurement.memory_budget or default_budget(device, weights)
     if stays_on_device(device, weights, budget):
         small.to(device)
-    calls = batches(small, measurement.inputs, tokenizer, measurement.max_tokens)
+    calls = batches(small, measurement.inputs, timed.tokenizer, measurement.max_tokens)
     depth = len(find_blocks(whole).names)
     cost = estimate_cost(
         small,
@@ -169,32 +197,46 @@ def checkpoint_cost(plan: Plan, missing: Sequence[Checkpoint], given: str | None
     return replace(cost, blocks=str(find_blocks(whole)), weights_bytes=stored), hashing
 
 
-def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> "tuple[nn.Module, nn.Module, Any]":
-    """Return a model with `BLOCKS` blocks, the whole model, perhaps without weights, and the tokenizer."""
+@panics_as_errors()
+def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> _Timed:
+    """Return a model with `BLOCKS` blocks, the whole model, and the tokenizer.
+
+    Args:
+        tokenizer: the tokenizer that replaces the checkpoints' own.
+
+    Raises:
+        CheckpointError: if configuration or tokenizer can't be read, or the model can't be built from it.
+    """
     selection, measurement = plan.selection, plan.measurement
-    with_tokenizer = with_tokenizer and isinstance(measurement.inputs, list)  # of prompts
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    of_prompts = isinstance(measurement.inputs, list)
+    with_tokenizer = of_prompts and given is None
     checkpoint = next((c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0])
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
-            return _from_config(source, weights_in(source), measurement.approved_code, with_tokenizer)
-        model, tokenizer = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
-        return model, model, tokenizer
+            return _from_config(source, weights_in(source), measurement.approved_code, with_tokenizer, given)
+        model, own = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
+        return _Timed(model, model, own, f"loaded from {source}")
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
+    cached = (directory / "config.json").is_file()
+    unlisted = selection.offline or selection.unlisted.get(checkpoint.name)
+    if unlisted and not cached and selection.suite.shape:
+        return _from_shape(selection.suite.shape, of_prompts, given)
     listing = selection.listings.get(checkpoint.revision)
     if checkpoint.name in selection.unlisted:
         raise CheckpointError(selection.unlisted[checkpoint.name])
-    if not selection.suite.on_hub and not (directory / "config.json").is_file():  # the embedded suite
+    if not selection.suite.on_hub and not cached:  # the embedded suite
         raise CheckpointError(
             "nano is trained first, in about a minute on two cores; a dry run after that times its blocks"
         )
-    if listing is None and not (directory / "config.json").is_file():
+    if listing is None and not cached:
         raise CheckpointError(
             f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
         )
     stored = weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
     if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, stored, measurement.approved_code, with_tokenizer)
+        return _from_config(directory, stored, measurement.approved_code, with_tokenizer, given)
     with tempfile.TemporaryDirectory() as temporary:
         fetched = fetch(
             checkpoint.source,
@@ -203,7 +245,7 @@ def _models(plan: Plan, missing: Sequence[Checkpoint], with_tokenizer: bool) -> 
             Path(temporary),
             offline=selection.offline,
         )
-        return _from_config(fetched, stored, measurement.approved_code, with_tokenizer)
+        return _from_config(fetched, stored, measurement.approved_code, with_tokenizer, given)
 
 
 def _without_weights(listing: Listing) -> Listing:
@@ -211,13 +253,12 @@ def _without_weights(listing: Listing) -> Listing:
     return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
 
 
-def _from_config(
-    directory: Path, stored: int, approved_code: str, with_tokenizer: bool
-) -> "tuple[nn.Module, nn.Module, Any]":
+def _from_config(directory: Path, stored: int, approved_code: str, with_tokenizer: bool, given: Any) -> _Timed:
     """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
 
     Args:
         stored: the bytes of its weight files.
+        given: the tokenizer without that of the directory.
 
     Raises:
         CheckpointError: if transformers can't, or the files are too small for the model.
@@ -233,7 +274,31 @@ def _from_config(
         require_size(directory, whole, stored)
         with torch.random.fork_rng():
             small = auto.from_config(_with_few_blocks(config), **options)
-    return small.eval(), whole.eval(), load_own_tokenizer(directory, approved_code) if with_tokenizer else None
+    tokenizer = load_own_tokenizer(directory, approved_code) if with_tokenizer else given
+    return _Timed(small.eval(), whole.eval(), tokenizer, "from the checkpoint's configuration and tokenizer")
+
+
+def _from_shape(shape: Shape, of_prompts: bool, given: Any) -> _Timed:
+    """Build the models as `_from_config` does, from a shape that ships with this package."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = shape.config()
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    with torch.random.fork_rng():
+        small = AutoModelForCausalLM.from_config(_with_few_blocks(config), dtype=torch.float16)
+    source = f"from the shape in {SHIPPED}, as neither the hub nor the cache has the configuration"
+    if of_prompts and given is None:
+        source += f"; lengths of prompts are estimated, a token for every {BYTES_PER_TOKEN} bytes"
+    return _Timed(small.eval(), whole.eval(), given or _estimated_tokens, source)
+
+
+def _estimated_tokens(text: str, return_tensors: str) -> "dict[str, torch.Tensor]":
+    """Return as many tokens as a text has about, in place of a tokenizer."""
+    import torch
+
+    return {"input_ids": torch.arange(max(1, round(len(text.encode()) / BYTES_PER_TOKEN)))[None] % 1000}
 
 
 def _with_few_blocks(config: Any) -> Any:

@@ -99,13 +99,28 @@ def untrained(seed: int | None) -> str:
     return f"{UNTRAINED}{seed}"
 
 
-def make_plan(walk: Walk, notify: Callable[[str], None] = print) -> Plan:
+def named_suite(walk: Walk, notify: Callable[[str], None] = print) -> Suite:
+    """Find the suite that a walk names.
+
+    Raises:
+        ValueError, CheckpointError: as `find_suite`.
+    """
+    return find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
+
+
+def store_of(walk: Walk, suite: Suite) -> "Store":
+    """Return the store that a walk writes, which may not exist."""
+    from tracker.results import Store
+
+    return Store(walk.out or Path("results") / suite.name)
+
+
+def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -> Plan:
     """Check a walk's settings, and what the hub publishes of its revisions, before anything is fetched or trained.
 
     Raises:
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
     """
-    suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
     joined = scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite.name)
     measurement = _measurement(walk, _approved_code(walk, suite, notify))
     if walk.workers < 0 or (walk.address and not walk.workers):
@@ -185,9 +200,8 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
     from tracker.provenance import settings_digest
-    from tracker.results import Store
 
-    store = Store(walk.out or Path("results") / suite.name)
+    store = store_of(walk, suite)
     identity = _identity(walk, suite, measurement)
     held = None
     if not walk.dry_run or store.steps():  # a dry run writes nothing
