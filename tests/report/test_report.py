@@ -490,7 +490,11 @@ class TestChoices:
             said = page.inner_text("#picked")
             assert said.startswith(f"Block {l} in the basis of block {m}" if l != m else f"Block {l} in its own basis")
 
-        assert_picked(1, 2)
+        last = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).isel(step=3).mean(("prompt", "token"))
+        apart = np.where(np.eye(L, dtype=bool), -np.inf, last.transpose("layer", "layer_other"))
+        opened = np.unravel_index(apart.argmax(), apart.shape)
+        assert tuple(opened) != (0, 1), "the first pair is not the most coupled"
+        assert_picked(*(int(i) + 1 for i in opened))
         shown(page, "matrix")
         box = page.locator("#matrix .nsewdrag").bounding_box()
         page.mouse.click(box["x"] + box["width"] * 0.5 / L, box["y"] + box["height"] * (L - 0.5) / L)
