@@ -358,7 +358,8 @@ class TestNumbers:
         name, table = downloaded(page, "matrix-figure")
         assert name == "matrix_toy_miscoupling_K4_step2000.csv"
         mean, level = (
-            values.sel(at).mean(("prompt", "token")).values for values in (ds.miscoupling, null_level(ds, "miscoupling"))
+            values.sel(at).mean(("prompt", "token")).values
+            for values in (ds.miscoupling, null_level(ds, "miscoupling"))
         )
         L = len(mean)
         assert table[["layer", "layer_other"]].values.tolist() == [[i // L + 1, i % L + 1] for i in range(L * L)]

@@ -37,6 +37,16 @@ def differing_conventions(
     return {key: values for key, values in held.items() if len(set(values.values())) > 1}
 
 
+def describe_differences(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """Return a text for each convention in which results differ."""
+    lines = []
+    for key, held in differing_conventions(results).items():
+        shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
+        said = "; ".join(f"{name}: {value}" for name, value in shown.items())
+        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
+    return lines
+
+
 def require_same_conventions(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> None:
     """Refuse results that were measured by different conventions.
 

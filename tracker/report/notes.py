@@ -9,7 +9,7 @@ import xarray as xr
 
 from checkpoints.integrity import describe_repeat
 from checkpoints.suites import UNTRAINED
-from tracker.analysis.conventions import attribute_values, differing_conventions
+from tracker.analysis.conventions import attribute_values
 from tracker.analysis.statistics import layers_in_words, suspect
 from tracker.measures import registry
 from tracker.report import quantize
@@ -64,16 +64,6 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
         )
     if complete < count:
         yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
-
-
-def differences(results: Mapping[str, xr.Dataset]) -> list[str]:
-    """List the settings that differ between the stores of a page, so that their curves are not comparable."""
-    lines = []
-    for key, held in differing_conventions(results).items():
-        shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
-        said = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
-    return lines
 
 
 def lacking(ds: xr.Dataset) -> list[str]:

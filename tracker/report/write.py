@@ -130,6 +130,7 @@ def _units(directory: Path) -> dict[Path, Signature]:
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
+    from tracker.analysis.conventions import describe_differences
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
     from tracker.report.findings import findings
@@ -139,7 +140,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
-    differences = notes.differences(summaries)
+    differences = describe_differences(summaries)
     between, reason = _across(summaries, differences)
     data = {
         "models": [

@@ -1,5 +1,5 @@
 // Comparison of results, one point each: coupling and score after the last step, and fits of one on another.
-const SIGNED = data.texts.colours.diverging.map((colour, i, { length }) => [i / (length - 1), colour]);
+const SIGNED = evenly(data.texts.colours.diverging);
 const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
 const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));

@@ -114,6 +114,8 @@ const traces = {
   }),
 };
 
+const evenly = (colours) => colours.map((of, i, { length }) => [i / (length - 1), of]);
+const SEQUENTIAL = evenly(data.texts.colours.sequential);
 const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   type: "heatmap",
   x,
@@ -121,7 +123,7 @@ const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   z,
   zmin: low,
   zmax: high,
-  colorscale: "Cividis",
+  colorscale: SEQUENTIAL,
   colorbar: { thickness: 12, outlinewidth: 0, tickfont: { color: css("--ink") } },
   hoverongaps: false,
   hovertemplate: `${hovertemplate}<extra></extra>`,
