@@ -23,6 +23,7 @@ _MODULES = {
     "find_blocks": "blocks.find",
     "open_results": "results",
     "plot": "figures.notebook",
+    "prompts": "walk.prompts",
 }
 _SUBMODULES = {
     "figures": "figures",
@@ -43,6 +44,7 @@ __all__ = [
     "null_spread",
     "open_results",
     "plot",
+    "prompts",
 ]
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
     from tracker.training.watch import Watch
+    from tracker.walk.prompts import prompts
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
+LETTERS_OF_LABEL = 44  # of a line beside a panel
 
 
 def over_training(
@@ -176,4 +177,4 @@ def _by_prompt(matrices: xr.DataArray) -> xr.DataArray:
 
 
 def _label(k: int, measure: str = MEASURE) -> str:
-    return f"Coupling: −{equation(measure)}, K = {k}"
+    return fill(f"Coupling: −{equation(measure)}, K = {k}", LETTERS_OF_LABEL)
