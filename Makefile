@@ -69,7 +69,7 @@ package: .venv/installed
 	$(BIN)/uv pip install --quiet --python build/clean/bin/python dist/*.whl
 	cd build && clean/bin/python ../tests/clean_environment.py
 
-# mkdocs has an environment of its own, of 60 MB; it reads the code without importing it.
+# mkdocs has an environment of its own, of 300 MB; it reads the code without importing it.
 docs: website/.venv/installed
 	cd website && NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 

@@ -25,6 +25,7 @@ _MODULES = {
     "plot": "figures.notebook",
     "summary": "analysis.summary",
     "to_frame": "analysis.frame",
+    "prompts": "walk.prompts",
 }
 _SUBMODULES = {
     "figures": "figures",
@@ -47,6 +48,7 @@ __all__ = [
     "plot",
     "summary",
     "to_frame",
+    "prompts",
 ]
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
     from tracker.training.watch import Watch
+    from tracker.walk.prompts import prompts
 
 
 def __getattr__(name: str) -> Any:

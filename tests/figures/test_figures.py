@@ -614,17 +614,47 @@ def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["curves", "heatmap"])
-def test_figures_of_a_single_result(name, several, capsys):
-    assert main([name, *map(str, several[:2])]) == 2
-    assert "it shows a single result; 2 given: name one directory" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["curves", "heatmap", "1b"])
+def test_a_measure_k_and_step_are_chosen_on_the_command_line(name, one, tmp_path, capsys):
+    options = ["--measure", "miscoupling_normed", "--k", str(K), "--step", "8"]
+    assert main([name, str(one), "--out", str(tmp_path), *options]) == 0
+    table, ds = pd.read_csv(tmp_path / f"{name}.csv"), open_results(one).miscoupling_normed.sel(k=K)
+    apart = ds.where(ds.layer != ds.layer_other).astype(float)
+    if name == "heatmap":
+        drawn = table[table.layer != table.layer_other].miscoupling_normed
+        close(drawn.mean(), apart.sel(step=8).mean())
+    else:
+        column = table.miscoupling_normed if name == "curves" else -table.coupling
+        close(column, apart.mean(("prompt", "token", "layer", "layer_other")))
+    bad = (
+        (
+            "--measure",
+            "lss",
+            "--measure lss is no measure of pairs of blocks; choose from miscoupling, miscoupling_normed",
+        ),
+        ("--step", "7", "--step 7 was not measured in all results; they share 0, 1, 8, 2000"),
+        ("--k", "7", "--k 7 was not measured in all results; they share"),
+    )
+    for option, value, said in bad:
+        assert main([name, str(one), "--out", str(tmp_path), option, value]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_other_figures_take_no_measure_and_no_step(one, tmp_path, capsys):
+    assert main(["27", str(one), "--out", str(tmp_path), "--step", "8"]) == 2
+    assert "--step 8 is for the figures curves, heatmap, 1b" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_mixed_conventions_are_refused(one, tmp_path, capsys):
+def test_mixed_conventions_are_refused_or_stated(one, tmp_path, capsys):
     other = store(tmp_path / "other", measures=["coupling", "trajectory"], steps=(0, 2000), final_norm="exclude")
-    assert main(["1b", str(one), str(other), "--out", str(tmp_path)]) == 2
+    assert main(["5", str(one), str(other), "--out", str(tmp_path)]) == 2
     assert "the results differ in final_norm (toy: include, other: exclude)" in capsys.readouterr().err
+    for name in ("1b", "curves", "heatmap"):
+        assert main([name, str(one), str(other), "--out", str(tmp_path)]) == 0
+        said = "the results were not measured alike: they differ in final norm (toy: include; other: exclude)"
+        assert said in " ".join(capsys.readouterr().err.split())
+        assert set(pd.read_csv(tmp_path / f"{name}.csv").result) == {"toy", "other"}
 
 
 @pytest.mark.slow
@@ -655,7 +685,7 @@ def test_results_that_share_no_k(one, tmp_path, capsys):
     for step in STEPS:
         made.write(step, tracker.measure(neox(), inputs, k=2).assign_coords(step=step))
     assert main(["1b", str(one), str(other)]) == 2
-    assert "was not measured in all results; they share none" in capsys.readouterr().err
+    assert "the results share no k; measure them with a common one" in capsys.readouterr().err
 
 
 def test_no_results(capsys):

@@ -8,14 +8,16 @@ import tracker
 from tests.models import neox, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.statistics import curves
-from tracker.figures.overview import NAMES
+from tracker.figures.drawing import equation
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
+from tracker.measures.registry import VARIANTS
+from tracker.results import Store
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return tracker.measure(neox(), tokens(3), k=[2, 4])
+    return tracker.measure(neox(), tokens(3), k=[2, 4], measures=["coupling", "trajectory", "vju"])
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +89,68 @@ def test_a_number_names_a_figure(measured):
     assert tracker.plot(measured, 34).get_suptitle() == "Singular values by depth"
 
 
-def test_results_of_different_conventions_are_refused(measured):
+def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(measured, course):
     other = tracker.measure(neox(), tokens(3), k=[2, 4], final_norm="exclude")
+    with pytest.warns(UserWarning, match=r"not measured alike: they differ in final norm \(a: include; b: exclude\)"):
+        figure = tracker.plot({"a": measured, "b": other})
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == [f"{name}\nmis-coupling m_K, K = 2" for name in "ab"]
+    assert panels[0].images[0].get_clim() == panels[1].images[0].get_clim()
     with pytest.raises(ValueError, match=r"differ in final_norm \(a: include, b: exclude\)"):
-        tracker.plot({"a": measured, "b": other})
+        tracker.plot({"a": measured, "b": other}, "34")
+    shorter = course.assign_attrs(inputs_sha256="other prompts") * 0.5
+    with pytest.warns(UserWarning, match=r"differ in inputs \("):
+        figure = tracker.plot([course, shorter.assign_attrs(course.attrs, inputs_sha256="other prompts")])
+    names = [f"GPTNeoXForCausalLM ({i})" for i in (1, 2)]
+    coupling, lss, _ = figure.axes
+    lines = {line.get_label(): line for line in coupling.lines}
+    for name, ds in zip(names, (course, shorter), strict=True):
+        expected = curves(course).miscoupling.sel(k=2, pairs="mean_offdiag") * (1 if ds is course else 0.5)
+        np.testing.assert_allclose(lines[name].get_ydata(), expected, rtol=1e-6)
+    assert lines[names[0]].get_color() != lines[names[1]].get_color() == lss.lines[1].get_color()
+
+
+@pytest.mark.parametrize("measure", VARIANTS)
+def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
+    """Of another step and K."""
+    figure = tracker.plot(course, "heatmap", measure=measure, k=4, step=0)
+    expected = course[measure].sel(k=4, step=0).mean(("prompt", "token")).values
+    drawn, others = figure.axes[0].images[0].get_array(), ~np.eye(len(expected), dtype=bool)
+    np.testing.assert_allclose(drawn[others], expected[others])
+    assert np.ma.getmaskarray(drawn).diagonal().all() == (not measure.endswith("_vju"))
+    assert figure.axes[0].get_title().endswith(f"step 0\n{course[measure].attrs['long_name']}, K = 4")
+    (line,) = [
+        line
+        for line in tracker.plot(course, measure=measure, k=4, step=100).axes[0].lines
+        if line.get_label() == equation(measure)
+    ]
+    points = curves(course, [measure])[measure].sel(k=4, pairs="mean_offdiag")
+    np.testing.assert_allclose(line.get_ydata(), points)
+    assert equation(measure) in tracker.plot(course, "1b", measure=measure).axes[0].get_ylabel().replace("\n", " ")
+
+
+def test_a_step_is_marked_in_curves(course):
+    for name, panels in (("curves", 3), ("1b", 1)):
+        marked = [axes.lines[-1] for axes in tracker.plot(course, name, step=100).axes]
+        assert [list(line.get_xdata()) for line in marked[:panels]] == [[100, 100]] * panels
+
+
+def test_stores_and_their_directories(measured, tmp_path):
+    stores = []
+    for name in ("a", "b"):
+        stores.append(Store(tmp_path / name))
+        stores[-1].check_settings({"model": name})
+        stores[-1].write(0, measured.assign_coords(step=0))
+    for results in (stores, [store.path for store in stores], [stores[0], str(stores[1].path)]):
+        figure = tracker.plot(results)
+        assert [axes.get_title().split("\n")[0] for axes in figure.axes if axes.images] == ["a, step 0", "b, step 0"]
+    assert tracker.plot(stores[0]).axes[0].images and tracker.plot({"one": stores[0]}).axes[0].images
 
 
 def test_several_steps_are_curves(course):
     coupling, lss, _ = tracker.plot(course).axes
     points = curves(course)
-    (line,) = [line for line in coupling.lines if line.get_label() == NAMES["miscoupling"]]
+    (line,) = [line for line in coupling.lines if line.get_label() == equation("miscoupling")]
     np.testing.assert_allclose(line.get_ydata(), points.miscoupling.sel(k=2, pairs="mean_offdiag"))
     np.testing.assert_allclose(lss.lines[0].get_ydata(), points.lss.sel(statistic="median"))
 
@@ -128,7 +182,7 @@ def test_one_step_of_a_store(measured):
         ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),
         (2, "figure 2 is not drawn here: a diagram"),
         ("6", "vit.analysis"),
-        ("heatmap", "k=3 was not measured"),
+        ("heatmap", "k=3 was not measured in all results; they share 2, 4"),
     ],
 )
 def test_what_can_not_be_drawn(measured, name, message):
@@ -136,9 +190,26 @@ def test_what_can_not_be_drawn(measured, name, message):
         tracker.plot(measured, name, k=3 if name == "heatmap" else None)
 
 
+def test_values_that_were_not_measured(measured, course):
+    said = (
+        "measure='lss' is no measure of pairs of blocks; choose from miscoupling, miscoupling_normed, miscoupling_vju, "
+    )
+    for name in ("heatmap", "curves", "1b"):
+        with pytest.raises(ValueError, match=said):
+            tracker.plot(course, name, measure="lss")
+        with pytest.raises(ValueError, match="step=7 was not measured in all results; they share 0, 100"):
+            tracker.plot(course, name, step=7)
+        with pytest.raises(ValueError, match="lacks offdiag_vju; measure again with measures="):
+            tracker.plot(course.drop_vars("offdiag_vju"), name, measure="offdiag_vju")
+    with pytest.raises(ValueError, match="step=7 was not measured in all results; they share none"):
+        tracker.plot(measured, step=7)
+    with pytest.raises(ValueError, match="measure='offdiag' is for the figures curves, heatmap, 1b"):
+        tracker.plot(course, "27", measure="offdiag")
+
+
 def test_what_is_no_result(measured, tmp_path):
-    for other in ({}, None, [measured], measured.miscoupling, {"a": "b"}, measured.mean()):
-        with pytest.raises(ValueError, match="give a Dataset as from tracker.measure"):
+    for other in ({}, None, [], [None], measured.miscoupling, {"a": 1}, measured.mean()):
+        with pytest.raises(ValueError, match="plot.*; give a Dataset as from tracker.measure"):
             tracker.plot(other)
     with pytest.raises(ValueError, match="selection K = 2; give the whole Dataset, and k=2"):
         tracker.plot(measured.sel(k=2))

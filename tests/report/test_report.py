@@ -1,6 +1,5 @@
 """The page in a real headless Chromium, opened from a file."""
 
-import csv
 import os
 import shutil
 import signal
@@ -9,6 +8,7 @@ import sys
 from functools import cache
 
 import numpy as np
+import pandas
 import pytest
 import xarray as xr
 
@@ -323,34 +323,104 @@ class TestNumbers:
         assert [median is None for median in data["trajectory"]["lss"]["median"]] == [False, False, True, False]
 
     @pytest.mark.slow
-    def test_csv_holds_the_numbers(self, page, results):
-        shown(page, "coupling")
-        with page.expect_download() as downloaded:
-            page.locator("#coupling-figure button.csv").click()
-        assert downloaded.value.suggested_filename == "coupling.csv"
-        rows = list(csv.DictReader(downloaded.value.path().read_text().splitlines()))
-        stored = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
-        table = {(row["series"], int(row["x"])): row for row in rows}
-        for i, step in enumerate((0, 1, 8, 2000)):
-            row = table["mean over prompts", step]
-            assert (
-                float(row["value"]) == stored.miscoupling.values[i]
-                and float(row["q75"]) == stored.miscoupling_q75.values[i]
-            )
-            assert float(table["null level", step]["value"]) == stored.miscoupling_null.values[i]
+    @pytest.mark.parametrize("which", ["one", "two", "six"])
+    def test_every_chart_gives_its_numbers_as_one_table_with_named_columns(self, shared, which):
+        page = shared(which)
+        visible = page.evaluate("[...document.querySelectorAll('figure')].filter((f) => !f.hidden).map((f) => f.id)")
+        assert len(visible) > 10
+        names = set()
+        for figure in visible:
+            name, table = downloaded(page, figure)
+            names.add(name)
+            assert len(table) and table.shape[1] > 2 and not any("Unnamed" in column for column in table), name
+            assert not {"x", "y", "z", "value", "series"} & set(table), name
+            assert table.notna().any().all(), f"{name} has an empty column: {table.columns[table.isna().all()]}"
+            words = {"model", "measure", "pairs", "subset", "prompt", "out_words", "in_words"}
+            assert all(dtype.kind in "if" for column, dtype in table.dtypes.items() if column not in words), name
+            for column, part in (("model", ""), ("measure", ""), ("k", "K"), ("step", "step")):
+                values = table[column].unique() if column in table else []
+                assert len(values) != 1 or f"_{part}{values[0]}".replace("/", "-") in name, name
+        assert len(names) == len(visible), "no file replaces another"
 
     @pytest.mark.slow
-    def test_every_chart_gives_its_numbers(self, page, results):
-        tables = page.evaluate(
-            """() => Object.fromEntries(Object.keys(figures).filter((id) => !$(`${id}-figure`).hidden)
-              .map((id) => [id, csv(id)]))"""
+    def test_the_numbers_of_a_table_are_the_stores(self, page, results):
+        ds = tracker.open_results(results)
+        stored = curves(ds).sel(k=4, pairs="mean_offdiag")
+        name, table = downloaded(page, "coupling-figure")
+        assert name == "coupling_toy_miscoupling_K4_steps0-2000.csv"
+        assert table.columns.tolist() == "model measure k pairs step mean q25 q75 null_level".split()
+        assert table.step.tolist() == [0, 1, 8, 2000]
+        for column, of in {"mean": "", "q25": "_q25", "q75": "_q75", "null_level": "_null"}.items():
+            np.testing.assert_allclose(table[column], stored[f"miscoupling{of}"])
+        page.select_option("#score", "piqa")
+        assert downloaded(page, "coupling-figure")[1].piqa.tolist() == ds.score.values[:, 0].tolist()
+        at = {"k": 4, "step": 2000}
+        name, table = downloaded(page, "matrix-figure")
+        assert name == "matrix_toy_miscoupling_K4_step2000.csv"
+        mean, level = (
+            values.sel(at).mean(("prompt", "token")).values
+            for values in (ds.miscoupling, null_level(ds, "miscoupling"))
         )
-        assert len(tables) > 20
-        for name, table in tables.items():
-            rows = list(csv.DictReader(table.splitlines()))
-            assert any(row["value"] for row in rows), name
-        L = tracker.open_results(results).sizes["layer"]
-        assert len(tables["graph"].splitlines()) == 1 + L * (L - 1) / 2
+        L = len(mean)
+        assert table[["layer", "layer_other"]].values.tolist() == [[i // L + 1, i % L + 1] for i in range(L * L)]
+        np.testing.assert_allclose(table["mean"].values.reshape(L, L), off_diagonal(mean), **TO_16_BITS)
+        np.testing.assert_allclose(table["null_level"].values.reshape(L, L), off_diagonal(level), **TO_16_BITS)
+        name, table = downloaded(page, "graph-figure")
+        assert len(table) == L * (L - 1) / 2
+        name, table = downloaded(page, "norm-figure")
+        assert name == "norm_toy_norm_step2000.csv" and table.depth.tolist() == list(range(L + 1))
+        quartiles = ds.norm.sel(step=2000).quantile([0.25, 0.5, 0.75], ("prompt", "position")).values
+        np.testing.assert_allclose(table[["q25", "median", "q75"]].values.T, quartiles, rtol=1e-6)
+        page.select_option("#kind", "fixed_output")
+        page.select_option("#block", "1")
+        name, table = downloaded(page, "token_matrix-figure")
+        assert name == "token_matrix_toy_fixed_output_miscoupling_K4_step2000.csv"
+        of_pairs = ds.fixed_output_miscoupling.sel(at).sel(layer=1).mean("prompt").values
+        np.testing.assert_allclose(table["mean"].values.reshape(of_pairs.shape), of_pairs, **TO_16_BITS)
+        assert set(zip(table.layer, table.layer_other, strict=True)) == {(1, 2)} and 6 in table.token_other.values
+        name, table = downloaded(page, "token_absolute-figure")
+        A = abs(ds.fixed_output_matrix) / ds.fixed_output_singular_value.sel(rank=1)
+        A = A.sel(layer=1, step=2000).mean("prompt").values
+        np.testing.assert_allclose(table.absolute.values.reshape(A.shape), A, atol=np.ptp(A) / 100)
+
+    @pytest.mark.slow
+    def test_the_words_of_directions_no_better_than_random_ones_are_grey(self, page, results):
+        ds = tracker.open_results(results).isel(step=3, prompt=0, token=0)
+        rows = []
+        for block in ds.layer.values:
+            page.select_option("#l", str(block))
+            shown_words = page.locator("#words tbody tr")
+            page.locator("#words-figure").scroll_into_view_if_needed()
+            page.wait_for_function("seen.has('words') && !stale.has('words')")
+            at = ds.sel(layer=block)
+            for part, column in (("out", 2), ("in", 4)):
+                scores, null = at[f"direction_{part}_score"].values, float(at[f"direction_{part}_score_null"])
+                for i, score in enumerate(scores):
+                    cells = shown_words.nth(i).locator("td")
+                    assert cells.nth(column).inner_text() == f"{score:.1f}"
+                    for cell in (cells.nth(column - 1), cells.nth(column)):
+                        assert ("faint" in (cell.get_attribute("class") or "")) == (score < null)
+                    rows.append(score < null)
+        assert any(rows)
+        assert "Grey, in italics:" in page.inner_text("#words-figure figcaption")
+
+    @pytest.mark.slow
+    def test_tables_are_whole_on_a_narrow_screen(self, shared):
+        page = shared("one", viewport=(400, 900))
+        for name in ("words", "used"):
+            page.locator(f"#{name}-figure").scroll_into_view_if_needed()
+            page.wait_for_function("(id) => seen.has(id) && !stale.has(id)", arg=name)
+            fits = "(id) => [...$(id).querySelectorAll('th, td')].every((c) => c.scrollWidth <= c.clientWidth + 1 && "
+            assert page.evaluate(f"{fits} c.getBoundingClientRect().right <= 400)", name), name
+            assert page.locator(f"#{name} td").count() > 6
+
+
+def downloaded(page, figure):
+    """The name of the CSV that a figure offers, and the table that pandas reads from it."""
+    shown(page, figure.removesuffix("-figure"))  # what is drawn while a button is clicked may move it
+    with page.expect_download() as download:
+        page.locator(f"#{figure} button.csv").click()
+    return download.value.suggested_filename, pandas.read_csv(download.value.path())
 
 
 class TestFirstLook:
@@ -490,7 +560,11 @@ class TestChoices:
             said = page.inner_text("#picked")
             assert said.startswith(f"Block {l} in the basis of block {m}" if l != m else f"Block {l} in its own basis")
 
-        assert_picked(1, 2)
+        last = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).isel(step=3).mean(("prompt", "token"))
+        apart = np.where(np.eye(L, dtype=bool), -np.inf, last.transpose("layer", "layer_other"))
+        opened = np.unravel_index(apart.argmax(), apart.shape)
+        assert tuple(opened) != (0, 1), "the first pair is not the most coupled"
+        assert_picked(*(int(i) + 1 for i in opened))
         shown(page, "matrix")
         box = page.locator("#matrix .nsewdrag").bounding_box()
         page.mouse.click(box["x"] + box["width"] * 0.5 / L, box["y"] + box["height"] * (L - 0.5) / L)

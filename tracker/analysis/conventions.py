@@ -37,8 +37,8 @@ def differing_conventions(
     return {key: values for key, values in held.items() if len(set(values.values())) > 1}
 
 
-def differences_in_words(results: Mapping[str, xr.Dataset]) -> list[str]:
-    """List the conventions in which results differ, so that they are not comparable."""
+def describe_differences(results: Mapping[str, xr.Dataset]) -> list[str]:
+    """Return a text for each convention in which results differ."""
     lines = []
     for key, held in differing_conventions(results).items():
         shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}

@@ -20,7 +20,7 @@ import xarray as xr
 from scipy import stats
 
 from checkpoints.words import counted
-from tracker.analysis.conventions import differences_in_words, differing_conventions
+from tracker.analysis.conventions import describe_differences, differing_conventions
 from tracker.analysis.doubts import doubts
 from tracker.analysis.miscouplings import read_miscouplings
 from tracker.analysis.onset import coupled, pairs_of_blocks
@@ -280,7 +280,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
     notes = [_of_intervals(units[first]), *_of_blocks(pair, f" of {strongest}"), *_beyond_chance(units, k)]
-    notes += [f"The results differ in {difference}." for difference in differences_in_words(units)]
+    notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
     return _table(rows, "result", title, notes)
 
 

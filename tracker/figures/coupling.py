@@ -18,9 +18,11 @@ from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.statistics import over_pairs, sources
 from tracker.figures.drawing import (
     at_step,
+    equation,
     evenly_spaced,
     fitted_line,
     label_y,
+    mark_step,
     mean_line,
     panels,
     shades,
@@ -36,31 +38,41 @@ if TYPE_CHECKING:
 MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
+LETTERS_OF_LABEL = 44  # of a line beside a panel
 
 
-def over_training(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
-    """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b)."""
+def over_training(
+    results: Results, k: int, given: "Axes | None" = None, measure: str | None = None, step: int | None = None
+) -> "Plotted":
+    """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b).
+
+    Args:
+        measure: of pairs of blocks; None for the paper's.
+        step: is marked by a line.
+    """
+    measure = measure or MEASURE
     figure, axes = panels(len(results), given, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds.sel(k=k)
-        levels, step, source = null_level(at, MEASURE), ds["step"].values, sources(ds)
-        coupling, null = (_by_prompt(values) for values in (at[MEASURE], levels))
-        matrices = (levels - at[MEASURE]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
+        levels, steps, source = null_level(at, measure), ds["step"].values, sources(ds)
+        coupling, null = (_by_prompt(values) for values in (at[measure], levels))
+        matrices = (levels - at[measure]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
         departure = (coupling - null).transpose("step", "prompt")
-        began = onset(step, departure.values, pairs_of_blocks(matrices.values), source)
+        began = onset(steps, departure.values, pairs_of_blocks(matrices.values), source)
         null = null.mean("prompt").values
         mean = mean_line(panel, coupling, source, BLUE)
-        panel.plot(step, null, color=GREY, ls=":", label="null level")
+        panel.plot(steps, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)
-        training_axis(panel, [*step, began.low])
+        training_axis(panel, [*steps, began.low])
+        mark_step(panel, step)
         panel.set_title(name, fontsize=9)
         panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-        columns = {"step": step, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
+        columns = {"step": steps, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
         columns |= {"onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    label_y(axes, _label(k))
+    label_y(axes, _label(k, measure))
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -164,5 +176,5 @@ def _by_prompt(matrices: xr.DataArray) -> xr.DataArray:
     return -over_pairs(matrices.astype(float)).sel(pairs=PAIRS).mean("token")
 
 
-def _label(k: int) -> str:
-    return f"Coupling: −‖A − Diag A‖ / ‖A‖, K = {k}"
+def _label(k: int, measure: str = MEASURE) -> str:
+    return fill(f"Coupling: −{equation(measure)}, K = {k}", LETTERS_OF_LABEL)

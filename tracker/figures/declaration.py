@@ -4,11 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracker.analysis.across_models import Results
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from tracker.figures.drawing import Plotted
 
 MEDIANS = "medians and quartiles over prompts and tokens"
@@ -21,25 +17,27 @@ class Declaration:
 
     Attributes:
         number: its name on the command line, for figures of the paper their number.
-        draw: the function that draws it from results, K and the axes to draw into, if the caller gives them.
+        draw: the function that draws it from results, K and the axes to draw into, if the caller gives them; that of an
+            adjustable figure also takes a measure and a step, or None for those it shows by default.
         differs: how it differs from the paper's figure.
         needs: variables that each result must have.
         also: numbers of further figures of the paper that show the same.
         results: the least number of results.
-        single: whether it is drawn from exactly one result.
         steps: the least number of steps of a result.
         untrained: whether the first step must be step 0.
         may_differ: those of `CONVENTIONS` in which results may differ.
+        adjustable: whether it shows any measure of pairs of blocks and any step, and sets results beside each other that were
+            measured by different conventions, with a warning.
     """
 
     number: str
     title: str
-    draw: "Callable[[Results, int, Axes | None], Plotted]"
+    draw: "Callable[..., Plotted]"
     differs: str
     needs: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     results: int = 1
-    single: bool = False
     steps: int = 1
     untrained: bool = False
     may_differ: tuple[str, ...] = ()
+    adjustable: bool = False

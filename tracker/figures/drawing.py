@@ -11,15 +11,18 @@ import xarray as xr
 from tracker.analysis.regression import mean_interval
 from tracker.analysis.statistics import quartiles
 from tracker.errors import UsageError
-from tracker.figures.palette import ORANGE
+from tracker.figures.palette import GREY, ORANGE, SEQUENTIAL
+from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
+EQUATIONS = {definition.name: definition.equation for definition in DEFINITIONS}
 LETTERS_OF_LABEL = 34
 FEWEST_POINTS = 8  # of a statistic that figures print
 PER_ROW = 4  # panels, at most
@@ -106,6 +109,23 @@ def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
     axes.grid(alpha=0.3)
 
 
+def mark_step(axes: "Axes", step: int | None) -> None:
+    """Draw a vertical line at a training step, if one is given."""
+    if step is not None:
+        axes.axvline(step, color=GREY, lw=0.8, label=f"step {step:,}")
+
+
+def equation(measure: str) -> str:
+    """Return the formula of a measure of pairs of blocks, and in words which variant of it is meant.
+
+    >>> equation("miscoupling_normed")
+    '‖A − S‖ / ‖s‖₂, with the final norm'
+    """
+    of = BY_NAME[measure]
+    base = BY_NAME[of.base or measure]
+    return EQUATIONS[base.name] + of.label.removeprefix(base.label)
+
+
 def axis_label(variable: str) -> str:
     """Return the label of a measured variable, with its unit unless it is a pure number."""
     measure = BY_NAME[variable]
@@ -187,11 +207,17 @@ def fit_text(fit: Mapping[str, float]) -> str:
     return f"R² = {fit['r2']:.2f} [{fit['r2_low']:.2f}, {fit['r2_high']:.2f}], p = {fit['p']:.2g}"
 
 
+def colour_map(colours: Sequence[str] = SEQUENTIAL) -> "Colormap":
+    """Return the colour map through evenly spaced colours of the palette."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("palette", colours)
+
+
 def shades(count: int) -> list[Any]:
     """Return `count` colours from dark to light for ordered things such as steps; distinct in greyscale print."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
+    colours = colour_map()
+    return [colours(0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
 def evenly_spaced(size: int, count: int) -> list[int]:

@@ -7,8 +7,7 @@ import pandas as pd
 
 from tracker.analysis.across_models import Results
 from tracker.errors import UsageError
-from tracker.figures.drawing import at_step, evenly_spaced, panels
-from tracker.figures.jacobians import SCALE
+from tracker.figures.drawing import at_step, colour_map, evenly_spaced, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +40,7 @@ def residual_alignment(results: Results, _: int, given: "Axes | None" = None) ->
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
         A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
         s = at["singular_value"]
-        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), **SCALE)
+        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), cmap=colour_map(), vmin=0, vmax=1)
         panel.grid(False)
         ticks = np.arange(0, len(A), -(-len(A) // TICKS))
         panel.set_xticks(ticks, ticks + 1)

@@ -5,7 +5,7 @@ A tile of a grid is the (K, K) matrix A of a pair of layers, or of a pair of tok
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import inverse_fit, middle_layers
-from tracker.figures.drawing import FEWEST_POINTS, at_step, logarithmic_y, panels, shades
+from tracker.figures.drawing import FEWEST_POINTS, at_step, colour_map, logarithmic_y, panels, shades
 from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_TILES = 8  # along a side of a grid
 RANKS = (1, 2, 5, 10, 30, 50)  # of the singular values drawn
-SCALE: dict[str, Any] = {"cmap": "magma", "vmin": 0, "vmax": 1}  # equal in all panels, for one colour bar
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _draw_grid(panel: "Axes", grid: Grid) -> None:
     for a, b in np.ndindex(T, T):
         top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
         picture[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = grid.A[a, b] / top
-    panel.imshow(picture, **SCALE)
+    panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)  # the same in all panels, for one colour bar
     middle = np.arange(T) * (K + 1) + (K - 1) / 2
     panel.set_xticks(middle, grid.labels)
     panel.set_yticks(middle, grid.labels)

@@ -31,7 +31,7 @@ from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_
 from tracker.analysis.statistics import correlations, curves, sources
 from tracker.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
-from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, fit_text, fitted_line, panels
+from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, colour_map, fit_text, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
 from tracker.measures.registry import MISCOUPLINGS, NORMED
 
@@ -147,7 +147,6 @@ def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None
     Args:
         table: the rows of `statistics.correlations`.
     """
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
@@ -160,8 +159,7 @@ def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None
         axes.grid(False)
     enough = rows.r.where(rows.n >= FEWEST_POINTS)
     r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
-    colours = LinearSegmentedColormap.from_list("diverging", DIVERGING)
-    image = axes.imshow(r, cmap=colours, vmin=-1, vmax=1, aspect="auto")
+    image = axes.imshow(r, cmap=colour_map(DIVERGING), vmin=-1, vmax=1, aspect="auto")
     for i, j in np.ndindex(r.shape):
         star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
         colour = "white" if abs(r[i, j]) > 0.6 else "black"

@@ -1,8 +1,8 @@
 """Figures in a notebook: `tracker.plot(results)` draws those of `python -m tracker.figures`, by the same names."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
@@ -11,18 +11,27 @@ from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
 from tracker.measures.names import require_version
-from tracker.results import open_results
+from tracker.results import Store, distinct_names, open_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
+GIVE = (
+    "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
+    "a mapping from names"
+)
+Result = xr.Dataset | Store | str | Path  # a Dataset, or a store or its directory
+
+
 def plot(
-    results: xr.Dataset | str | Path | Mapping[str, xr.Dataset],
+    results: Result | Sequence[Result] | Mapping[str, Result],
     name: str | int | None = None,
     *,
+    measure: str | None = None,
     k: int | None = None,
+    step: int | None = None,
     ax: "Axes | None" = None,
 ) -> "Figure":
     """Draw one figure of a measurement, a walk or a training run, or of several of them.
@@ -31,27 +40,26 @@ def plot(
     it.
 
     Args:
-        results: a Dataset of `tracker.measure` or `tracker.open_results`; a directory of results; or a mapping from names, which
-            the figure shows, to Datasets. A Dataset without training steps allows the figures that need one step.
+        results: a Dataset of `tracker.measure` or `tracker.open_results`; a store or its directory; or several of them, as a list
+            or as a mapping from names, which the figure shows. A Dataset without training steps allows the figures that need
+            one step. Of several results that were measured by different conventions, "curves", "heatmap" and "1b" are drawn
+            with a warning.
         name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` lists them). None
             draws "curves" if there are several training steps, else "heatmap".
+        measure: the measure of pairs of blocks that "curves", "heatmap" and "1b" show, such as "offdiag" or
+            "miscoupling_normed"; None for that of the figure, of the blocks alone.
         k: the number of singular vectors; None for the smallest measured.
+        step: the training step of a "heatmap", or the one that "curves" and "1b" mark; None for the last.
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
         UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they lack, and
-            which figures they allow), and for results that were measured by different conventions.
+            which figures they allow), for a measure, K or step that was not measured, and for results that were measured by
+            different conventions, in other figures.
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    if isinstance(results, (str, Path)):
-        results = open_results(results)
-    several = {_name(results): results} if isinstance(results, xr.Dataset) else results
-    if not isinstance(several, Mapping) or not several or not all(map(_measured, several.values())):
-        raise UsageError(
-            f"can't plot {type(results).__name__}; give a Dataset as from tracker.measure or tracker.open_results, a directory "
-            "of results, or a mapping from names to Datasets"
-        )
+    several = _by_name(results)
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
@@ -59,12 +67,36 @@ def plot(
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
     with_steps = {label: _with_steps(require_version(ds, label)) for label, ds in several.items()}
-    figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON)
+    figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON, measure, step)
     return figure
 
 
-def _measured(ds: object) -> bool:
-    return isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims
+def _by_name(results: Any) -> dict[str, xr.Dataset]:
+    """Return the results opened, by the names that a figure shows: those given, or the results' own."""
+    if isinstance(results, Mapping) and not isinstance(results, xr.Dataset):
+        listed, names = list(results.values()), [str(name) for name in results]
+        opened = [_opened(of) for of in listed]
+    else:
+        listed = list(results) if isinstance(results, (list, tuple)) else [results]
+        opened = [_opened(of) for of in listed]
+        names = [_name(ds) for ds in opened]
+    if not opened:
+        raise UsageError(f"an empty {type(results).__name__} can't be plotted; {GIVE}")
+    if len(set(names)) < len(names):
+        places = [Path(of.path if isinstance(of, Store) else of) for of in listed if not isinstance(of, xr.Dataset)]
+        if len(places) == len(listed):
+            names = distinct_names(places)
+        else:
+            names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return dict(zip(names, opened, strict=True))
+
+
+def _opened(result: Any) -> xr.Dataset:
+    place = result.path if isinstance(result, Store) else result
+    ds = open_results(place) if isinstance(place, (str, Path)) else place
+    if isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims:
+        return ds
+    raise UsageError(f"can't plot {type(result).__name__}; {GIVE}")
 
 
 def _name(ds: xr.Dataset) -> str:

@@ -35,6 +35,10 @@ SURFACE: Mapping[Theme, Mapping[str, str]] = {
 }
 BLUE, ORANGE, GREEN, *_ = SERIES["light"]
 GREY = SURFACE["light"]["faint"]
+# Of mis-couplings, from coupled (last) to uncoupled, and of |A|, from 0 to large (last): viridis, evenly spaced.
+SEQUENTIAL = (
+    "#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725",
+)  # fmt: skip
 DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 to 1, evenly spaced
 
 

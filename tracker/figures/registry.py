@@ -15,6 +15,7 @@ ALONE = "of the blocks alone"
 WITHOUT_NORM = f"{ALONE} (paper: with the final norm)"
 K_AND_NORM = f"K is the smallest measured, or --k; {WITHOUT_NORM}"
 COUPLING = f"{MEASURE}, mean over l ≠ l' (paper: all pairs), prompts and tokens; {K_AND_NORM}"
+ADJUSTABLE = "--measure and --step choose others"
 OVER_PROMPTS = "bars are 95 % intervals over prompts"
 HOLM = "p corrected for multiple tests (Holm)"
 MATRICES = (
@@ -36,20 +37,22 @@ _DECLARATIONS = (
     Declaration(
         "curves",
         "Mis-coupling, line-shape score and expodistance over training",
-        overview.all_curves,
+        overview.training_curves,
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
-        f"tokens; expodistance: median; {ALONE}; bands are quartiles",
+        f"tokens; expodistance: median; {ALONE}; bands are quartiles; several results in one figure; {ADJUSTABLE}",
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,
-        single=True,
+        may_differ=CONVENTIONS,
+        adjustable=True,
     ),
     Declaration(
         "heatmap",
         "Mis-coupling of all pairs of blocks",
-        overview.last_heatmap,
-        f"not in the paper; mean over prompts and tokens, {LAST}; {K_AND_NORM}",
+        overview.heatmaps,
+        f"not in the paper; mean over prompts and tokens, {LAST}; a panel for each result; {K_AND_NORM}; {ADJUSTABLE}",
         ("miscoupling",),
-        single=True,
+        may_differ=CONVENTIONS,
+        adjustable=True,
     ),
     _against_score(
         "1a",
@@ -61,9 +64,11 @@ _DECLARATIONS = (
         "1b",
         "Coupling over training",
         coupling.over_training,
-        f"{COUPLING}; with interval over prompts, null level and onset",
+        f"{COUPLING}; with interval over prompts, null level and onset; a panel for each result; {ADJUSTABLE}",
         (MEASURE,),
         steps=2,
+        may_differ=CONVENTIONS,
+        adjustable=True,
     ),
     Declaration(
         "1c",

@@ -1,7 +1,8 @@
 """Figures by name: which of them results can make, and drawing one."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from textwrap import fill
 from typing import TYPE_CHECKING
@@ -10,12 +11,13 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import Results, shared_ks
-from tracker.analysis.conventions import require_same_conventions
+from tracker.analysis.conventions import describe_differences, require_same_conventions
 from tracker.errors import UsageError
 from tracker.figures.declaration import Declaration
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.wording import COMMAND, PYTHON, Wording
-from tracker.measures.registry import BY_NAME, choices, defaults
+from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
+from tracker.notices import warn_caller
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +53,13 @@ def _place(name: str) -> tuple[int, str]:
 
 
 def draw(
-    name: str, results: Results, k: int | None, given: "Axes | None" = None, wording: Wording = COMMAND
+    name: str,
+    results: Results,
+    k: int | None,
+    given: "Axes | None" = None,
+    wording: Wording = COMMAND,
+    measure: str | None = None,
+    step: int | None = None,
 ) -> "Plotted":
     """Draw a figure by its resolved name.
 
@@ -59,6 +67,8 @@ def draw(
         k: number of singular vectors; None for the smallest that all results have.
         given: the axes to draw into, for a figure of one panel.
         wording: whether messages are for a caller in Python or on the command line.
+        measure: of an adjustable figure, a measure of pairs of blocks; None for its own.
+        step: of an adjustable figure, the training step of a matrix, or one that curves mark; None for the last.
 
     Returns:
         The figure, and the numbers that it plots.
@@ -66,18 +76,58 @@ def draw(
     Raises:
         UsageError: if the results do not suffice; the message states what to run.
     """
-    declaration = FIGURES[name]
+    declaration = _adjusted(FIGURES[name], measure, step, wording)
     if reason := lack(declaration, results, wording):
         raise UsageError(f"figure {name} can't be drawn: {reason}{_others(results, wording)}")
     ks = shared_ks(results)
-    if (k is not None and k not in ks) or (not ks and any("k" in ds.coords for ds in results.values())):
-        shared = ", ".join(map(str, ks)) or "none"
-        raise UsageError(f"{wording.k.format(k=k)} was not measured in all results; they share {shared}")
-    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, given)
+    if k is not None or any("k" in ds.coords for ds in results.values()):
+        _require_shared("k", k, ks, wording)
+    options = {}
+    if declaration.adjustable:
+        if step is not None:
+            _require_shared("step", step, _shared_steps(results), wording)
+        if differences := describe_differences(results):
+            warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
+        options = {"measure": measure, "step": step}
+    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, given, **options)
     if given is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
         figure.suptitle(title, fontsize=10)
     return figure, table
+
+
+def _adjusted(figure: Declaration, measure: str | None, step: int | None, wording: Wording) -> Declaration:
+    """Return the declaration of a figure that shows this measure.
+
+    Raises:
+        UsageError: for what is no measure of pairs of blocks, and for a measure or a step of a figure that takes none.
+    """
+    for option, value in (("measure", measure), ("step", step)):
+        if value is not None and not figure.adjustable:
+            those = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
+            raise UsageError(f"{wording.option.format(name=option, value=value)} is for the figures {those}")
+    if measure is None:
+        return figure
+    if measure not in VARIANTS:
+        given = wording.option.format(name="measure", value=measure)
+        raise UsageError(f"{given} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
+    needs = dict.fromkeys(measure if name in VARIANTS else name for name in figure.needs)
+    return replace(figure, needs=tuple(needs))
+
+
+def _shared_steps(results: Results) -> list[int]:
+    """Return the training steps that all results have, ascending."""
+    return sorted(
+        set.intersection(*({int(step) for step in ds["step"].values if step == step} for ds in results.values()))
+    )
+
+
+def _require_shared(option: str, value: int | None, shared: Sequence[int], wording: Wording) -> None:
+    if value is None and not shared:
+        raise UsageError(f"the results share no {option}; measure them with a common one")
+    if value is not None and value not in shared:
+        given = wording.option.format(name=option, value=value)
+        raise UsageError(f"{given} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}")
 
 
 def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> str:
@@ -89,8 +139,6 @@ def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> s
         require_same_conventions(results, figure.may_differ)
     except UsageError as difference:
         return str(difference)
-    if figure.single and len(results) > 1:
-        return f"it shows a single result; {len(results)} given: {wording.single}"
     if len(results) < figure.results:
         return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
     return ""

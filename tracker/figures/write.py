@@ -3,6 +3,7 @@
 `python -m tracker.figures list RESULTS` lists all figures, and what the results lack for them.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,11 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--k", type=int, help="number of singular vectors K; default: the smallest that all results have"
     )
+    parser.add_argument("--measure", type=str, help="of curves, heatmap and 1b: the measure of pairs of blocks")
+    parser.add_argument("--step", type=int, help="the training step of heatmap, or the one that curves and 1b mark")
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
     names = _named(parsed.name, bool(parsed.results))  # before the results are opened, which takes long
     results = assign_clusters(_open(parsed.results), parsed.clusters)
-    _run(parsed.name, names, results, parsed.k, parsed.out)
+    _run(parsed, names, results)
     return OK
 
 
@@ -68,17 +71,22 @@ def _named(name: str, given: bool) -> list[str]:
     return names
 
 
-def _run(name: str, wanted: Sequence[str], results: Results, k: int | None, out: Path) -> None:
+def _run(parsed: Namespace, wanted: Sequence[str], results: Results) -> None:
+    from tracker.figures.registry import FIGURES
     from tracker.figures.selection import availability, draw
 
-    if name == "list":
+    every = parsed.name == "all"
+    if parsed.name == "list":
         print("\n".join(availability(results)))
     lacking: dict[str, list[str]] = {}  # figures by what the results lack for them
     for figure in wanted:
         try:
-            _save(figure, *draw(figure, results, k), out)
+            chosen = (
+                {} if every and not FIGURES[figure].adjustable else {"measure": parsed.measure, "step": parsed.step}
+            )
+            _save(figure, *draw(figure, results, parsed.k, **chosen), parsed.out)
         except UsageError as error:
-            if name != "all":
+            if not every:
                 raise
             lacking.setdefault(str(error).removeprefix(f"figure {figure} can't be drawn: "), []).append(figure)
     for reason, figures in lacking.items():

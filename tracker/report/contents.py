@@ -46,6 +46,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         },
         "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
+        "most_coupled": {name: {k: _most_coupled(ds.sel(k=k), name) for k in ks} for name in names},
         **{
             of: {
                 name: {
@@ -100,6 +101,15 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     departure = _coupling(at, name).transpose("step", "prompt").values
     matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR).values
     return jsonable(asdict(onset(at["step"].values, departure, pairs_of_blocks(matrices), sources(at))))
+
+
+def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
+    """Return the pair of different blocks (l, l') furthest below its null level at the last step; (1, 2) if none is defined."""
+    last = at.isel(step=-1)
+    coupling = (last[f"{name}_level"] - last[f"{name}_matrix"]).transpose(*_PAIR).values
+    coupling[np.eye(len(coupling), dtype=bool) | ~np.isfinite(coupling)] = -np.inf
+    l, other = np.unravel_index(coupling.argmax(), coupling.shape)
+    return [int(l) + 1, int(other) + 1] if np.isfinite(coupling.max()) else [1, 2]
 
 
 def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:

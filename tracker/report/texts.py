@@ -3,7 +3,7 @@
 from typing import Any
 
 from tracker.figures.coupling import MEASURE
-from tracker.figures.palette import DIVERGING, SERIES
+from tracker.figures.palette import DIVERGING, SEQUENTIAL, SERIES
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
@@ -19,7 +19,7 @@ def texts() -> dict[str, Any]:
         whether it includes the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
         kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; columns: the measures of the
         table of blocks, which is in the order of the first, with their labels; colours: of lines by theme,
-        and from -1 to 1.
+        from -1 to 1, and of matrices.
     """
     return {
         "measures": {name: _measure(BY_NAME[name]) for name in VARIANTS},
@@ -29,7 +29,7 @@ def texts() -> dict[str, Any]:
         "last": LAST_BLOCK,
         "charts": [_chart(measure, i) for measure in MEASURES for i, of in enumerate(measure.charts) if of != "table"],
         "columns": [[measure.name, measure.label] for measure in MEASURES if "table" in measure.charts],
-        "colours": {**SERIES, "diverging": DIVERGING},
+        "colours": {**SERIES, "diverging": DIVERGING, "sequential": SEQUENTIAL},
     }
 
 

@@ -130,7 +130,7 @@ def _units(directory: Path) -> dict[Path, Signature]:
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
-    from tracker.analysis.conventions import differences_in_words
+    from tracker.analysis.conventions import describe_differences
     from tracker.analysis.doubts import doubts
     from tracker.report import notes, quantize
     from tracker.report.contents import contents
@@ -141,7 +141,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
-    differences = differences_in_words(summaries)
+    differences = describe_differences(summaries)
     between, reason = _across(summaries, differences)
     data = {
         "models": [

@@ -11,6 +11,18 @@ from tracker.walk.openllm import SETS, Prompt, hub_prompts
 BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
 
 
+def prompts() -> list[str]:
+    """Return the built-in prompts, which a walk measures by default: sixteen short English texts.
+
+    With them as `probe=` of a callback or `inputs` of `tracker.measure`, and the model's tokenizer, a training run is measured
+    on what a walk over its checkpoints measures.
+
+    >>> len(prompts())
+    16
+    """
+    return [prompt.text for prompt in load_prompts("builtin")]
+
+
 def load_prompts(source: str) -> list[Prompt]:
     r"""Load the prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
 

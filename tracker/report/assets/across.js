@@ -1,5 +1,5 @@
 // Comparison of results, one point each: coupling and score after the last step, and fits of one on another.
-const SIGNED = data.texts.colours.diverging.map((colour, i, { length }) => [i / (length - 1), colour]);
+const SIGNED = evenly(data.texts.colours.diverging);
 const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
 const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));
@@ -18,6 +18,10 @@ function averaged(fit) {
   return ` With clusters averaged, n = ${o.n}: ` + (o.r2 === null ? "too few to say." :
     `R² = ${o.r2.toFixed(2)} (${o.r2_low.toFixed(2)} to ${o.r2_high.toFixed(2)}), p = ${p(o.p)}.`);
 }
+
+// Each result's numbers are those of its last step.
+const acrossRows = (columns, ofCoupling = true) => records(ofCoupling ? { ...coupledBy(), pairs: state.pairs } : {}, { model: data
+    .across.models, step: data.across.models.map((name) => data.models.find((m) => m.name === name).steps.at(-1)), ...columns });
 
 function points(x, y, fit, interval, exponential) {
   const names = data.across.models,
@@ -56,7 +60,9 @@ figures.fit = {
     return {
       traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
       layout: { xaxis: { title: { text: of ? COUPLING : state.against } }, yaxis: {
-          title: { text: "mean score" } } }
+          title: { text: "mean score" } } },
+      table: () => acrossRows({ [state.against]: x, score: a.score, ...(of && c.interval ? { coupling_low: c.interval[0],
+          coupling_high: c.interval[1] } : {}) }, of),
     };
   },
 };
@@ -72,7 +78,8 @@ figures.sizes = {
     $("sizes-caption").textContent = `${said(c.size_fits[name])} ${a.independence}`;
     return {
       traces: points(a.sizes[name], c.values, c.size_fits[name]),
-      layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: COUPLING } } }
+      layout: { xaxis: { title: { text: name } }, yaxis: { title: { text: COUPLING } } },
+      table: () => acrossRows({ [name]: a.sizes[name], coupling: c.values }),
     };
   },
 };
@@ -95,7 +102,9 @@ figures.definitions = {
           texttemplate: "%{text}"
         })],
       layout: { xaxis: { type: "category", showgrid: false }, yaxis: { type: "category", autorange: "reversed",
-          showgrid: false } }
+          showgrid: false } },
+      table: () => kinds.flatMap(([m, pairs]) => ks.map((k) => ({ measure: m, k: Number(k), pairs, r: fit(m, pairs, k).r, r2: fit(
+        m, pairs, k).r2, p_holm: fit(m, pairs, k).p_holm }))),
     };
   },
 };
@@ -113,6 +122,8 @@ figures.subsets = {
         hovertemplate: "%{y}: R² = %{x:.3f}, p = %{text} corrected<extra></extra>" }],
       layout: { xaxis: { title: { text: "R²" }, range: [-0.02, 1.02] }, yaxis: { type: "category",
           autorange: "reversed" }, showlegend: false },
+      table: () => records({ ...coupledBy(), pairs: state.pairs }, { subset: s.subset, n: s.n, r2: s.r2, r2_low: s.r2_low,
+        r2_high: s.r2_high, p_holm: s.p_holm }),
       says: s.subset.map((name, i) => `${name}: ${s.r2[i] === null ? "undefined" : s.r2[i].toFixed(2)}`).join("; ")
     };
   },

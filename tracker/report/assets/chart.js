@@ -91,7 +91,7 @@ const traces = {
       meta: { part: "band" }
     };
   },
-  // A line over training: suspect steps are marked, and the numbers of each point are kept for the CSV.
+  // A line over training, on which suspect steps are marked.
   training(m, y, name, i, more = {}) {
     const text = m.steps.map((step, j) => `step ${stepName(step)}${m.suspect[j] ? " (suspect)" : ""}`);
     const size = m.steps.length > 60 ? 4 : 6;
@@ -114,6 +114,8 @@ const traces = {
   }),
 };
 
+const evenly = (colours) => colours.map((of, i, { length }) => [i / (length - 1), of]);
+const SEQUENTIAL = evenly(data.texts.colours.sequential);
 const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   type: "heatmap",
   x,
@@ -121,7 +123,7 @@ const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   z,
   zmin: low,
   zmax: high,
-  colorscale: "Cividis",
+  colorscale: SEQUENTIAL,
   colorbar: { thickness: 12, outlinewidth: 0, tickfont: { color: css("--ink") } },
   hoverongaps: false,
   hovertemplate: `${hovertemplate}<extra></extra>`,
@@ -129,15 +131,23 @@ const heatmap = (x, y, z, [low, high], hovertemplate, name, more = {}) => ({
   ...more
 });
 
-const figures = {}; // id -> { has, title, draw }; draw gives { traces, layout, says }
+const element = (tag, properties, ...children) => {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+};
+
+// id -> { has, title, draw }; draw gives { traces, layout, table, says }, or { element, table } where that is no chart.
+const figures = {};
 const seen = new Set(),
   stale = new Set();
 
 function draw(id) {
   stale.delete(id);
-  const { traces: lines, layout = {}, says = "" } = figures[id].draw(),
+  const { element: drawn, traces: lines, layout = {}, says = "" } = figures[id].draw(),
     title = figures[id].title();
   const area = $(id);
+  if (drawn) return area.replaceChildren(drawn);
   if (area.getAttribute("role") === "img") area.setAttribute("aria-label", `${title}. ${says || describe(lines)}`);
   const { xaxis, yaxis, yaxis2, ...rest } = layout;
   const base = {
@@ -174,29 +184,39 @@ function describe(lines) {
   return told.join("; ");
 }
 
-function csv(id) {
-  const cell = (value) => (value === null || value === undefined || Number.isNaN(value) ? "" : /[",\n]/.test(value)
-    ? `"${String(value).replaceAll('"', '""')}"` : value);
-  const table = [
-    ["series", "x", "y", "value", "q25", "q75"]
+// The numbers of a chart: a record for each row, which says of which model, measure, K and step it is.
+const records = (fixed, columns) => Object.values(columns)[0].map((_, i) => ({ ...fixed,
+  ...Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[i]])) }));
+const entries = (fixed, [row, column], value, z, more = () => ({})) => z.flatMap((line, i) => line.map((entry, j) => (
+  { ...fixed, [row]: i + 1, [column]: j + 1, [value]: entry, ...more(i, j) })));
+const coupledBy = () => ({ measure: state.measure, k: Number(state.k) });
+
+function csv(table) {
+  const cell = (value) => (value === null || value === undefined || Number.isNaN(value) ? "" : /[",\r\n]/.test(value) ?
+    `"${String(value).replaceAll('"', '""')}"` : value);
+  const names = union(table.map(Object.keys));
+  return [names, ...table.map((row) => names.map((name) => row[name]))].map((line) => line.map(cell).join(",") + "\n").join("");
+}
+
+function fileName(id, table) {
+  const said = (name, one, more) => {
+    const values = union([table.map((row) => row[name])]).filter((value) => value !== undefined);
+    return values.length > 1 ? [more(values)] : values.map(one);
+  };
+  const parts = [id,
+    ...said("model", (name) => name, (names) => `${names.length}-models`),
+    ...said("measure", (name) => name, (names) => `${names.length}-measures`),
+    ...said("k", (k) => `K${k}`, (ks) => `K${ks.join("-")}`),
+    ...said("step", (step) => `step${step}`, (steps) => `steps${Math.min(...steps)}-${Math.max(...steps)}`)
   ];
-  const { traces: lines, table: rows = [] } = figures[id].draw();
-  table.push(...rows);
-  for (const trace of rows.length ? [] : lines) {
-    if (trace.meta && trace.meta.part) continue;
-    const { low = [], high = [] } = trace.meta || {}, x = trace.customdata || trace.x;
-    if (trace.z) trace.z.forEach((line, i) => line.forEach((value, j) => table.push([trace.name, trace.x[j], trace
-      .y[i], value, "", ""
-    ])));
-    else trace.y.forEach((value, i) => table.push([trace.name, x[i], "", value, low[i], high[i]]));
-  }
-  return table.map((line) => line.map(cell).join(",")).join("\n") + "\n";
+  return `${parts.join("_").replace(/[^\p{L}\p{N}._-]+/gu, "-")}.csv`;
 }
 
 function download(id) {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([csv(id)], { type: "text/csv" }));
-  link.download = `${id}.csv`;
+  const link = document.createElement("a"),
+    table = figures[id].draw().table();
+  link.href = URL.createObjectURL(new Blob([csv(table)], { type: "text/csv" }));
+  link.download = fileName(id, table);
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }

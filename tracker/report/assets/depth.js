@@ -17,10 +17,11 @@ function emphasised(x, middle, faint, low = null, high = null) {
     { x: xs, y: ys, mode: "lines", line: { color: css("--ghost"), width: 1 }, hoverinfo: "skip",
       showlegend: false, name: "other steps", meta: { part: "others" } },
     ...(l ? [traces.band(x, l, h, 0)] : []),
-    traces.line(x, middle(i), `step ${stepName(state.step)}`, 0, { showlegend: false, ...(l ? { meta: { low: l,
-          high: h } } : {}) }),
+    traces.line(x, middle(i), `step ${stepName(state.step)}`, 0, { showlegend: false }),
   ];
 }
+
+const QUARTILES = (of) => Object.fromEntries(["median", "q25", "q75"].map((statistic) => [statistic, of(statistic)]));
 
 function byDepth(chart) {
   const has = () => valuesBy(model().depth, chart);
@@ -35,7 +36,9 @@ function byDepth(chart) {
       return {
         traces: emphasised(x, of("median"), of("median"), of("q25"), of("q75")),
         layout: { xaxis: layerAxis(count, d.first ? "block" : "depth (0: the first block's input)", d.first),
-          yaxis: valuesOf(chart) }
+          yaxis: valuesOf(chart) },
+        table: () => records({ model: model().name, measure: nameBy(model().depth, chart), step: state.step }, { [d.first ?
+            "layer" : "depth"]: x, ...QUARTILES((statistic) => of(statistic)(stepIndex())) }),
       };
     },
   };
@@ -47,17 +50,18 @@ function atBlocks(chart) {
   return {
     has: () => Boolean(has()) && threeBlocks(has()).length > 0 && model().steps.length > 1,
     title: () => `${ofModel()}${titleOf(chart, "over training, at three blocks")}`,
-    draw: () => ({
-      traces: threeBlocks(has()).flatMap((l, i) => {
-        const d = has(),
-          of = (statistic) => model().steps.map((_, s) => finite(atStep(d[statistic], s).values[l - 1]));
-        return [traces.band(model().steps.map(at), of("q25"), of("q75"), i),
-          traces.training(model(), of("median"), `block ${l}`, i, { meta: { low: of("q25"), high: of(
-                "q75") } })
-        ];
-      }),
-      layout: { xaxis: stepAxis(), yaxis: valuesOf(chart) },
-    }),
+    draw() {
+      const m = model(),
+        of = (statistic, l) => m.steps.map((_, s) => finite(atStep(has()[statistic], s).values[l - 1]));
+      return {
+        traces: threeBlocks(has()).flatMap((l, i) => [traces.band(m.steps.map(at), of("q25", l), of("q75", l), i),
+          traces.training(m, of("median", l), `block ${l}`, i)
+        ]),
+        layout: { xaxis: stepAxis(), yaxis: valuesOf(chart) },
+        table: () => threeBlocks(has()).flatMap((l) => records({ model: m.name, measure: nameBy(m.depth, chart), layer: l },
+          { step: m.steps, ...QUARTILES((statistic) => of(statistic, l)) })),
+      };
+    },
   };
 }
 
@@ -77,6 +81,16 @@ for (const chart of data.texts.charts) {
   figures[chart.id] = of(chart);
 }
 
+// A table of texts and numbers; `faint` tells which cells are grey.
+function listing(id, head, lines, faint = () => false) {
+  const cell = (text, row, column) => element("td", { className: [/^(< )?[-\d.e]+$/.test(text) && "number", faint(row, column) &&
+    "faint"].filter(Boolean).join(" ") }, String(text));
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" },
+    text)))), element("tbody", {}, ...lines.map((line, i) => element("tr", {}, ...line.map((text, j) => cell(text, i, j))))));
+  table.setAttribute("aria-labelledby", `${id}-title`);
+  return table;
+}
+
 // One row for each block, in the order of the first column, its medians at the step.
 const COLUMNS = data.texts.columns;
 figures.used = {
@@ -86,16 +100,12 @@ figures.used = {
     const there = COLUMNS.filter(([name]) => model().depth[name]),
       medians = there.map(([name]) => Array.from(atStep(model().depth[name].median, stepIndex()).values, finite)),
       order = blocks().sort((a, b) => medians[0][a - 1] - medians[0][b - 1]),
-      columns = medians.map((values) => order.map((l) => values[l - 1])),
       short = (value) => (value === null ? "" : Number(value.toPrecision(3)));
-    const cells = { align: "right", height: 26, line: { color: css("--line") }, fill: { color: css("--paper") },
-      font: { color: css("--ink"), size: 13 } };
     return {
-      traces: [{ type: "table", name: "blocks", header: { ...cells, values: ["block", ...there.map(([, label]) => label)] },
-        cells: { ...cells, values: [order, ...columns.map((column) => column.map(short))] } }],
-      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
-      table: [["block", ...there.map(([name]) => name)], ...order.map((l, i) => [l, ...columns.map((column) => column[i])])],
-      says: `Blocks from the least used: ${order.join(", ")}`,
+      element: listing("used", ["block", ...there.map(([, label]) => label)], order.map((l) => [l, ...medians.map((values) =>
+        short(values[l - 1]))])),
+      table: () => records({ model: model().name, step: state.step }, { layer: order, ...Object.fromEntries(there.map(([
+        name], i) => [name, order.map((l) => medians[i][l - 1])])) }),
     };
   },
 };
@@ -103,28 +113,27 @@ figures.used = {
 // Words that the singular directions of the chosen block stand for, beside those of a random direction.
 figures.words = {
   has: () => Boolean(model().directions),
-  title: () => `${ofModel()}Words for the directions of block ${state.l}, step ${stepName(model().steps[model().directions
-    .steps[wordsAt()]])}`,
+  title: () => `${ofModel()}Words for the directions of block ${state.l}, step ${stepName(wordsStep())}`,
   draw() {
     const d = model().directions,
       i = wordsAt(),
       of = (name) => d[name][i][state.l - 1],
       round = (value) => (value === null ? "" : value.toFixed(1)),
-      ks = range(of("out_words").length, 1);
-    const head = ["k", "output direction uₖ", "score", "input direction vₖ", "score"],
-      columns = [[...ks, "random"], [...of("out_words"), d.random[i]], [...of("out_score").map(round), `< ${round(d
-          .out_null[i])}`], [...of("in_words"), ""], [...of("in_score").map(round), `< ${round(d.in_null[i])}`]];
-    const cells = { align: ["right", "left", "right", "left", "right"], height: 26, line: { color: css("--line") },
-      fill: { color: css("--paper") }, font: { color: css("--ink"), size: 13 } };
+      ks = range(of("out_words").length, 1),
+      nulls = { out: d.out_null[i], in: d.in_null[i] };
+    const chance = (row, column) => column > 0 && (row === ks.length || !(of(column < 3 ? "out_score" : "in_score")[row] >=
+      nulls[column < 3 ? "out" : "in"]));
     return {
-      traces: [{ type: "table", name: "words", columnwidth: [1, 5, 1, 5, 1], header: { ...cells, values: head },
-        cells: { ...cells, values: columns } }],
-      layout: { margin: { l: 8, r: 8, t: 8, b: 8 } },
-      table: [head, ...columns[0].map((_, row) => columns.map((column) => column[row]))],
-      says: `Strongest output direction: ${of("out_words")[0]}`,
+      element: listing("words", ["k", "output direction uₖ", "score", "input direction vₖ", "score"], [...ks.map((k, row) => [k,
+          of("out_words")[row], round(of("out_score")[row]), of("in_words")[row], round(of("in_score")[row])]),
+        ["random", d.random[i], `< ${round(nulls.out)}`, "", `< ${round(nulls.in)}`]], chance),
+      table: () => records({ model: model().name, step: wordsStep(), layer: state.l }, { direction: ks, out_words: of("out_words"),
+        out_score: of("out_score"), out_score_null: ks.map(() => nulls.out), in_words: of("in_words"), in_score: of("in_score"),
+        in_score_null: ks.map(() => nulls.in) }),
     };
   },
 };
+const wordsStep = () => model().steps[model().directions.steps[wordsAt()]];
 const wordsAt = () => Math.max(0, model().directions.steps.findLastIndex((step) => step <= stepIndex()));
 
 figures.singular = {
@@ -143,7 +152,9 @@ figures.singular = {
             inverse > 0 ? 1 / inverse : null)), name: "fit of 1 / s₁", mode: "lines",
           line: { color: colour(0), dash: "dash", width: 2 } }
       ])],
-      layout: { xaxis: layerAxis(m.layers), yaxis: { scale: "logarithmic" } }
+      layout: { xaxis: layerAxis(m.layers), yaxis: { scale: "logarithmic" } },
+      table: () => records({ model: m.name, measure: "singular_value", step: state.step }, { layer: blocks(),
+        ...Object.fromEntries(ranks.map((rank, r) => [`s${rank}`, of[r]])) }),
     };
   },
 };
@@ -170,6 +181,8 @@ figures.plane = {
         hovertemplate: "%{text}"
       })),
       layout: { xaxis: { title: { text: "first principal axis" } }, yaxis: { title: { text: "second" } } },
+      table: () => range(paths).flatMap((p) => records({ model: m.name, measure: "pca", step: stepOf(m.plane), path: p + 1 },
+        { depth: range(depths), first_axis: path(p, 0), second_axis: path(p, 1) })),
     };
   },
 };
@@ -182,7 +195,9 @@ figures.noise = {
     return {
       traces: depths.map((depth, i) => traces.line(levels, at[i], `after block ${depth}`, i)),
       layout: { xaxis: { ...logarithmic(levels), title: { text: "noise / embedding" } },
-        yaxis: { title: { text: "cosine similarity" } } }
+        yaxis: { title: { text: "cosine similarity" } } },
+      table: () => depths.flatMap((depth, i) => records({ model: model().name, measure: "noise_similarity", step: state.step,
+        depth }, { noise: levels, cosine_similarity: at[i] })),
     };
   },
 };

@@ -65,7 +65,7 @@ for (const id of Object.keys(figures)) {
   const head = Object.assign(document.createElement("div"), { className: "head" });
   head.append(title, button);
   $(`${id}-figure`).prepend(head);
-  if (!$(id).hasAttribute("role")) $(id).setAttribute("role", "img");
+  if ($(id).matches(".chart:not([role])")) $(id).setAttribute("role", "img");
 }
 
 $("controls").addEventListener("submit", (event) => event.preventDefault());

@@ -4,12 +4,16 @@ const levelOf = (m, index) => atStep(m.levels[state.measure][state.k], index).va
 const here = () => coupled(model());
 const blocks = () => range(model().layers, 1);
 const ofModel = () => (several ? `${model().name}, ` : "");
+const stepOf = (packed) => model().steps[packed.steps[placeOf(packed, stepIndex())]];
 const ofStep = (packed) => {
-  const step = model().steps[packed.steps[placeOf(packed, stepIndex())]];
+  const step = stepOf(packed);
   return step === state.step ? `step ${stepName(step)}` :
     `step ${stepName(step)}, the last carried before ${stepName(state.step)}`;
 };
-const ofMatrix = () => ofStep(model().matrices[state.measure][state.k]);
+const packedMatrix = () => model().matrices[state.measure][state.k];
+const ofMatrix = () => ofStep(packedMatrix());
+// What the rows of the numbers of layer pairs have in common.
+const pairRows = () => ({ model: model().name, ...coupledBy(), step: stepOf(packedMatrix()) });
 const spans = {}; // colour ranges over all steps
 
 function span(packed, key) {
@@ -33,9 +37,9 @@ figures.matrix = {
   title: () => `${ofModel()}How coupled each pair of blocks is: ${chosen()}, ${ofMatrix()}`,
   draw() {
     const m = model(),
-      packed = m.matrices[state.measure][state.k],
-      { values, index } = matrixOf(m, stepIndex());
-    const [low, high] = span(packed, [state.model, state.measure, state.k].join());
+      { values, index } = matrixOf(m, stepIndex()),
+      matrix = rows(values, m.layers);
+    const [low, high] = span(packedMatrix(), [state.model, state.measure, state.k].join());
     const box = { type: "rect", x0: state.m - 0.5, x1: state.m + 0.5, y0: state.l - 0.5, y1: state.l + 0.5,
       line: { color: css("--warn"), width: 3 } };
     $("last-row").textContent = MEASURES[state.measure].normed ?
@@ -48,9 +52,13 @@ figures.matrix = {
       :
       `Block ${state.l} in the basis of block ${state.m}: ${digits(value)}, null level ${digits(level)}.`;
     return {
-      traces: [heatmap(blocks(), blocks(), rows(values, m.layers), [low, high],
+      traces: [heatmap(blocks(), blocks(), matrix, [low, high],
         "block %{y} in the basis of block %{x}: %{z:.4f}", state.measure, { reversescale: true })],
       layout: { ...square("block l", "basis of block l′", m.layers), shapes: [box], dragmode: false },
+      table: () => {
+        const levels = rows(levelOf(m, index), m.layers);
+        return entries(pairRows(), ["layer", "layer_other"], "mean", matrix, (i, j) => ({ null_level: levels[i][j] }));
+      },
     };
   },
 };
@@ -63,7 +71,7 @@ figures.history = {
   has: figures.matrix.has,
   title: () => `One pair over training: block ${state.l} in the basis of block ${state.m}`,
   draw() {
-    const lines = shown(alike).flatMap(([m, i]) => {
+    const curves = shown(alike).map(([m, i]) => {
       const packed = m.matrices[state.measure][state.k],
         L = m.layers,
         offset = (state.l - 1) * L + state.m - 1;
@@ -76,13 +84,14 @@ figures.history = {
         kept = (list) => list.filter((_, s) => there[s]);
       const part = { ...m, steps: kept(m.steps), suspect: kept(m.suspect) };
       const levels = part.steps.map((step) => finite(levelOf(m, m.steps.indexOf(step))[(state.l - 1) * m.layers + state.m - 1]));
-      return [traces.training(part, kept(y), labelled(m, "mean over prompts"), i),
-        traces.null(part, levels, i)
-      ];
+      return { part, i, values: kept(y), levels };
     });
     return {
-      traces: lines,
-      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] }
+      traces: curves.flatMap(({ part, i, values, levels }) => [traces.training(part, values, labelled(part,
+        "mean over prompts"), i), traces.null(part, levels, i)]),
+      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] },
+      table: () => curves.flatMap(({ part, values, levels }) => records({ model: part.name, ...coupledBy(), layer: state.l,
+        layer_other: state.m }, { step: part.steps, mean: values, null_level: levels })),
     };
   },
 };
@@ -110,6 +119,8 @@ figures.absolute = {
       traces: [heatmap(range(K, 1), range(K, 1), rows(tile(state.l, state.m), K), [0, top || 1],
         "|A| at row %{y}, column %{x}: %{z:.4g}", "|A|")],
       layout: square("row", "column", K),
+      table: () => entries({ model: m.name, k: K, step: stepOf(packed), layer: state.l, layer_other: state.m }, ["row",
+        "column"], "absolute", rows(tile(state.l, state.m), K)),
     };
   },
 };
@@ -128,7 +139,8 @@ figures.distance = {
     return {
       traces: [...emphasised(x, profile, profile), { x, y: levels, name: "null level", mode: "lines",
         line: { color: colour(0), dash: "dot", width: 2 } }],
-      layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" } }
+      layout: { xaxis: layerAxis(L - 1, "distance |l − l′|"), yaxis: { rangemode: "tozero" } },
+      table: () => records(pairRows(), { distance: x, mean: profile(stepIndex()), null_level: levels }),
     };
   },
 };
@@ -151,6 +163,8 @@ figures.layers = {
           line: { color: colour(0), dash: "dot", width: 2 } }
       ],
       layout: { xaxis: layerAxis(L), yaxis: { rangemode: "tozero" } },
+      table: () => records(pairRows(), { layer: blocks(), in_bases_of_others: range(L).map(row), others_in_its_basis:
+          range(L).map(column), null_level: levels }),
     };
   },
 };
@@ -200,7 +214,8 @@ figures.graph = {
     const bare = { visible: false, range: [-1.15, 1.15] };
     return {
       traces: [...edges, nodes],
-      table: gains(m, index).map(([a, b, gain]) => ["null level − mis-coupling", a + 1, b + 1, finite(gain), "", ""]),
+      table: () => gains(m, index).map(([a, b, gain]) => ({ ...pairRows(), layer: a + 1, layer_other: b + 1, coupling: finite(
+        gain) })),
       says: `The strongest line is ${Number(strongest[key].toPrecision(3))} below its null level.`,
       layout: { xaxis: { ...bare, constrain: "domain" }, yaxis: { ...bare, scaleanchor: "x" }, showlegend: false }
     };

@@ -3,11 +3,6 @@ const BEGINNING = 20; // of a long list of prompts, how many are shown before th
 const LONG = 300; // characters of a prompt before the rest is unfolded
 const TOKENS_SAID = { last: "the last token of each prompt", cls: "the class token of each input", all: "every token" };
 const shortened = (text, length) => (text.length > length ? text.slice(0, length - 3) + "…" : text);
-const element = (tag, properties, ...children) => {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-};
 
 function listedPrompt(of, i) {
   const about = [of.lengths && `${of.lengths[i]} token${of.lengths[i] === 1 ? "" : "s"}`, of.sources && of.sources[i], of.difficulty &&
@@ -49,7 +44,9 @@ function ofPrompts(id, property, axis, values, hover) {
             marker: { size: 8, color: colour(0) }, hovertemplate: `%{text}<br>${hover}: %{y:.4f}<extra></extra>` }
         ],
         layout: { xaxis: { title: { text: axis } },
-          yaxis: { title: { text: COUPLING } } }
+          yaxis: { title: { text: COUPLING } } },
+        table: () => records({ model: model().name, ...coupledBy(), step: state.step }, { ...(texts ? { prompt: texts } : {}),
+          [axis]: x, coupling: y }),
       };
     },
   };

@@ -50,8 +50,9 @@ function settle() {
     clamp = (value, otherwise) => Math.min(Math.max(Math.round(value ?? otherwise), 1), m.layers);
   state.kind = valid(state.kind, kinds, kinds[0] || state.kind);
   state.step = nearest(m.steps, state.step);
-  state.l = clamp(Number.isFinite(state.l) ? state.l : null, 1);
-  state.m = clamp(Number.isFinite(state.m) ? state.m : null, 2);
+  const [l, other] = coupled(m) ? m.most_coupled[state.measure][state.k] : [1, 2];
+  state.l = clamp(Number.isFinite(state.l) ? state.l : null, l);
+  state.m = clamp(Number.isFinite(state.m) ? state.m : null, other);
   state.block = valid(state.block, tokenBlocks(m), m.token_layers ? m.token_layers.middle : null);
 }
 

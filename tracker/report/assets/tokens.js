@@ -4,6 +4,9 @@ const baseMeasure = () => MEASURES[state.measure].base;
 const hasTokens = (m) => Boolean(tokensOf(m) && tokensOf(m).curves[baseMeasure()] && tokensOf(m).curves[
 baseMeasure()][state.k]);
 const tokenName = (i) => (model().token_positions ? `token ${model().token_positions[i]}` : `${i + 1}`);
+// Where the compared tokens have the same positions in all prompts, these name them.
+const tokenRows = (table) => (model().token_positions ? table.map((row) => ({ ...row, token: model().token_positions[row.token - 1],
+  token_other: model().token_positions[row.token_other - 1] })) : table);
 const tokenAxes = (count, size = 1) => {
   const ticks = { tickvals: range(count).map((i) => i * size + (size - 1) / 2), ticktext: range(count).map((i) =>
       (model().token_positions ? String(model().token_positions[i]) : String(i + 1))), showgrid: false,
@@ -12,6 +15,7 @@ const tokenAxes = (count, size = 1) => {
     title: { text: "token t" }, autorange: "reversed", scaleanchor: "x" } };
 };
 
+const acrossTokens = () => ({ measure: `${state.kind}_${baseMeasure()}`, k: Number(state.k) });
 const tokenLayers = () => union(shown(hasTokens).map(([m]) => m.token_layers.said));
 figures.token_curves = {
   has: () => data.models.some(hasTokens),
@@ -24,13 +28,17 @@ figures.token_curves = {
       const c = tokensOf(m).curves[baseMeasure()][state.k],
         name = labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
       return [traces.band(m.steps.map(at), c.q25, c.q75, i),
-        traces.training(m, c.value, name, i, { meta: { low: c.q25, high: c
-              .q75 } }),
+        traces.training(m, c.value, name, i),
         traces.null(m, c.null, i)
       ];
     });
     return { traces: lines,
-      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } } };
+      layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } },
+      table: () => shown(hasTokens).flatMap(([m]) => {
+        const { value, q25, q75, null: null_level } = tokensOf(m).curves[baseMeasure()][state.k];
+        return records({ model: m.name, ...acrossTokens() }, { step: m.steps, mean: value, q25, q75, null_level });
+      }),
+    };
   },
 };
 
@@ -54,7 +62,9 @@ figures.token_matrix = {
         text: range(T).map((i) => range(T).map((j) =>
           `${tokenName(i)} in block ${state.block}, in the basis of ${tokenName(j)} in block ${other}`))
       })],
-      layout: tokenAxes(T)
+      layout: tokenAxes(T),
+      table: () => tokenRows(entries({ model: model().name, ...acrossTokens(), step: stepOf(packed), layer: state.block,
+        layer_other: other }, ["token", "token_other"], "mean", z)),
     };
   },
 };
@@ -70,15 +80,19 @@ figures.token_absolute = {
       { values } = atStep(packed, stepIndex()),
       [, T, , K] = packed.shape,
       side = T * (K + 1) - 1;
-    const z = range(side).map(() => Array(side).fill(null));
-    for (const a of range(T))
-      for (const b of range(T))
-        for (const i of range(K))
-          for (const j of range(K)) z[a * (K + 1) + i][b * (K + 1) + j] = finite(values[((a * T + b) * K + i) * K
-            + j]);
+    const z = range(side).map(() => Array(side).fill(null)),
+      tile = (a, b) => rows(values.subarray((a * T + b) * K * K, (a * T + b + 1) * K * K), K),
+      tiles = range(T).flatMap((a) => range(T).map((b) => [a, b]));
+    for (const [a, b] of tiles) tile(a, b).forEach((line, i) => z[a * (K + 1) + i].splice(b * (K + 1), K, ...line));
     return {
       traces: [heatmap(range(side), range(side), z, [0, 1], "%{z:.3f}", "|A| / s₁")],
-      layout: tokenAxes(T, K + 1)
+      layout: tokenAxes(T, K + 1),
+      table() {
+        const { middle, others } = model().token_layers;
+        return tokenRows(tiles.flatMap(([a, b]) => entries({ model: model().name, measure: `${state.kind}_matrix`, k: K,
+          step: stepOf(packed), layer: middle, layer_other: others[middle - 1], token: a + 1, token_other: b + 1 }, ["row",
+          "column"], "absolute", tile(a, b))));
+      },
     };
   },
 };

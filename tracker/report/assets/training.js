@@ -12,8 +12,7 @@ figures.coupling = {
         x = m.steps.map(at);
       return [
         traces.band(x, c.q25, c.q75, i),
-        traces.training(m, c.value, labelled(m, "mean over prompts"), i, { meta: { low: c.q25, high: c
-              .q75 } }),
+        traces.training(m, c.value, labelled(m, "mean over prompts"), i),
         traces.null(m, c.null, i),
       ];
     });
@@ -42,6 +41,12 @@ figures.coupling = {
         yaxis: { rangemode: "tozero", title: { text: "mis-coupling" } },
         ...(scored.length ? { yaxis2: { title: { text: state.score } } } : {})
       },
+      table: () => shown(coupled).flatMap(([m]) => {
+        const { value, q25, q75, null: null_level } = m.curves[state.measure][state.k][state.pairs],
+          score = m.score[state.score];
+        return records({ model: m.name, ...coupledBy(), pairs: state.pairs }, { step: m.steps, mean: value, q25, q75,
+          null_level, ...(score ? { [state.score]: score } : {}) });
+      }),
     };
   },
 };
@@ -60,7 +65,8 @@ function onsetSaid(begun) {
 
 // The charts that the registry of measures declares, each of one variable, before or after the final norm.
 // Results that leave the norm out have the values before it alone.
-const valuesBy = (values, chart) => values[chart.variants[state.last]] || values[chart.variants.alone];
+const nameBy = (values, chart) => (chart.variants[state.last] in values ? chart.variants[state.last] : chart.variants.alone);
+const valuesBy = (values, chart) => values[nameBy(values, chart)];
 const titleOf = (chart, where) =>
   `${chart.title}${chart.windowed ? ` of ${model().window} states` : ""} ${where}` + (chart.both ?
   `, ${LAST[state.last]}` : "");
@@ -75,10 +81,14 @@ function overTraining(chart) {
       traces: shown(has).flatMap(([m, i]) => {
         const s = has(m);
         return [traces.band(m.steps.map(at), s.q25, s.q75, i),
-          traces.training(m, s.median, labelled(m, "median"), i, { meta: { low: s.q25, high: s.q75 } })
+          traces.training(m, s.median, labelled(m, "median"), i)
         ];
       }),
       layout: { xaxis: stepAxis(), yaxis: valuesOf(chart) },
+      table: () => shown(has).flatMap(([m]) => {
+        const { median, q25, q75 } = has(m);
+        return records({ model: m.name, measure: nameBy(m.trajectory, chart) }, { step: m.steps, median, q25, q75 });
+      }),
     }),
   };
 }
@@ -92,6 +102,7 @@ figures.scores = {
       traces: tasks.map(([task, y], i) => traces.training(model(), y, task, i, { visible: i < 8 ? true
           : "legendonly" })),
       layout: { xaxis: stepAxis(), showlegend: true },
+      table: () => records({ model: model().name }, { step: model().steps, ...model().score }),
     };
   },
 };
@@ -124,7 +135,9 @@ figures.scatter = {
     });
     return {
       traces: [...lines, noCoupling(scored.flatMap(([m]) => m.score[task]))],
-      layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: COUPLING } } }
+      layout: { xaxis: { title: { text: task } }, yaxis: { title: { text: COUPLING } } },
+      table: () => scored.flatMap(([m], i) => records({ model: m.name, ...coupledBy(), pairs: state.pairs }, { step: m.steps,
+        [task]: m.score[task], coupling: lines[i].y })),
     };
   },
 };
