@@ -32,7 +32,7 @@ class Run:
         out: JSON file for the result.
     """
 
-    steps: tuple[int, ...] = (0, 32, 512)
+    steps: tuple[int, ...] = (0, 32, 256)
     draws: int = 200
     sequences: int = 16
     length: int = 128

@@ -2,11 +2,11 @@
 
 Three trainings from nano's untrained weights on Python's documentation, that differ in one thing, the weight
 of `tracker.coupling_penalty` in the loss. The script downloads nothing; the first run trains nano, whose tokenizer and
-initial weights it needs. It takes some minutes on two CPU cores, prints a table and writes results/coupling_penalty/.
+initial weights it needs. It takes some minutes on two CPU cores, prints a table and writes results/coupling_penalty/DATE/.
 """
 
 import argparse
-import shutil
+import time
 from pydoc_data.topics import topics
 
 import lightning
@@ -15,7 +15,8 @@ import torch
 import tracker
 from checkpoints import nano
 
-RESULTS, LENGTH, BATCH = "results/coupling_penalty", 64, 16
+RESULTS = time.strftime("results/coupling_penalty/%Y-%m-%d-%H%M%S")  # each run has a directory of its own
+LENGTH, BATCH = 64, 16
 WEIGHTS = (0.0, 0.3, 3.0)
 MEASURES = ("miscoupling", "miscoupling_release", "offdiag_normalized")
 
@@ -37,7 +38,6 @@ class Training(lightning.LightningModule):
 
 
 def main(steps: int) -> None:
-    shutil.rmtree(RESULTS, ignore_errors=True)
     tokenizer = nano.load(step=0)[1]
     ids = torch.tensor(tokenizer("\n".join(text for _, text in sorted(topics.items())))["input_ids"])
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)

@@ -2,11 +2,11 @@
 
 MODEL is a name or directory for AutoModelForCausalLM.from_pretrained. Without arguments the script trains a very small
 model on Python's source code and fine-tunes it on Python's documentation, offline, in about a minute on two CPU cores.
-It writes results/finetune_lm/report.html.
+It writes results/finetune_lm/DATE/report.html.
 """
 
 import argparse
-import shutil
+import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,7 +19,7 @@ from checkpoints.fetch import cached_snapshot
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = "results/finetune_lm"
+RESULTS = time.strftime("results/finetune_lm/%Y-%m-%d-%H%M%S")  # each run has a directory of its own
 LENGTH = 64
 PROMPTS = ["The following statement assigns", "If an exception is raised, the interpreter", "import os\n\ndef main("]
 
@@ -46,7 +46,6 @@ def small_model() -> Path:
 def main(source: str | None = None, text: str | None = None) -> None:
     directory = source or small_model()
     lightning.seed_everything(0)
-    shutil.rmtree(RESULTS, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     words = Path(text).read_text() if text else "\n".join(body for _, body in sorted(topics.items()))
     ids = torch.tensor(tokenizer(words[:500_000])["input_ids"])

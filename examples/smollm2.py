@@ -123,7 +123,6 @@ def measure(
     model, tokenizer, out: Path, measures: str = MEASURES, prompts: int = len(PROMPTS), text: str = "", **options
 ) -> xr.Dataset:
     """Measure a model with fresh weights as step 0, and as it is as step 1; write a store and return its results."""
-    shutil.rmtree(out, ignore_errors=True)
     store = tracker.Store(out)
     store.check_settings({"model": text, "measures": measures, "prompts": prompts, "max_tokens": TOKENS})
     for step, revision in enumerate((f"{UNTRAINED}{SEED}", "trained")):
@@ -222,6 +221,10 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
     given = parser.parse_args()
     out = given.out or Path("results", given.model)
+    if out.exists():
+        sys.exit(
+            f"error: {out} exists, and this example adds nothing to earlier results; give another --out, or remove it"
+        )
     try:
         loaded = load(given.model)
     except FileNotFoundError as error:

@@ -1,11 +1,11 @@
 """Train a plain nn.TransformerEncoder and measure the coupling of its blocks: python examples/transformer_encoder.py
 
 The task: which of eight symbols occurs most often in a sequence of 32? The script downloads nothing, takes a few
-minutes at most on two CPU cores and writes results/transformer_encoder/report.html.
+minutes at most on two CPU cores and writes results/transformer_encoder/DATE/report.html.
 """
 
 import argparse
-import shutil
+import time
 
 import lightning
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = "results/transformer_encoder"
+RESULTS = time.strftime("results/transformer_encoder/%Y-%m-%d-%H%M%S")  # each run has a directory of its own
 
 
 class MostFrequent(lightning.LightningModule):
@@ -53,7 +53,6 @@ def data(n: int, seed: int) -> torch.utils.data.TensorDataset:
 
 def main() -> None:
     lightning.seed_everything(0)
-    shutil.rmtree(RESULTS, ignore_errors=True)
     # Defaults: the first validation batch, the last token, steps 0, 1, 2, 4, 8 and so on.
     watch = CouplingCallback(k=10, save_dir=RESULTS)
     trainer = lightning.Trainer(max_steps=256, callbacks=[watch], logger=False, enable_checkpointing=False)

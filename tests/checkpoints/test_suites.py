@@ -216,6 +216,19 @@ def test_rate_of_nano_rises_and_falls():
     assert rates[4] == 1 and rates[8] == pytest.approx(0.55) and rates[12] == pytest.approx(0.1)
 
 
+def test_embeddings_of_nano_learn_faster_and_matrices_of_blocks_decay(tmp_path):
+    recipe = nano.Recipe(layers=2, width=32, vocabulary=64, context=16, length=16)
+    module = nano._module(recipe, None, torch.zeros(16, dtype=torch.long), tmp_path)
+    names = {id(weight): name for name, weight in module.model.named_parameters()}
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    embeddings, blocks, others = ([names.pop(id(weight)) for weight in group["params"]] for group in groups)
+    assert not names and embeddings == ["gpt_neox.embed_in.weight"] and len(blocks) == 2 * 4
+    assert all("layers." in name and name.endswith(".weight") and "layernorm" not in name for name in blocks)
+    assert "gpt_neox.layers.0.mlp.dense_h_to_4h.bias" in others
+    assert [group["initial_lr"] for group in groups] == pytest.approx([20 * 2e-3, 2e-3, 2e-3])
+    assert [group["weight_decay"] for group in groups] == [0, 3, 0.1]
+
+
 def branches(monkeypatch, *names: str):
     monkeypatch.setattr("checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
 
