@@ -104,14 +104,15 @@ def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] 
 
 
 def load(
-    step: int, seed: int = 0, recipe: Recipe | None = None
+    step: int | None = None, seed: int = 0, recipe: Recipe | None = None
 ) -> "tuple[GPTNeoXForCausalLM, PreTrainedTokenizerFast]":
-    """Return the model and the tokenizer at a step of the suite; train the suite first if no process has done so.
+    """Return the model and the tokenizer at a step of the suite, by default the last; train it first if no process has done so.
 
     Raises:
         CheckpointError: if the suite has no checkpoint at this step.
     """
     steps = (recipe or Recipe()).steps
+    step = steps[-1] if step is None else step
     if step not in steps:
         raise CheckpointError(f"nano has no step {step}; choose from {', '.join(map(str, steps))}")
     loaded: Any = load_checkpoint(cached_snapshot(REPO, f"step{step}", train(seed, recipe)))
