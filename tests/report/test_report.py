@@ -413,6 +413,9 @@ class TestNumbers:
             fits = "(id) => [...$(id).querySelectorAll('th, td')].every((c) => c.scrollWidth <= c.clientWidth + 1 && "
             assert page.evaluate(f"{fits} c.getBoundingClientRect().right <= 400)", name), name
             assert page.locator(f"#{name} td").count() > 6
+            lines = "(cell) => { const r = document.createRange(); r.selectNodeContents(cell); return r.getClientRects().length }"
+            cells = page.locator(f"#{name} tr > :first-child")
+            assert {cells.nth(i).evaluate(lines) for i in range(cells.count())} == {1}, "no word is broken"
 
 
 def downloaded(page, figure):
