@@ -255,11 +255,11 @@ def _write_page(summaries: "Summaries") -> list[str]:
 
 
 def _print_summary(summaries: "Summaries") -> None:
-    from tracker.analysis.summary import summary_of_steps
+    from tracker.analysis.summary import summary_of_reduced
 
     if summaries.by_step:
         with suppress(UsageError):  # neither mis-couplings nor paths were asked for
-            print(summary_of_steps(summaries.by_step), flush=True)
+            print(summary_of_reduced({"": summaries.by_step}), flush=True)
 
 
 def _rescore(output: Output, summaries: "Summaries", step: int) -> None:

@@ -10,7 +10,7 @@ import tracker
 from tests.models import neox, tokens
 from tests.stores import generated
 from tracker.analysis.reduction import reduced
-from tracker.analysis.summary import summary_of_steps
+from tracker.analysis.summary import summary_of_reduced
 from tracker.errors import UsageError
 from tracker.results import Store, open_results
 
@@ -69,12 +69,12 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         expected = coupling(unit, "miscoupling", 4, unit.layer != unit.layer_other).mean()
         assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(expected, rel=1e-6)
         assert np.isnan(table.loc["miscoupling", "blocks 2 and 4", step].low)
-    assert "the first, the most coupled and the last of its 4 steps" in table.attrs["title"]
+    assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
     assert any("Blocks 2 and 4 are the most coupled at step 512" in note for note in table.attrs["notes"])
     others = (
         tracker.summary(ds),
         tracker.summary(Store(store)),
-        summary_of_steps({s: reduced(ds.sel(step=s)) for s in STEPS}),
+        summary_of_reduced({"": {s: reduced(ds.sel(step=s)) for s in STEPS}}),
     )
     for other in others:
         pd.testing.assert_frame_equal(pd.DataFrame(other), pd.DataFrame(table), rtol=1e-6)

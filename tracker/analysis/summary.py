@@ -55,9 +55,12 @@ class Summary(pd.DataFrame):
         return "\n".join([self.attrs["title"], "", table, "", *self.attrs["notes"]])
 
     def _repr_html_(self) -> str:
-        table = self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.attrs["notes"])
-        return f"<p>{escape(self.attrs['title'])}</p>{table}<ul>{notes}</ul>"
+        return f"<p>{escape(self.attrs['title'])}</p>{self.html_table()}<ul>{notes}</ul>"
+
+    def html_table(self) -> str:
+        """Return the table as HTML, without title and notes."""
+        return self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
 
 
 def summary(results: Given | Mapping[str, Given] | Sequence[str | Path], k: int | None = None) -> Summary:
@@ -88,14 +91,19 @@ def summary(results: Given | Mapping[str, Given] | Sequence[str | Path], k: int 
     return _side_by_side({name: _result(given, k) for name, given in results.items()})
 
 
-def summary_of_steps(units: Mapping[int, xr.Dataset], k: int | None = None) -> Summary:
-    """Return the summary of the units of one model, by step, each from `reduction.reduced`."""
-    k, name = _chosen(units[min(units)], k)
-    coupling = {
-        step: float(unit[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean()) if name else 0.0
-        for step, unit in sorted(units.items())
-    }
-    return _of_steps(_Result(coupling, k, units.__getitem__))
+def summary_of_reduced(results: Mapping[str, Mapping[int, xr.Dataset]], k: int | None = None) -> Summary:
+    """Return the summary of one result or several, whose units by step were reduced by `reduction.reduced`."""
+
+    def result(units: Mapping[int, xr.Dataset]) -> _Result:
+        of, name = _chosen(units[min(units)], k)
+        coupling = {
+            step: float(unit[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean()) if name else 0.0
+            for step, unit in sorted(units.items())
+        }
+        return _Result(coupling, of, units.__getitem__)
+
+    found = {name: result(units) for name, units in results.items()}
+    return _side_by_side(found) if len(found) > 1 else _of_steps(*found.values())
 
 
 @dataclass(frozen=True)
@@ -239,12 +247,8 @@ def _of_steps(result: _Result) -> Summary:
     rows = {label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()}
     title = _title(units[steps[-1]], k)
     if several:
-        of = (
-            "its"
-            if len(units) == len(steps)
-            else "the first, " + "the most coupled " * (len(units) > 2) + "and the last of its"
-        )
-        title += f"; {of} {counted(len(steps), 'step')}"
+        ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
+        title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
     where = f" at step {result.best:,}" if several else ""
     doubted = join({step: unit.drop_vars("step", errors="ignore") for step, unit in units.items()}, Path())
     notes = [
@@ -313,7 +317,8 @@ def _of_intervals(unit: xr.Dataset) -> str:
         return "There are no intervals, since they are over prompts: measure several."
     of = sources(unit)
     clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
-    return f"low and high: 95 % interval over prompts{clusters}, of the coupling, or of the value where there is no null level."
+    what = "of the coupling, or of a value without null level"
+    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {what}."
 
 
 def _of_blocks(pair: tuple[int, int] | None, where: str) -> Iterator[str]:

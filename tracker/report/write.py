@@ -19,6 +19,7 @@ from checkpoints.cli import OK, reports_errors
 from checkpoints.extras import require
 from checkpoints.files import write_atomic
 from checkpoints.words import counted
+from tracker.errors import UsageError
 from tracker.report.reader import Reader, Signature, signature
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
                 if line
             ]
         ),
+        numbers=_numbers(summaries),
         doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>" if first else "",
         lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
         carried=_text(notes.carried(models)),
@@ -236,6 +238,22 @@ def _summary(ds: "xr.Dataset") -> str:
     span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
     blocks, prompts = layers(ds), ds.sizes["prompt"]
     return f"{counted(blocks, 'block')}, {counted(count, 'checkpoint')} {span}, {counted(prompts, 'prompt')}."
+
+
+def _numbers(summaries: Mapping[str, "xr.Dataset"]) -> str:
+    """Return the summary as a table that opens; "" for results without mis-couplings and without paths."""
+    from tracker.analysis.summary import summary_of_reduced
+
+    units = {name: {int(step): ds.sel(step=step) for step in ds["step"].values} for name, ds in summaries.items()}
+    try:
+        table = summary_of_reduced(units)
+    except UsageError:
+        return ""
+    notes = _items(table.attrs["notes"])
+    return (
+        f"<details><summary>In numbers</summary><p>{_text(table.attrs['title'])}</p>"
+        f"<div class='scroll numbers' {_region('Summary in numbers')}>{table.html_table()}</div><ul>{notes}</ul></details>"
+    )
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
