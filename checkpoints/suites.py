@@ -8,7 +8,7 @@ pattern are ignored.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -223,12 +223,16 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
             else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
         )
         return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
-    directories = [child for child in (path, *path.glob("*")) if (child / "config.json").is_file()]
-    children = path.rglob("*.ckpt") if lightning else directories
-    found = [_parse(child.name, str(child), None, pattern) for child in children]
+    children = [path, *sorted(path.glob("*"))]
+    directories = [child for child in children if (child / "config.json").is_file()]
+    files = path.rglob("*.ckpt") if lightning else directories
+    found = [_parse(child.name, str(child), None, pattern) for child in files]
     checkpoints = [checkpoint for checkpoint in found if checkpoint]
     if checkpoints:
-        return _suite(name, str(path), checkpoints, stage)
+        incomplete = (
+            [] if lightning else [child for child in children[1:] if child not in directories and not child.is_file()]
+        )
+        return _suite(name, str(path), checkpoints + _incomplete(incomplete, pattern, checkpoints), stage)
     if cached := hub.describe_cache(path, "--model"):
         raise ValueError(cached)
     if lightning:
@@ -239,6 +243,18 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         files = sorted(file.name for file in path.rglob("*.ckpt"))
         other = f"it holds {join_names(files)}: {LIGHTNING}" if files else ""
     raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
+
+
+def _incomplete(
+    directories: Sequence[Path], pattern: re.Pattern[str], complete: Sequence[Checkpoint]
+) -> list[Checkpoint]:
+    """Return the checkpoints of directories without a configuration: interrupted copies, which a walk names as it fails on them.
+
+    One of a step that a complete checkpoint has is another thing, such as its evaluation.
+    """
+    found = [_parse(child.name, str(child), None, pattern) for child in directories]
+    there = {(checkpoint.stage, checkpoint.step) for checkpoint in complete}
+    return [checkpoint for checkpoint in found if checkpoint and (checkpoint.stage, checkpoint.step) not in there]
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:

@@ -139,6 +139,22 @@ def test_a_path_in_the_cache_of_the_hub_names_what_to_run(tmp_path, given, flag)
         (find_suite if flag == "--model" else load_tokenizer)(str(tmp_path / "of hub" / given))
 
 
+def test_checkpoints_that_are_incomplete_stay_in_the_suite(tmp_path):
+    """A walk fails on them, and names them at its end."""
+    files = [
+        "step1/config.json",
+        "step2/model.safetensors",
+        "step8/config.json",
+        "eval-step8/metrics.json",
+        "step9.txt",
+        "logs/a",
+    ]
+    path = holding(tmp_path, *files)
+    (path / "step4").mkdir()
+    (path / "step16").symlink_to("step16")
+    assert [checkpoint.step for checkpoint in find_suite(str(path)).checkpoints] == [1, 2, 4, 8, 16]
+
+
 @pytest.mark.parametrize("name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"])
 def test_a_path_that_is_no_directory_is_named_as_such(name):
     """It is not asked for on the hub, whose client calls the connection bad."""
