@@ -300,3 +300,20 @@ def test_help_is_quick(module, tmp_path):
         durations.append(processes.children_seconds() - before)
         assert done.returncode == 0 and "usage" in done.stdout
     assert 0 < min(durations) < 1
+
+
+def test_a_run_that_the_process_has_open_stays_as_it_is(tmp_path, monkeypatch):
+    """As in a notebook that replays a store beside a run of its own."""
+    import wandb
+
+    monkeypatch.chdir(tmp_path)
+    own = wandb.init(mode="offline", project="own", dir=tmp_path, settings=wandb.Settings(silent=True))
+    own.log({"loss": 1.0})
+    store = generated(tmp_path / "store", [0, 8], model_name="toy", device="cpu")
+    assert replay.main([str(store), "--wandb", "offline"]) == 0
+    assert wandb.run is own
+    own.log({"loss": 2.0})
+    assert dict(own.summary)["loss"] == 2.0 and "model" not in dict(own.config)
+    own.finish()
+    steps = [row["item"][AXIS] for row in of("history", records(offline_run(store)))]
+    assert steps == [0, 8] and len(of("history", records(offline_run(tmp_path)))) == 2

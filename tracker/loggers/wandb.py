@@ -157,6 +157,7 @@ class WandbRun:
             dir=run.store.path,
             id=known.get("id"),
             resume="allow" if known else None,
+            reinit="create_new",  # a run that this process has open, of a notebook, stays as it is
             settings=run_settings(),
         )
         for metric in ("training/suspect", "coupling/heatmap/*", "coupling/pairs"):
