@@ -234,6 +234,14 @@ def open_results(path: str | Path) -> xr.Dataset:
     return labelled(join({step: store.read(step) for step in require_steps(store)}, store.path))
 
 
+def short_name(ds: xr.Dataset) -> str:
+    """Return the name of a result: its suite or repository, or its class where the name is a long path."""
+    name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "")
+    if in_cache := re.search(r"models--(.+?)/", name):  # a directory of the hub's cache
+        return in_cache[1].replace("--", "/")
+    return name if name and not Path(name).is_absolute() else str(ds.attrs.get("model_class", "")).rpartition(".")[2]
+
+
 def distinct_names(directories: Sequence[Path]) -> list[str]:
     """Return as many last parts of the paths as distinguish them.
 

@@ -1,5 +1,7 @@
 """The summary: its numbers against means over the Dataset, its intervals, steps and results side by side."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -55,7 +57,10 @@ def test_numbers_and_intervals_of_one_measurement():
         assert row.value == pytest.approx(by_prompt.mean(), rel=1e-6) and np.isnan(row.null_level)
         np.testing.assert_allclose(row[["low", "high"]].astype(float), interval(by_prompt), rtol=1e-5)
     assert tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value != table.loc["miscoupling", "all pairs"].value
-    assert "5 prompts, K = 2" in repr(table) and "95 % interval over prompts" in repr(table)
+    assert "5 samples, K = 2" in repr(table) and "95 % interval over prompts" in repr(table)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of an index that is not sorted
+        table.loc["miscoupling", "neighbours"]
     assert "<table" in table._repr_html_() and type(table.loc["miscoupling"]) is pd.DataFrame
 
 
@@ -70,7 +75,9 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(expected, rel=1e-6)
         assert np.isnan(table.loc["miscoupling", "blocks 2 and 4", step].low)
     assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
-    assert any("Blocks 2 and 4 are the most coupled at step 512" in note for note in table.attrs["notes"])
+    assert any(
+        "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note for note in table.attrs["notes"]
+    )
     others = (
         tracker.summary(ds),
         tracker.summary(Store(store)),
@@ -98,6 +105,14 @@ def test_results_side_by_side(store, tmp_path):
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 
+def test_names_of_results_in_a_list(store):
+    ds = tracker.measure(neox(), tokens(2), k=4)
+    results = tracker.summary([ds, ds]).index.get_level_values("result")
+    first = "GPTNeoXForCausalLM (1)"
+    assert set(results) == {first, "GPTNeoXForCausalLM (2)", f"GPTNeoXForCausalLM (2) − {first}"}
+    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {"GPTNeoXForCausalLM", str(store)}
+
+
 def test_prompts_of_several_sources_and_one_prompt():
     ds = tracker.measure(neox(), tokens(6), k=2)
     grouped = ds.assign_coords(prompt_source=("prompt", list("aabbcc")))
@@ -111,7 +126,9 @@ def test_prompts_of_several_sources_and_one_prompt():
 
 def test_coupled_blocks_are_said_to_be_and_unrelated_ones_not(store):
     notes = tracker.summary(store).attrs["notes"]
-    assert any("above 0 (one-sided t test, 2.5 %) for" in note and "step 512" in note for note in notes)
+    assert any(
+        "pairs of blocks (miscoupling; " in note and "above 0 for" in note and "step 512" in note for note in notes
+    )
     untrained = tracker.measure(neox(layers=6), tokens(2), k=2)
     assert any("not above 0 beyond chance" in note for note in tracker.summary(untrained).attrs["notes"])
 
@@ -120,7 +137,6 @@ def test_what_can_not_be_summarised(tmp_path):
     ds = tracker.measure(neox(), tokens(2), k=2)
     for given, message in (
         (lambda: tracker.summary(ds, k=3), "K = 3 was not measured; choose from 2"),
-        (lambda: tracker.summary([ds, ds]), "give Datasets by name"),
         (lambda: tracker.summary({}), "no results"),
         (lambda: tracker.summary(ds[["norm"]]), "no mis-couplings and no paths"),
     ):

@@ -64,7 +64,8 @@ def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measur
         for step in range(3):
             watch(step, model)
     printed = capsys.readouterr().out
-    assert printed == (f"{tracker.summary(tmp_path)!r}\n" if measures == "coupling" else "")
+    stored = f'stored in {tmp_path}: tracker.plot("{tmp_path}"), python -m tracker.report {tmp_path}\n'
+    assert printed == (f"{tracker.summary(tmp_path)!r}\n{stored}" if measures == "coupling" else "")
 
 
 def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(tmp_path):

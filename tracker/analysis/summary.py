@@ -8,7 +8,6 @@ A store is summarised at its first and last step and at the one where the coupli
 stand side by side, with the difference of each from the first.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -28,7 +27,7 @@ from tracker.analysis.reduction import OF_PATHS, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.analysis.statistics import curves, sources
 from tracker.errors import UsageError
-from tracker.results import Store, distinct_names, join, require_steps
+from tracker.results import Store, distinct_names, join, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
@@ -63,12 +62,12 @@ class Summary(pd.DataFrame):
         return self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
 
 
-def summary(results: Given | Mapping[str, Given] | Sequence[str | Path], k: int | None = None) -> Summary:
+def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | None = None) -> Summary:
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
     Args:
-        results: a Dataset of `measure` or `open_results`, a store or its directory; or several of these by name, or
-            several directories, of which the last steps are compared.
+        results: a Dataset of `measure` or `open_results`, a store or its directory; or several of these, by name or as a list, of
+            which the last steps are compared.
         k: number of singular vectors; the smallest measured by default.
 
     Returns:
@@ -81,14 +80,23 @@ def summary(results: Given | Mapping[str, Given] | Sequence[str | Path], k: int 
     """
     if isinstance(results, xr.Dataset | Store | Path | str):
         return _of_steps(_result(results, k))
-    if not isinstance(results, Mapping):
-        if not all(isinstance(given, Path | str) for given in results):
-            raise UsageError("give Datasets by name, such as summary({'before': ds, 'after': other})")
-        paths = [Path(given) for given in results]
-        results = dict(zip(distinct_names(paths), paths, strict=True))
     if not results:
-        raise UsageError("no results; give a Dataset of measure, the directory of a store, or several by name")
+        raise UsageError("no results; give a Dataset of measure, the directory of a store, or several")
+    if not isinstance(results, Mapping):
+        results = dict(zip(_names(results), results, strict=True))
     return _side_by_side({name: _result(given, k) for name, given in results.items()})
+
+
+def _names(results: Sequence[Given]) -> list[str]:
+    paths = [
+        given.path if isinstance(given, Store) else Path(given)
+        for given in results
+        if not isinstance(given, xr.Dataset)
+    ]
+    if len(paths) == len(results):
+        return distinct_names(paths)
+    names = [short_name(given) if isinstance(given, xr.Dataset) else str(given) for given in results]
+    return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
 def summary_of_reduced(results: Mapping[str, Mapping[int, xr.Dataset]], k: int | None = None) -> Summary:
@@ -253,8 +261,7 @@ def _of_steps(result: _Result) -> Summary:
     doubted = join({step: unit.drop_vars("step", errors="ignore") for step, unit in units.items()}, Path())
     notes = [
         _of_intervals(units[steps[-1]]),
-        *_of_blocks(pair, where),
-        *_beyond_chance({f"step {step:,}" if several else "": unit for step, unit in units.items()}, k),
+        *_of_coupling({f"step {step:,}" if several else "": unit for step, unit in units.items()}, k, pair, where),
         *doubts(doubted, result.skipped),
     ]
     return _table(rows, "step" if several else "", title, notes)
@@ -283,7 +290,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             if at in columns[first]
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
-    notes = [_of_intervals(units[first]), *_of_blocks(pair, f" of {strongest}"), *_beyond_chance(units, k)]
+    notes = [_of_intervals(units[first]), *_of_coupling(units, k, pair, f" in {strongest}")]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
     return _table(rows, "result", title, notes)
 
@@ -300,16 +307,16 @@ def _table(
     index = [(*at, *([name] if label else [])) for at in order for name, found in rows.items() if at in found]
     values = [rows[name][at] for at in order for name, found in rows.items() if at in found]
     names = ["measure", "of", *([label] if label else [])]
-    table = Summary(values, index=pd.MultiIndex.from_tuples(index, names=names), columns=list(COLUMNS))
+    # Categories in their order of appearance make it a sorted index, of which a part can be selected.
+    levels = [pd.Categorical(level, categories=list(dict.fromkeys(level))) for level in zip(*index, strict=True)]
+    table = Summary(values, index=pd.MultiIndex.from_arrays(levels, names=names), columns=list(COLUMNS))
     table.attrs |= {"title": title, "notes": notes}
     return table
 
 
 def _title(unit: xr.Dataset, k: int | None) -> str:
-    name = str(unit.attrs.get("suite") or unit.attrs.get("model_name") or unit.attrs.get("model_class"))
-    if in_cache := re.search(r"models--(.+?)/", name):  # a directory of the hub's cache
-        name = in_cache[1].replace("--", "/")
-    return f"{name}: {counted(unit.sizes['prompt'], 'prompt')}" + ("" if k is None else f", K = {k}")
+    kind = "prompt" if any(map(str, unit["prompt_text"].values)) else "sample"
+    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], kind)}" + ("" if k is None else f", K = {k}")
 
 
 def _of_intervals(unit: xr.Dataset) -> str:
@@ -321,22 +328,27 @@ def _of_intervals(unit: xr.Dataset) -> str:
     return f"low and high: 95 % interval over prompts{clusters}, for these weights, {what}."
 
 
-def _of_blocks(pair: tuple[int, int] | None, where: str) -> Iterator[str]:
-    if pair is not None:
-        yield f"Blocks {pair[0]} and {pair[1]} are the most coupled{where}; they were chosen for it, so that no interval holds."
-
-
-def _beyond_chance(units: Mapping[str, xr.Dataset], k: int | None) -> Iterator[str]:
-    """Say where the coupling over pairs of blocks is above zero, and where the null level is not that of untrained blocks."""
+def _of_coupling(
+    units: Mapping[str, xr.Dataset], k: int | None, pair: tuple[int, int] | None, where: str
+) -> Iterator[str]:
+    """Say which pair was chosen, where blocks are coupled beyond chance, and where untrained blocks are not at the null level."""
     if k is None:
         return
-    above = {name: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for name, unit in units.items()}
-    said = "Over pairs of blocks, the coupling is above 0 (one-sided t test, 2.5 %)"
-    yes, no = ([name for name in units if above[name] is found] for found in (True, False))
+    _, name = _chosen(next(iter(units.values())), k)
+    if pair is not None:
+        blocks = f"Blocks {pair[0]} and {pair[1]}"
+        yield f"{blocks} have the largest coupling by {name}{where}; they were chosen for it, so that no interval holds."
+    above = {
+        label: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for label, unit in units.items()
+    }
+    yes, no = ([label for label in units if above[label] is found] for found in (True, False))
+    said = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
     if "" in units:
-        yield f"{said}." if yes else said.replace("above 0", "not above 0 beyond chance") + "."
+        yield said + ("above 0." if yes else "not above 0 beyond chance.")
     else:
-        yield f"{said} for {', '.join(yes) or 'none'}" + (f", and not for {', '.join(no)}." if yes and no else ".")
+        yield f"{said}above 0 for {', '.join(yes) or 'none'}" + (
+            f", and not for {', '.join(no)}." if yes and no else "."
+        )
     if any(unit.attrs.get("post_norm") for unit in units.values()):
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 

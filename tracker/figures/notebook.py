@@ -11,7 +11,7 @@ from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
 from tracker.measures.names import require_version
-from tracker.results import Store, distinct_names, open_results
+from tracker.results import Store, distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +79,7 @@ def _by_name(results: Any) -> dict[str, xr.Dataset]:
     else:
         listed = list(results) if isinstance(results, (list, tuple)) else [results]
         opened = [_opened(of) for of in listed]
-        names = [_name(ds) for ds in opened]
+        names = [short_name(ds) for ds in opened]
     if not opened:
         raise UsageError(f"an empty {type(results).__name__} can't be plotted; {GIVE}")
     if len(set(names)) < len(names):
@@ -97,12 +97,6 @@ def _opened(result: Any) -> xr.Dataset:
     if isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims:
         return ds
     raise UsageError(f"can't plot {type(result).__name__}; {GIVE}")
-
-
-def _name(ds: xr.Dataset) -> str:
-    """Return the name of a result in a figure: its suite or repository, or its class where the name is a long path."""
-    name = ds.attrs.get("suite") or ds.attrs.get("model_name", "")
-    return name if name and not Path(name).is_absolute() else ds.attrs.get("model_class", "").rpartition(".")[2]
 
 
 def _with_steps(ds: xr.Dataset) -> xr.Dataset:

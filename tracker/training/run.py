@@ -255,7 +255,11 @@ class Run:
         store = self.open_store
         if self.ranks.rank == 0 and store is not None and store.steps():
             with isolate_rng(), suppress(UsageError):  # neither mis-couplings nor paths were asked for
-                print(summary(store), flush=True)
+                print(summary(store))
+                print(
+                    f'stored in {store.path}: tracker.plot("{store.path}"), python -m tracker.report {store.path}',
+                    flush=True,
+                )
 
     # Measuring.
 

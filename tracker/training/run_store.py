@@ -65,8 +65,8 @@ def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -
     steps = store.steps()
     if steps and not resumed:
         return (
-            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, or "
-            "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...)"
+            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, or resume that run "
+            "from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and its step"
         )
     try:
         store.check_settings(settings)
