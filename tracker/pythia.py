@@ -119,7 +119,8 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRu
             f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
             "disk space or give another --out, and run the same command again"
         ) from error
-    _print_summary(summaries)
+    if not no_page:  # units of one model
+        _print_summary(summaries)
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
