@@ -634,7 +634,7 @@ class TestChoices:
                 )
             )
         links, controls = ["A"] * 6, ["measure", "k", "pairs", "score", "axis", "last", "step"]
-        first = ["skip", "theme", "A", "doubts", *links, *controls, "csv"]
+        first = ["skip", "theme", "A", "SUMMARY", "doubts", *links, *controls, "csv"]
         assert reached[: len(first)] == first
         assert reached.index("l") < reached.index("m") < reached.index("matrix") < reached.index("kind")
         page.locator(".skip").focus()
@@ -944,7 +944,7 @@ class TestSize:
     def test_large_arrays_are_thinned_and_the_page_says_so(self, open_page, tmp_path, monkeypatch):
         monkeypatch.setattr("tracker.report.contents.ABSOLUTE", 4 * 36 * 16)
         path = generated(tmp_path / "run", range(9), matrices=True)
-        page = open_page(write_report(path, tmp_path / "page.html"), "#step=4")
+        page = open_page(write_report(path, tmp_path / "page.html"), "#step=4&l=1&m=2")
         shown(page, "absolute")
         assert page.inner_text("#absolute-title").endswith("step 3, the last carried before 4")
         assert "at 4 or more of 9 steps" in page.inner_text("footer")

@@ -244,11 +244,12 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
 def test_wandb_store_and_page_show_the_same_numbers(walker):
     status, out, err = walker.run("--steps", "0,4,8", "--log", "all", wandb="auto")
     assert status == 0, err
-    first, last, directory = *out.splitlines()[:: len(out.splitlines()) - 1], walker.directory / "out" / "wandb"
+    lines, directory = out.splitlines(), walker.directory / "out" / "wandb"
     where = (
         f"W&B offline: project block-coupling, run nano, files in {directory}: nothing is sent; --wandb off stops it"
     )
-    assert first == where and last.startswith("W&B offline: ") and "warning" not in err
+    assert lines[0] == where and sum(line.startswith("W&B offline: ") for line in lines) == 2 and "warning" not in err
+    assert f"{tracker.summary(walker.directory / 'out')!r}\n" in out
     (file,) = (walker.directory / "out" / "wandb").glob("offline-run-*/*.wandb")
     lines = subprocess.run(
         [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
