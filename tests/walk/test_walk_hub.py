@@ -288,8 +288,8 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert Store(walker.directory / "out").steps() == STEPS and len(before) < 5
-    by_first = [line for line in (line, *rest.splitlines()) if "miscoupling" in line]
-    by_second = [line for line in out.splitlines() if "miscoupling" in line]
+    by_first = [line for line in (line, *rest.splitlines()) if ": miscoupling " in line]
+    by_second = [line for line in out.splitlines() if ": miscoupling " in line]
     # The first walk may have been killed after writing a unit and before printing it.
     assert len(by_first) + len(by_second) in (5, 4)
     assert not list(Store(walker.directory / "out").units.glob(".*"))
