@@ -43,7 +43,7 @@ def main(steps: int) -> None:
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))]
     held_out, training = sequences[:128], sequences[128:]
-    print("weight   held-out loss" + "".join(f"{name:>22}" for name in MEASURES) + "     (null levels)")
+    table = ["weight   held-out loss" + "".join(f"{name:>22}" for name in MEASURES) + "     (null levels)"]
     for weight in WEIGHTS:
         lightning.seed_everything(0, verbose=False)
         model = nano.load(step=0)[0].train()
@@ -64,7 +64,8 @@ def main(steps: int) -> None:
         apart = last.layer != last.layer_other
         nulls = {name: tracker.null_level(last, name).where(apart).mean() for name in MEASURES}
         measured = (f"{last[name].where(apart).mean():.3f} ({nulls[name]:.3f})" for name in MEASURES)
-        print(f"{weight:6g}   {loss:13.3f}" + "".join(f"{value:>22}" for value in measured), flush=True)
+        table.append(f"{weight:6g}   {loss:13.3f}" + "".join(f"{value:>22}" for value in measured))
+    print("\n".join(table))  # after the summaries of the trainings
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     example = runpy.run_path(str(ROOT / "examples" / "coupling_penalty.py"), run_name="example")
     example["main"](steps=2)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
     assert [row[0] for row in rows] == ["0", "0.3", "3"]
     assert len({row[1] for row in rows}) == 3  # the penalty changes the training
     (directory,) = (tmp_path / "results" / "coupling_penalty").iterdir()
