@@ -112,6 +112,8 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRu
                 _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
             print_repeats(summaries.by_step)
             no_page = _write_page(summaries)  # before the loggers finish: a server may keep them waiting
+            if not no_page:  # units of one model
+                _print_summary(summaries)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -119,8 +121,6 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRu
             f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
             "disk space or give another --out, and run the same command again"
         ) from error
-    if not no_page:  # units of one model
-        _print_summary(summaries)
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
