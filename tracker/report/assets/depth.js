@@ -196,7 +196,7 @@ figures.noise = {
       traces: depths.map((depth, i) => traces.line(levels, at[i], `after block ${depth}`, i)),
       layout: { xaxis: { ...logarithmic(levels), title: { text: "noise / embedding" } },
         yaxis: { title: { text: "cosine similarity" } } },
-      table: () => depths.flatMap((depth, i) => records({ model: model().name, measure: "noise_similarity", step: state.step,
+      table: () => depths.flatMap((depth, i) => records({ model: model().name, measure: "noise_response", step: state.step,
         depth }, { noise: levels, cosine_similarity: at[i] })),
     };
   },
