@@ -104,8 +104,11 @@ def _host_scalars(recording: Recording) -> int:
 
 
 def scalars_of_pairs(recording: Recording, K: int) -> int:
-    """Return the scalars that the matrices A of all pairs of blocks take at one row: each block's, and all together."""
-    return 2 * (len(measured_calls(recording)) * K) ** 2
+    """Return the scalars that the matrices A of all pairs of blocks take at one row, each block's and all together, and those
+    that the overlaps of singular vectors take.
+    """
+    blocks = len(measured_calls(recording))
+    return 2 * (blocks * K) ** 2 + 4 * blocks * K**2
 
 
 def _dense_rows_at_once(recording: Recording, K: int, memory: int, extras: Sequence[str] = ()) -> int:
