@@ -146,9 +146,10 @@ def _result(given: Given, k: int | None) -> _Result:
     else:
         store = given if isinstance(given, Store) else Store(given)
         steps, skipped = require_steps(store), store.skipped()
-        k, name = _chosen(store.read(steps[-1]), k)
+        last = store.read(steps[-1])
+        k, name = _chosen(last, k)
         found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
-        unit = lambda step: reduced(store.read(step))  # noqa: E731
+        unit = lambda step: reduced(last if step == steps[-1] else store.read(step))  # noqa: E731
     if not name:
         return _Result(dict.fromkeys(steps, 0.0), k, unit, skipped)
     coupling = (found["null"] - found["miscoupling"]).sel(k=k, pairs="mean_offdiag").values.tolist()

@@ -140,7 +140,9 @@ def settle(call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independe
     if at_rows is not None and at_rows.forward_agrees and at_rows.differences_agree:
         return Independent("both", at_rows.forward)
     _, group = next(rows.disjoint_groups())
-    dtype = torch.float64 if _runs_in(torch.float64, call, group) else call.x.dtype
+    dtype = call.x.dtype
+    if dtype != torch.float64 and _runs_in(torch.float64, call, group):
+        dtype = torch.float64
     with _full_sequence_in(dtype, call) as call:
         return _settle_in_full_sequence(call, group, at_rows)
 

@@ -33,6 +33,9 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}_matrix" in ds]
     ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
     budget = MATRICES // max(1, 2 * len(whole) * len(ks))
+    # Each is a selection of every variable, which takes milliseconds: made once, not for each measure.
+    of_k = {k: ds.sel(k=k) for k in ks}
+    of_pairs = {(k, pairs): at.sel(pairs=pairs) for k, at in of_k.items() if names for pairs in PAIRS}
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "suspect": [reason != "" for reason in suspect(ds)],
@@ -42,16 +45,14 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "final_norm": str(ds.attrs["final_norm"]),
         "window": int(ds.attrs["window"]),
         "curves": {
-            name: {k: {pairs: _curve(ds.sel(k=k, pairs=pairs), name) for pairs in PAIRS} for k in ks} for name in names
+            name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks} for name in names
         },
         "sources": None if (of := sources(ds)) is None else len(set(of)),
-        "onset": {name: {k: _onset(ds.sel(k=k), name) for k in ks} for name in names},
-        "most_coupled": {name: {k: _most_coupled(ds.sel(k=k), name) for k in ks} for name in names},
+        "onset": {name: {k: _onset(of_k[k], name) for k in ks} for name in names},
+        "most_coupled": {name: {k: _most_coupled(of_k[k], name) for k in ks} for name in names},
         **{
             of: {
-                name: {
-                    k: (_matrices if name in whole else _edges)(ds.sel(k=k), f"{name}_{of_each}", budget) for k in ks
-                }
+                name: {k: (_matrices if name in whole else _edges)(of_k[k], f"{name}_{of_each}", budget) for k in ks}
                 for name in names
             }
             for of, of_each in (("matrices", "matrix"), ("levels", "level"))
@@ -105,8 +106,7 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
     """Return the pair of different blocks (l, l') furthest below its null level at the last step; (1, 2) if none is defined."""
-    last = at.isel(step=-1)
-    coupling = (last[f"{name}_level"] - last[f"{name}_matrix"]).transpose(*_PAIR).values
+    coupling = (at[f"{name}_level"] - at[f"{name}_matrix"]).isel(step=-1).transpose(*_PAIR).values
     coupling[np.eye(len(coupling), dtype=bool) | ~np.isfinite(coupling)] = -np.inf
     l, other = np.unravel_index(coupling.argmax(), coupling.shape)
     return [int(l) + 1, int(other) + 1] if np.isfinite(coupling.max()) else [1, 2]
