@@ -186,3 +186,11 @@ def test_steps_without_scores_have_none(tmp_path, without):
     assert opened.score.isnull().any("task").values.tolist() == [step in without for step in range(3)]
     assert opened.miscoupling.notnull().all()
     assert set(Reader().read(store.path).task.values) == set(opened.task.values) == {"lambada", "piqa"}
+
+
+def test_a_store_may_be_given_where_a_path_may(tmp_path):
+    store = Store(generated(tmp_path / "toy", [0, 8]))
+    assert Store(store).path == tmp_path / "toy"
+    opened = tracker.open_results(store)
+    assert opened.identical(tracker.open_results(tmp_path / "toy"))
+    assert tracker.to_frame(store).equals(tracker.to_frame(opened))

@@ -43,12 +43,16 @@ VOLATILE = ("created", "seconds", "final_norm_reason")
 class Store:
     """A directory of units that were all measured with the same settings."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: "str | os.PathLike[str]"):
         if not isinstance(path, str | os.PathLike):
             raise UsageError(f"{path!r} is a {type(path).__name__}; {ONE_DIRECTORY}")
         self.path = Path(path)
         self.units = self.path / "units"
         self.settings = self.path / "settings.json"
+
+    def __fspath__(self) -> str:
+        """Return its directory: a store may be given where a path may."""
+        return str(self.path)
 
     def check_settings(self, settings: Mapping[str, Any], hold: bool = False) -> Lock | None:
         """Write the settings of a store without results, or check that they are those of the store.
@@ -220,7 +224,7 @@ class Store:
         return stored
 
 
-def open_results(path: str | Path) -> xr.Dataset:
+def open_results(path: str | os.PathLike[str]) -> xr.Dataset:
     """Read all units of a walk or a training run, joined along `step`, ascending.
 
     Attributes that all units share are kept; those that differ become coordinates along `step`. The coordinate `repeats`

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
+from os import PathLike
 
 import pandas as pd
 import xarray as xr
@@ -21,14 +21,14 @@ POSITIONS = {  # a dimension that is an index: the variable of the position in t
 
 
 def to_frame(
-    results: xr.Dataset | str | Path, of: str | Sequence[str] = "miscoupling", null: bool = True
+    results: xr.Dataset | str | PathLike[str], of: str | Sequence[str] = "miscoupling", null: bool = True
 ) -> pd.DataFrame:
     """Return variables of a Dataset as a tidy table, a row for each combination of their dimensions.
 
     `results.to_dataframe()` combines the dimensions of all variables: hundreds of millions of rows of a small store.
 
     Args:
-        results: a Dataset of `measure` or `open_results`, or a part of one; or the directory of a store.
+        results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
         of: a variable, or several with the same dimensions, such as ["lss", "expodistance", "alpha_mean"].
         null: add the null level of each mis-coupling, as the column NAME_null.
 
@@ -40,7 +40,7 @@ def to_frame(
     Raises:
         UsageError: for a name that is not in the Dataset, variables with different dimensions, or more than 50 million rows.
     """
-    results = open_results(results) if isinstance(results, str | Path) else results
+    results = open_results(results) if isinstance(results, str | PathLike) else results
     names = [of] if isinstance(of, str) else list(of)
     known = list(map(str, results.data_vars))
     if unknown := [name for name in names if name not in known]:

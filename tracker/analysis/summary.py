@@ -11,6 +11,7 @@ stand side by side, with the difference of each from the first.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from os import PathLike, fspath
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured cho
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high")
 
-Given = xr.Dataset | Store | Path | str
+Given = xr.Dataset | PathLike[str] | str
 
 
 class Summary(pd.DataFrame):
@@ -78,7 +79,7 @@ def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | Non
         FileNotFoundError: if a directory holds no results.
         UsageError: for a K that was not measured, or results without mis-couplings and without paths.
     """
-    if isinstance(results, xr.Dataset | Store | Path | str):
+    if isinstance(results, xr.Dataset | PathLike | str):
         return _of_steps(_result(results, k))
     if not results:
         raise UsageError("no results; give a Dataset of measure, the directory of a store, or several")
@@ -88,14 +89,10 @@ def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | Non
 
 
 def _names(results: Sequence[Given]) -> list[str]:
-    paths = [
-        given.path if isinstance(given, Store) else Path(given)
-        for given in results
-        if not isinstance(given, xr.Dataset)
-    ]
+    paths = [Path(given) for given in results if not isinstance(given, xr.Dataset)]
     if len(paths) == len(results):
         return distinct_names(paths)
-    names = [short_name(given) if isinstance(given, xr.Dataset) else str(given) for given in results]
+    names = [short_name(given) if isinstance(given, xr.Dataset) else fspath(given) for given in results]
     return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
@@ -144,7 +141,7 @@ def _result(given: Given, k: int | None) -> _Result:
         steps, skipped = ds["step"].values.tolist(), {}
         unit = lambda step: reduced(ds.sel(step=step, drop=True))  # noqa: E731
     else:
-        store = given if isinstance(given, Store) else Store(given)
+        store = Store(given)
         steps, skipped = require_steps(store), store.skipped()
         last = store.read(steps[-1])
         k, name = _chosen(last, k)

@@ -1,6 +1,7 @@
 """Figures in a notebook: `tracker.plot(results)` draws those of `python -m tracker.figures`, by the same names."""
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from tracker.errors import UsageError
 from tracker.figures.selection import draw, resolve
 from tracker.figures.wording import PYTHON
 from tracker.measures.names import require_version
-from tracker.results import Store, distinct_names, open_results, short_name
+from tracker.results import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ GIVE = (
     "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
     "a mapping from names"
 )
-Result = xr.Dataset | Store | str | Path  # a Dataset, or a store or its directory
+Result = xr.Dataset | PathLike[str] | str  # a Dataset, or a store or its directory
 
 
 def plot(
@@ -83,7 +84,7 @@ def _by_name(results: Any) -> dict[str, xr.Dataset]:
     if not opened:
         raise UsageError(f"an empty {type(results).__name__} can't be plotted; {GIVE}")
     if len(set(names)) < len(names):
-        places = [Path(of.path if isinstance(of, Store) else of) for of in listed if not isinstance(of, xr.Dataset)]
+        places = [Path(of) for of in listed if not isinstance(of, xr.Dataset)]
         if len(places) == len(listed):
             names = distinct_names(places)
         else:
@@ -92,8 +93,7 @@ def _by_name(results: Any) -> dict[str, xr.Dataset]:
 
 
 def _opened(result: Any) -> xr.Dataset:
-    place = result.path if isinstance(result, Store) else result
-    ds = open_results(place) if isinstance(place, (str, Path)) else place
+    ds = open_results(result) if isinstance(result, str | PathLike) else result
     if isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims:
         return ds
     raise UsageError(f"can't plot {type(result).__name__}; {GIVE}")
