@@ -63,13 +63,13 @@ class Overlap:
 
     Attributes:
         diagonal: G_kk = u_k . v_k.
-        squares: the sum of G_ij^2 over i != j.
-        fourths: the sum of G_ij^4 over i != j.
+        squares: the sum of G_ij^2 over i != j: (*batch) for one k, (*batch, k) for several.
+        fourths: the sum of G_ij^4 over i != j, shaped as `squares`.
     """
 
     diagonal: Float[Tensor, "*batch K"]
-    squares: Float[Tensor, "*batch"]
-    fourths: Float[Tensor, "*batch"]
+    squares: Float[Tensor, "..."]
+    fourths: Float[Tensor, "..."]
 
     def at(self, i: int, k: int) -> "Overlap":
         """Return the overlap for k, the i-th of the numbers whose sums are along the last axis."""
