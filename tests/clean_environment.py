@@ -50,7 +50,7 @@ def main() -> None:
     ds = tracker.measure(model, torch.randint(50, (2, 9)), k=4)
     assert ds.miscoupling.shape == (2, 1, 1, 3, 3)
     with tempfile.TemporaryDirectory() as directory:
-        ds.to_netcdf(Path(directory) / "one.nc", engine="h5netcdf")
+        ds.to_netcdf(Path(directory) / "one.nc", engine="netcdf4")
     print(f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}")
     float(tracker.coupling_penalty(model, torch.randint(50, (2, 9))).detach())
     needs = {name: ("train", lambda name=name: getattr(tracker, name)) for name in CALLBACKS}

@@ -20,7 +20,7 @@ from contextlib import suppress
 # What walks and trainings import, without the modules that tests run: those are executed anew, as __main__.
 PRELOADED = (
     "accelerate",
-    "h5netcdf",
+    "netCDF4",
     "lightning",
     "matplotlib.pyplot",
     "sklearn.datasets",

@@ -1,110 +1,116 @@
-"""`tracker.netcdf` against xarray's own reading and writing with h5netcdf."""
+"""`tracker.netcdf` against xarray's own reading and joining."""
 
-import h5py
+import os
+
 import numpy as np
 import pytest
 import xarray as xr
 
 from tests.stores import unit
-from tracker import netcdf
+from tracker.errors import UsageError
+from tracker.netcdf import DamagedFile, file_content, read_content, stacked
 
-ENCODINGS = [{}, {"miscoupling": {"fletcher32": True}, "token_text": {"dtype": "S1", "zlib": True}}]
 
-
-def dataset() -> xr.Dataset:
+def dataset(step: int = 7) -> xr.Dataset:
     """Return a unit with texts, a scalar, an empty variable, NaN, and dimensions without coordinates."""
-    found = unit(7, layers=6, ks=(4, 8), prompts=3, matrices=True, seed=0)
+    found = unit(step, layers=6, ks=(4, 8), prompts=3, matrices=True, seed=0, created=f"at {step}")
     found["lss"][0, 0] = np.nan
     return found.assign(
         empty=(("nothing",), np.zeros(0)),
         flag=(("layer",), np.arange(6) > 2),
         counts=(("odd", "even"), np.eye(3, dtype=int)),
-    ).assign_coords(token_text=(("prompt", "position"), np.array([["a", "ü", ""] * 4] * 3, dtype=object)))
-
-
-def contents(file) -> list:
-    """Return every object of an HDF5 file in its order, with all that HDF5 knows of it."""
-    with h5py.File(file) as opened:
-
-        def plain(value):
-            if isinstance(value, h5py.Reference):
-                return opened[value].name
-            if isinstance(value, np.ndarray) and value.dtype.kind in "OV":
-                return [plain(entry) for entry in value.tolist()] if value.dtype.kind == "O" else len(value)
-            return plain(list(value)) if isinstance(value, tuple) else np.asarray(value).tolist()
-
-        def described(item):
-            attributes = {name: plain(value) for name, value in item.attrs.items()}
-            if isinstance(item, h5py.Group):
-                return attributes
-            layout = (
-                item.dtype,
-                item.shape,
-                item.maxshape,
-                item.chunks,
-                item.fletcher32,
-                item.compression,
-                item.fillvalue,
-            )
-            scales = [[scale.name for scale in axis.values()] for axis in item.dims]
-            return attributes, repr(layout), scales, repr(item[()])
-
-        return [described(opened), *((name, described(opened[name])) for name in opened)]
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_is_written_is_the_same(encoding, tmp_path):
-    given = dataset()
-    for name, content in (
-        ("ours", netcdf.to_bytes(given, encoding)),
-        ("theirs", bytes(given.to_netcdf(engine="h5netcdf", encoding=encoding))),
-    ):
-        (tmp_path / name).write_bytes(content)
-    ours, theirs = (contents(tmp_path / name) for name in ("ours", "theirs"))
-    assert len(ours) > 40 and repr(ours) == repr(theirs)  # as text, because NaN is not NaN
-
-
-def test_what_is_read_is_the_same(tmp_path):
-    file = tmp_path / "unit.nc"
-    file.write_bytes(netcdf.to_bytes(dataset(), ENCODINGS[1]))
-    with netcdf.opened(file) as ours, xr.open_dataset(file, engine="h5netcdf") as theirs:
-        xr.testing.assert_identical(ours.load(), theirs.load())
-        assert list(ours.variables) == list(theirs.variables)
-        for name, variable in ours.variables.items():
-            assert variable.dtype == theirs[name].dtype and repr(variable.encoding) == repr(theirs[name].encoding)
-        ours = ours.copy()
-    np.testing.assert_array_equal(ours["miscoupling"], dataset()["miscoupling"])  # the file is closed
-    file.unlink()
-
-
-def test_objects_are_looked_up_once(tmp_path, monkeypatch):
-    name = "_get" if hasattr(h5py.Group, "_get") else "__getitem__"  # before h5py 3.16
-    lookups, get = [], getattr(h5py.Group, name)
-    monkeypatch.setattr(
-        h5py.Group, name, lambda self, *given, **more: (lookups.append(given), get(self, *given, **more))[1]
+    ).assign_coords(
+        token_text=(("prompt", "position"), np.array([["a", "ü", ""] * 4] * 3, dtype=object)),
+        difficulty=("prompt", [np.nan, 1.0, 2.0]),
+        revision=f"step{step}",
+        grown=("layer", np.arange(6) + step),
     )
 
-    def count(function):
-        lookups.clear()
-        function()
-        return len(lookups)
 
-    def load(opened):
-        with opened as found:
-            found.load()
-
-    file = tmp_path / "unit.nc"
-    file.write_bytes(netcdf.to_bytes(dataset(), {}))
-    written = [
-        count(lambda: netcdf.to_bytes(dataset(), {})), count(lambda: dataset().to_netcdf(engine="h5netcdf", encoding={}))
-    ]  # fmt: skip
-    read = [count(lambda: load(netcdf.opened(file))), count(lambda: load(xr.open_dataset(file, engine="h5netcdf")))]
-    assert 5 * written[0] < written[1] and 5 * read[0] < read[1]
+def written(path, *datasets):
+    for i, ds in enumerate(datasets):
+        (path / f"{i}.nc").write_bytes(file_content(ds))
+    return [path / f"{i}.nc" for i in range(len(datasets))]
 
 
-def test_damaged_files_raise_the_errors_that_are_declared(tmp_path):
-    content = netcdf.to_bytes(dataset(), ENCODINGS[1])
-    for damaged in (b"", content[: len(content) // 2], b"\0" + content[1:]):
-        (tmp_path / "unit.nc").write_bytes(damaged)
-        with pytest.raises((OSError, KeyError, RuntimeError)), netcdf.opened(tmp_path / "unit.nc") as found:
-            found.load()
+def test_one_file_is_read_as_xarray_reads_it(tmp_path):
+    (file,) = written(tmp_path, dataset())
+    theirs = xr.load_dataset(file, engine="netcdf4")
+    ours = stacked([read_content(file)]).isel(step=0)
+    xr.testing.assert_identical(ours, theirs)
+    for name, variable in theirs.variables.items():
+        assert ours[name].dtype == (object if variable.dtype.kind == "U" else variable.dtype)
+    np.testing.assert_array_equal(ours["miscoupling"], dataset()["miscoupling"])
+    again = written(tmp_path, ours)  # nothing of the file's encoding is left
+    xr.testing.assert_identical(xr.load_dataset(*again, engine="netcdf4"), theirs)
+
+
+def test_files_of_one_form_are_joined_as_xarray_joins_them(tmp_path):
+    files = written(tmp_path, *(dataset(step) for step in (3, 7, 20)))
+    contents = [read_content(file) for file in files]
+    assert len({content.form for content in contents}) == 1
+    ours = stacked(contents)
+    theirs = xr.concat(
+        [xr.load_dataset(file, engine="netcdf4") for file in files],
+        "step",
+        data_vars="all",
+        coords="different",
+        compat="equals",
+        join="exact",
+        combine_attrs="drop_conflicts",
+    )
+    assert ours["created"].values.tolist() == ["at 3", "at 7", "at 20"]
+    xr.testing.assert_identical(ours.drop_vars("created"), theirs)
+    assert ours["grown"].dims == ("step", "layer") and ours["difficulty"].dims == ("prompt",)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda ds: ds.isel(position=slice(1, None)),
+        lambda ds: ds.assign_coords(layer=ds["layer"] + 1),
+        lambda ds: ds.drop_vars("lss"),
+        lambda ds: ds.assign(lss=ds["lss"].astype(float)),
+        lambda ds: ds.reset_coords("difficulty"),
+        lambda ds: ds.rename_dims(odd="uneven"),
+    ],
+    ids=["size", "index", "variable", "type", "coordinate", "dimension"],
+)
+def test_files_that_differ_in_more_than_values_have_other_forms(tmp_path, other):
+    first, second = (read_content(file).form for file in written(tmp_path, dataset(), other(dataset())))
+    assert first != second
+
+
+def test_only_named_variables_are_read(tmp_path):
+    content = read_content(*written(tmp_path, dataset()), {"lss", "absent"})
+    assert list(content.variables) == ["lss"] and content.attrs["created"] == "at 7"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"\0" + b[1:]], ids=["empty", "half", "other"]
+)
+def test_damaged_files_are_named(tmp_path, damage):
+    (file,) = written(tmp_path, dataset())
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(DamagedFile, match=r"0\.nc can't be read .*damaged"):
+        read_content(file)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_refused(tmp_path, make):
+    make(tmp_path / "unit.nc")
+    with pytest.raises(UsageError, match=r"unit\.nc is no file; remove it"):
+        read_content(tmp_path / "unit.nc")
+    with pytest.raises(FileNotFoundError):
+        read_content(tmp_path / "absent.nc")
+
+
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path, monkeypatch):
+    (file,) = written(tmp_path, dataset())
+
+    def refuse(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("netCDF4.Dataset", refuse)
+    with pytest.raises(PermissionError):
+        read_content(file)

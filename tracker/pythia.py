@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from checkpoints import nano
 from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from checkpoints.errors import first_line
-from checkpoints.suites import Checkpoint, join_names
+from checkpoints.suites import UNTRAINED, Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable
@@ -30,7 +30,8 @@ from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import LoggedRun, Opener, Row
-    from tracker.walk.summaries import Summaries
+    from tracker.results import Store
+    from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -76,44 +77,48 @@ def run(walk: Walk) -> int:
                 held.callback(plan.output.held.release, remove=True)
             if walk.dry_run:
                 return _dry_run(walk, plan)
+            units = _stored(plan, with_rows=bool(openers))
         except INPUT_ERRORS as error:
             raise UsageError(str(error)) from error
-        return _walk(walk, plan, openers, logged)
+        return _walk(walk, plan, units, openers, logged)
 
 
-def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
+def _stored(plan: Plan, with_rows: bool) -> "Units":
+    """Read the units that the store has."""
+    from tracker.walk.units import Units
+
+    units = Units(plan.output.store, with_rows)
+    units.read(units.store.steps())
+    return units
+
+
+def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
     from tracker.loggers import opened
-    from tracker.walk.summaries import Summaries
 
     interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
-    summaries = Summaries(store, with_rows=bool(openers))
-    for step in store.steps():
-        summaries.read_or_remove(step)
-    missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in summaries.by_step]
+    missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in units.known]
     failures, lacking = Failures(), unavailable(selection, missing)
-    if lacking and len(lacking) == len(missing) and not summaries.by_step:
+    if lacking and len(lacking) == len(missing) and not units.known:
         raise CommandFailure(nothing_cached(selection))
     print_overview(plan, len(missing))
     for checkpoint, lacks in lacking.items():
         failures.add(checkpoint, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
-        _check_selection(plan, summaries)
+        _check_selection(plan, units)
         if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
             nano.train(walk.seed)
         dtype, device = measurement.settings.dtype, str(measurement.device)
         config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
         with opened(openers, replace(logged, config=config)) as log:
             with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
-                for step in list(summaries.by_step):
-                    _rescore(plan.output, summaries, step)
-                    log(summaries.row(step))
-                _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
-            print_repeats(summaries.by_step)
-            no_page = _write_page(summaries)  # before the loggers finish: a server may keep them waiting
-            if not no_page:  # units of one model
-                _print_summary(summaries)
+                for step in list(units.known):
+                    _rescore(plan.output, units, step)
+                    log(units.row(step))
+                _measure_missing(plan, missing, units, failures, shown, log, interrupts, walk.debug)
+            print_repeats({step: known.fingerprint for step, known in units.known.items()})
+            no_page = _write_page(store)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -154,14 +159,14 @@ def _remember_interrupts() -> list[int]:
     return received
 
 
-def _check_selection(plan: Plan, summaries: "Summaries") -> None:
+def _check_selection(plan: Plan, units: "Units") -> None:
     """Refuse a store of other weights, and a walk without checkpoints.
 
     Raises:
         UsageError: stating what to do.
     """
     selection, store = plan.selection, plan.output.store
-    if other := changed(selection, summaries.by_step):
+    if other := changed(selection, {step: known.files_sha256 for step, known in units.known.items()}):
         raise UsageError(
             f"the weights of step {join_names(other)} of {selection.suite.source} are not those that {store.path} holds "
             "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
@@ -173,7 +178,7 @@ def _check_selection(plan: Plan, summaries: "Summaries") -> None:
 def _measure_missing(
     plan: Plan,
     missing: Sequence[Checkpoint],
-    summaries: "Summaries",
+    units: "Units",
     failures: Failures,
     shown: Progress,
     log: "Callable[[Row | None], None]",
@@ -183,9 +188,9 @@ def _measure_missing(
     """Measure the missing checkpoints into the store; record those that fail."""
 
     def measured_elsewhere(step: int) -> bool:
-        if not summaries.read_claimed(step):
+        if not units.read_claimed(step):
             return False
-        log(summaries.row(step))
+        log(units.row(step))
         shown.advance(f"step {step}: measured by another walk")
         return True
 
@@ -196,25 +201,25 @@ def _measure_missing(
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                prepared = summaries.prepare(measure_checkpoint(plan, checkpoint, prefetched.directory()))
+                prepared = units.prepare(measure_checkpoint(plan, checkpoint, prefetched.directory()))
             except Exception as error:  # whatever is wrong with this revision, the others are measured
                 _stop_without_device(checkpoint.step, error)
                 if debug:
                     traceback.print_exception(error)
                 shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, reason(error, debug))}")
                 # An option that no revision can be measured with.
-                if isinstance(error, UsageError) and not summaries.by_step and failures.alike(min(ALIKE, len(missing))):
+                if isinstance(error, UsageError) and not units.known and failures.alike(min(ALIKE, len(missing))):
                     raise
             if prepared is None:
                 _release_memory(plan)
                 continue
-            summary = summaries.add(checkpoint.step, prepared)
-            del prepared  # frees memory before the next is measured
+            units.add(checkpoint.step, prepared)
             if checkpoint is missing[0]:
-                kept, budget = (summary.attrs[name] for name in ("weights_kept", "memory_budget"))
-                shown.notify(f"weights are kept {kept}; memory budget {budget}")
-            log(summaries.row(checkpoint.step))
-            shown.advance(f"step {checkpoint.step}: {headline(summary)}  ({time.perf_counter() - started:.1f} s)")
+                shown.notify(f"weights are kept {prepared.weights_kept}; memory budget {prepared.memory_budget}")
+            result = headline(prepared.row)
+            del prepared  # frees memory before the next is measured
+            log(units.row(checkpoint.step))
+            shown.advance(f"step {checkpoint.step}: {result}  ({time.perf_counter() - started:.1f} s)")
 
 
 def _stop_without_device(step: int, error: Exception) -> None:
@@ -238,39 +243,35 @@ def _release_memory(plan: Plan) -> None:
     release_memory(plan.measurement.device)
 
 
-def _write_page(summaries: "Summaries") -> list[str]:
-    """Write the page; return why there is none, in no line or one."""
+def _write_page(store: "Store") -> list[str]:
+    """Write the page and print the summary; return why there is none, in no line or one."""
+    from tracker.analysis.summary import summary_of_reduced
+    from tracker.report.reader import Reader
     from tracker.report.write import write_page
 
-    store = summaries.store
     if not store.steps():
         return []
+    reader = Reader()
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
-            page = write_page(summaries.reader, [store.path], store.path / "report.html")
+            page = write_page(reader, [store.path], store.path / "report.html")
         except ValueError as error:  # a unit of another walk
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
+    with suppress(UsageError):  # neither mis-couplings nor paths were asked for
+        print(summary_of_reduced({"": reader.read(store.path)}), flush=True)
     return []
 
 
-def _print_summary(summaries: "Summaries") -> None:
-    from tracker.analysis.summary import summary_of_reduced
-
-    if summaries.by_step:
-        with suppress(UsageError):  # neither mis-couplings nor paths were asked for
-            print(summary_of_reduced({"": summaries.by_step}), flush=True)
-
-
-def _rescore(output: Output, summaries: "Summaries", step: int) -> None:
+def _rescore(output: Output, units: "Units", step: int) -> None:
     """Add the scores given to this walk to a unit of an earlier one."""
-    scored, summary = output.scores.get(step, {}), summaries.by_step[step]
-    if with_scores(summary, scored).equals(summary):
+    scored, known = output.scores.get(step, {}), units.known[step]
+    if known.revision.startswith(UNTRAINED) or scored.items() <= known.scores.items():
         return
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:
-        summaries.write(step, with_scores(output.store.read(step), scored))
+        units.add(step, units.prepare(with_scores(output.store.read(step), scored)))
     finally:
         claim.release(remove=True)
 

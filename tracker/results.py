@@ -13,24 +13,23 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
 from tracker.errors import UsageError
-from tracker.measures.alike import require_one_curve
+from tracker.measures.alike import likeness, require_one_curve
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled
 from tracker.measures.names import require_version
-from tracker.measures.netcdf import file_content
 from tracker.measures.settings import Settings
-from tracker.netcdf import opened
+from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 
 ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
@@ -38,6 +37,7 @@ ONE_DIRECTORY = (
 )
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
 VOLATILE = ("created", "seconds", "final_norm_reason")
+AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
 class Store:
@@ -129,10 +129,10 @@ class Store:
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit atomically."""
-        return self.write_content(step, file_content(unit))
+        return self.write_content(step, file_content(labelled(unit)))
 
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
-        """Write the `file_content` of one unit atomically."""
+        """Write the `file_content` of one labelled unit atomically."""
         write_atomic(self.file(step), content)
         return self.file(step)
 
@@ -140,30 +140,67 @@ class Store:
         """Read one unit into memory.
 
         Raises:
-            ValueError: if the file is damaged, not one of ours, or of another version of the package.
+            FileNotFoundError: if it was not measured.
+            DamagedFile: if the file is damaged, or not one of ours.
+            UsageError: if another version of the package wrote it.
         """
-        with self._opened(step) as stored:
-            unit = stored.load()
-        if "prompt" not in unit.dims:
-            raise ValueError(f"{self.file(step)} is not a unit of results; remove it from the directory")
-        return labelled(require_version(unit, self.file(step)))
+        return labelled(stacked([self._content(step)]).isel(step=0))
+
+    def attributes(self, step: int) -> dict[str, Any]:
+        """Read the attributes of a unit."""
+        return self._content(step, ()).attrs
 
     def revision(self, step: int) -> str:
-        """Return the revision that a unit was measured from, without reading the rest of its file.
+        """Read the revision that a unit was measured from."""
+        return str(self.curve([step], ["revision"])["revision"].item())
+
+    def curve(self, steps: Sequence[int], names: Collection[str] | None = None) -> xr.Dataset:
+        """Read units, joined along `step` as `join` does.
+
+        Args:
+            names: read only those of these variables that they have.
 
         Raises:
-            ValueError: if the file is damaged there.
+            ValueError: as `read` and `join`.
         """
-        with self._opened(step) as stored:
-            return str(stored.coords["revision"].item())
+        names = None if names is None else {*names, "step"}
+        return self._joined([self._content(step, names) for step in steps])
 
-    @contextmanager
-    def _opened(self, step: int) -> Iterator[xr.Dataset]:
-        try:
-            with opened(self.file(step)) as unit:
-                yield unit
-        except (OSError, KeyError, RuntimeError) as error:
-            raise ValueError(f"{self.file(step)} can't be read ({error}); the file is damaged") from error
+    def curves(
+        self, steps: Sequence[int], damaged: Callable[[int, OSError | ValueError], None] | None = None
+    ) -> Iterator[xr.Dataset]:
+        """Read units, joined along `step` in parts that fit in memory.
+
+        Args:
+            damaged: is called for a unit that can't be read, which is left out; by default an error is raised.
+        """
+        contents, size = [], 0
+        for step in steps:
+            try:
+                size += self.file(step).stat().st_size
+                contents.append(self._content(step))
+            except (FileNotFoundError, DamagedFile) as error:
+                if damaged is None:
+                    raise
+                damaged(step, error)
+            if contents and (size > AT_ONCE or step == steps[-1]):
+                yield self._joined(contents)
+                contents, size = [], 0
+
+    def _content(self, step: int, names: Collection[str] | None = None) -> Content:
+        file = self.file(step)
+        content = read_content(file, names)
+        if names is None and not any("prompt" in dims for dims, _, _ in content.variables.values()):
+            raise DamagedFile(f"{file} is not a unit of results; remove it from the directory")
+        require_version(content.attrs, file)
+        return content
+
+    def _joined(self, contents: list[Content]) -> xr.Dataset:
+        forms: dict[str, list[Content]] = {}
+        for content in contents:
+            forms.setdefault(content.form, []).append(content)
+        contents.clear()  # what is stacked is not needed any more
+        return join([stacked(alike) for alike in forms.values()], self.path)
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Move units that no longer belong to the curve to DIR/superseded."""
@@ -195,11 +232,11 @@ class Store:
         steps = self.steps()
         if not steps:
             return settings
-        with self._opened(steps[-1]) as unit:
-            if settings.final_norm == "auto":
-                settings = replace(settings, final_norm=unit.attrs.get("final_norm", "auto"))
-            if settings.tokens in (None, "last") and unit.attrs.get("tokens") == "last":
-                settings = replace(settings, tokens=(-1,))
+        attrs = self.attributes(steps[-1])
+        if settings.final_norm == "auto":
+            settings = replace(settings, final_norm=attrs.get("final_norm", "auto"))
+        if settings.tokens in (None, "last") and attrs.get("tokens") == "last":
+            settings = replace(settings, tokens=(-1,))
         return settings
 
     def steps(self) -> list[int]:
@@ -235,7 +272,7 @@ def open_results(path: str | os.PathLike[str]) -> xr.Dataset:
         ValueError: if a unit is damaged, or `path` is several.
     """
     store = Store(path)
-    return labelled(join({step: store.read(step) for step in require_steps(store)}, store.path))
+    return labelled(store.curve(require_steps(store)))
 
 
 def short_name(ds: xr.Dataset) -> str:
@@ -276,36 +313,53 @@ def require_steps(store: Store) -> list[int]:
     return steps
 
 
-def join(by_step: Mapping[int, xr.Dataset], path: Path) -> xr.Dataset:
-    """Join units, or parts of each, along `step`, as `open_results` does; attributes that differ become coordinates.
+def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
+    """Join Datasets along `step`, ascending; attributes that differ become coordinates.
 
     Raises:
         ValueError: if the units of `path` were measured differently.
     """
-    steps, units = list(by_step), list(by_step.values())
-    require_one_curve(units, path)
-    prints = {
-        step: str(u.coords["fingerprint"].item())
-        for step, u in zip(steps, units, strict=True)
-        if "fingerprint" in u.coords
-    }
-    repeated = find_repeats(prints)
-    for name in ("prompt_source", "task"):  # absent in steps measured before prompts had sources, or without scores
-        if present := [unit.coords[name].variable for unit in units if name in unit.coords]:
-            units = [unit if name in unit.coords else unit.assign_coords({name: present[0]}) for unit in units]
-    names = {name: None for unit in units for name in unit.attrs}
-    for name in names:
-        values = [unit.attrs.get(name, "") for unit in units]
-        if any(value != values[0] for value in values):
-            for unit in units:
-                unit.coords[name] = unit.attrs.pop(name, "")
-    joined = xr.concat(
-        units,
-        xr.IndexVariable("step", steps),
-        data_vars="all",
-        coords="different",
-        compat="equals",
-        join="outer",
-        combine_attrs="drop_conflicts",
+    require_one_curve([likeness(curve) for curve in curves], path)
+    if len(curves) > 1:
+        curves = [_with_coordinates(_with_attributes(curve, curves), curves) for curve in curves]
+        joined = xr.concat(
+            curves,
+            "step",
+            data_vars="all",
+            coords="different",
+            compat="equals",
+            join="outer",
+            combine_attrs="drop_conflicts",
+        )
+    else:
+        joined = curves[0]
+    if (np.diff(joined["step"]) < 0).any():
+        joined = joined.sortby("step")
+    prints = (
+        joined.coords["fingerprint"].broadcast_like(joined["step"]).values if "fingerprint" in joined.coords else ()
     )
+    steps = joined["step"].values.tolist()
+    repeated = find_repeats(dict(zip(steps, map(str, prints), strict=False)))
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
+
+
+def _with_attributes(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Return a curve whose attributes that another lacks, or has with another value, are coordinates along `step`."""
+    _, differing = common([other.attrs for other in curves])
+    own = {name: value for name, value in curve.attrs.items() if name in differing}
+    kept = {name: value for name, value in curve.attrs.items() if name not in differing}
+    along = {name: ("step", [value] * curve.sizes["step"]) for name, value in own.items()}
+    return curve.assign_coords(along).drop_attrs(deep=False).assign_attrs(kept)
+
+
+def _with_coordinates(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Return a curve that has each coordinate of the others: theirs where it is of prompts, else "" or NaN."""
+    found = {}
+    for other in curves:
+        for name, coordinate in other.coords.items():
+            if name in curve.coords or name in found:
+                continue
+            of_prompts = coordinate.variable.isel(step=0) if "step" in coordinate.dims else coordinate.variable
+            unknown = np.nan if coordinate.dtype.kind in "iuf" else ""
+            found[name] = of_prompts if of_prompts.dims else unknown
+    return curve.assign_coords(found)

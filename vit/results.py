@@ -63,12 +63,12 @@ def _concatenate(parts: list[xr.Dataset]) -> xr.Dataset:
 def write_grid(grid: xr.Dataset, file: Path) -> None:
     """Write what the analysis reads of a grid to one file, from which it can be repeated without the trainings."""
     content = grid.assign_attrs(unfinished=json.dumps(grid.attrs["unfinished"]))
-    write_atomic(file, bytes(content.to_netcdf(engine="h5netcdf")))
+    write_atomic(file, content.to_netcdf(engine="netcdf4"))
 
 
 def _read_file(file: Path) -> xr.Dataset:
     try:
-        with xr.open_dataset(file, engine="h5netcdf") as opened:
+        with xr.open_dataset(file, engine="netcdf4") as opened:
             grid = opened.load()
         return grid.assign_attrs(unfinished=json.loads(grid.attrs["unfinished"]))
     except (OSError, ValueError, KeyError) as error:
@@ -97,7 +97,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
         recipes[cell.name] = recipe
         store = Store(cell / "coupling")
         points = read_miscouplings(store.path)
-        tokens = recipe["tokens"] or store.read(store.steps()[-1]).attrs["tokens"]  # what the measurement chose
+        tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]  # what the measurement chose
         losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
         finished[cell.name] = points.assign_coords(
             varied | {"token": _positions(tokens, points.sizes["token"])}

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 # That the steps import.
 PACKAGES = """
-torch torchvision transformers timm lightning torchmetrics numpy xarray h5netcdf h5py jaxtyping huggingface_hub safetensors
+torch torchvision transformers timm lightning torchmetrics numpy xarray netCDF4 cftime jaxtyping huggingface_hub safetensors
 tokenizers scipy matplotlib plotly rich jsonargparse docstring_parser typeshed_client pytest hypothesis beartype
 """.split()
 REMEDY = (

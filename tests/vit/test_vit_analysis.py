@@ -414,6 +414,6 @@ def test_tokens_that_the_measurement_chose_have_its_name(tmp_path):
     assert read_grid(tmp_path).token.values.tolist() == ["class token"]
     for step in (0, 8):
         file = Store(store).file(step)
-        Store(store).write(step, xr.load_dataset(file, engine="h5netcdf").drop_vars(MISCOUPLINGS))
+        Store(store).write(step, xr.load_dataset(file, engine="netcdf4").drop_vars(MISCOUPLINGS))
     with pytest.raises(ValueError, match="holds no mis-coupling; measure `coupling`"):
         read_grid(tmp_path)

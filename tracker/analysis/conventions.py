@@ -5,20 +5,13 @@ other tokens and of other inputs.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 import xarray as xr
 
 from tracker.errors import UsageError
+from tracker.measures.alike import attribute_values
 
 CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
-
-
-def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
-    """Return the values of an attribute, or of the coordinate along `step` where units differ in it."""
-    held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
-    return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
 
 
 def differing_conventions(

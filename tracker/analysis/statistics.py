@@ -221,6 +221,7 @@ def scalars(unit: xr.Dataset, points: xr.Dataset | None = None) -> dict[str, flo
         for name, metric in metrics.items()
         if name in points
         for labels, value in _entries(points[name])
+        if name != "score" or value == value  # among steps with other scores
     }
     if "miscoupling" in unit:
         flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (

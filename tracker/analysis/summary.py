@@ -8,11 +8,13 @@ A store is summarised at its first and last step and at the one where the coupli
 stand side by side, with the difference of each from the first.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import zip_longest
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +30,7 @@ from tracker.analysis.reduction import OF_PATHS, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.analysis.statistics import curves, sources
 from tracker.errors import UsageError
-from tracker.results import Store, distinct_names, join, require_steps, short_name
+from tracker.results import Store, distinct_names, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
@@ -96,28 +98,25 @@ def _names(results: Sequence[Given]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
-def summary_of_reduced(results: Mapping[str, Mapping[int, xr.Dataset]], k: int | None = None) -> Summary:
-    """Return the summary of one result or several, whose units by step were reduced by `reduction.reduced`."""
+def summary_of_reduced(results: Mapping[str, xr.Dataset], k: int | None = None) -> Summary:
+    """Return the summary of one result or several along `step`, each as `reduction.reduced` returns it."""
 
-    def result(units: Mapping[int, xr.Dataset]) -> _Result:
-        of, name = _chosen(units[min(units)], k)
-        coupling = {
-            step: float(unit[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean()) if name else 0.0
-            for step, unit in sorted(units.items())
-        }
-        return _Result(coupling, of, units.__getitem__)
+    def result(curve: xr.Dataset) -> _Result:
+        of, name = _chosen(curve, k)
+        coupling = curve[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean("prompt").values if name else ()
+        return _Result(_by_step(curve["step"].values, coupling), of, lambda steps: curve.sel(step=steps))
 
-    found = {name: result(units) for name, units in results.items()}
+    found = {name: result(curve) for name, curve in results.items()}
     return _side_by_side(found) if len(found) > 1 else _of_steps(*found.values())
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns a step's unit, `reduced`."""
+    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`."""
 
     coupling: Mapping[int, float]
     k: int | None
-    unit: Callable[[int], xr.Dataset]
+    curve: Callable[[list[int]], xr.Dataset]
     skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -133,24 +132,26 @@ class _Result:
 
 def _result(given: Given, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
+    skipped: Mapping[int, str] = {}
     if isinstance(given, xr.Dataset):
         ds = given if "step" in given.dims else given.drop_vars("step", errors="ignore").expand_dims(step=[0])
         k, name = _chosen(ds, k)
         points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
         found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
-        steps, skipped = ds["step"].values.tolist(), {}
-        unit = lambda step: reduced(ds.sel(step=step, drop=True))  # noqa: E731
+        steps, curve = ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps))
     else:
         store = Store(given)
         steps, skipped = require_steps(store), store.skipped()
-        last = store.read(steps[-1])
-        k, name = _chosen(last, k)
+        k, name = _chosen(store.read(steps[-1]), k)
         found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
-        unit = lambda step: reduced(last if step == steps[-1] else store.read(step))  # noqa: E731
-    if not name:
-        return _Result(dict.fromkeys(steps, 0.0), k, unit, skipped)
-    coupling = (found["null"] - found["miscoupling"]).sel(k=k, pairs="mean_offdiag").values.tolist()
-    return _Result(dict(zip(steps, coupling, strict=True)), k, unit, skipped)
+        curve = lambda steps: reduced(store.curve(steps))  # noqa: E731
+    coupling = (found["null"] - found["miscoupling"]).sel(k=k, pairs="mean_offdiag").values if name else ()
+    return _Result(_by_step(steps, coupling), k, curve, skipped)
+
+
+def _by_step(steps: Iterable[Any], coupling: Iterable[float]) -> dict[int, float]:
+    """Return the coupling of each step; 0 without mis-couplings."""
+    return {int(step): float(value) for step, value in zip_longest(steps, coupling, fillvalue=0.0)}
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
@@ -247,7 +248,8 @@ def _of_pair(matrix: xr.DataArray, pair: tuple[int, int]) -> float:
 
 def _of_steps(result: _Result) -> Summary:
     steps, k = result.steps, result.k
-    units = {step: result.unit(step) for step in sorted({steps[0], result.best, steps[-1]})}
+    curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
+    units = {int(step): curve.sel(step=step) for step in curve["step"].values}
     several, pair = len(units) > 1, _most_coupled(units[result.best], k)
     columns = {f"{step:,}" if several else "": _cells(unit, k, pair) for step, unit in units.items()}
     rows = {label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()}
@@ -256,11 +258,10 @@ def _of_steps(result: _Result) -> Summary:
         ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
         title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
     where = f" at step {result.best:,}" if several else ""
-    doubted = join({step: unit.drop_vars("step", errors="ignore") for step, unit in units.items()}, Path())
     notes = [
         _of_intervals(units[steps[-1]]),
         *_of_coupling({f"step {step:,}" if several else "": unit for step, unit in units.items()}, k, pair, where),
-        *doubts(doubted, result.skipped),
+        *doubts(curve, result.skipped),
     ]
     return _table(rows, "step" if several else "", title, notes)
 
@@ -273,7 +274,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             f"the smallest K of the results differ ({_listed(ks)}); choose one that all have: summary(..., k=10)"
         )
     k = next(iter(ks.values()))
-    units = {name: result.unit(result.steps[-1]) for name, result in results.items()}
+    units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
     first, *others = units
     strongest = max(units, key=lambda name: np.nan_to_num(results[name].coupling[results[name].steps[-1]], nan=-np.inf))
     pair = _most_coupled(units[strongest], k)

@@ -67,7 +67,9 @@ def plot(
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    with_steps = {label: _with_steps(require_version(ds, label)) for label, ds in several.items()}
+    for label, ds in several.items():
+        require_version(ds.attrs, label)
+    with_steps = {label: _with_steps(ds) for label, ds in several.items()}
     figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON, measure, step)
     return figure
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import headlines, scalars
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.analysis.statistics import curves, headlines, scalars
+from tracker.measures.registry import MEASURES, MISCOUPLINGS
 from tracker.results import Store
 
 SAMPLES = ("prompt", "token")
@@ -36,7 +36,7 @@ class Row:
         checkpoint = {}
         if "suspect" in unit.coords:
             checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
-        if "tokens_seen" in unit.coords:
+        if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
             checkpoint["training/tokens"] = int(unit["tokens_seen"])
         measured = [name for name in MISCOUPLINGS if name in unit]
         matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
@@ -44,6 +44,12 @@ class Row:
         shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
         headline = tuple(name for name in shown if name in values)
         return cls(int(unit["step"]), values, checkpoint, matrices, headline)
+
+    @classmethod
+    def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
+        """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
+        points = curves(curve, [measure.name for measure in MEASURES if measure.logged])
+        return [cls.from_unit(curve.isel(step=i), points.isel(step=i)) for i in range(curve.sizes["step"])]
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""

@@ -11,6 +11,7 @@ from tracker.measures.families import KINDS
 MEAN_OFFDIAG = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
 MEAN_OFFDIAG_NULL = "coupling/mean_offdiag_null"
 BELOW_NULL = "coupling/null_minus_miscoupling"
+LSS = "trajectory/lss/median"
 UNDEFINED = "coupling/undefined"
 
 HEADLINES: Mapping[str, str] = {
@@ -20,7 +21,7 @@ HEADLINES: Mapping[str, str] = {
     "coupling/miscoupling/k{k}/mean_adjacent": "mis-coupling of adjacent blocks",
     "coupling/offdiag_normalized/k{k}/mean_offdiag": "off-diagonal, normalized (paper, eq. 14), mean over l ≠ l′",
     "coupling/offdiag_normalized_null/k{k}/mean_offdiag": "its null level",
-    "trajectory/lss/median": "line-shape score, median",
+    LSS: "line-shape score, median",
     "trajectory/expodistance/median": "expodistance, median",
     "trajectory/alpha_mean/median": "mean growth rate α, median",
     "trajectory/update_ratio/median": "update ratio, median",

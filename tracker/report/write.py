@@ -244,9 +244,8 @@ def _numbers(summaries: Mapping[str, "xr.Dataset"]) -> str:
     """Return the summary as a table that opens; "" for results without mis-couplings and without paths."""
     from tracker.analysis.summary import summary_of_reduced
 
-    units = {name: {int(step): ds.sel(step=step) for step in ds["step"].values} for name, ds in summaries.items()}
     try:
-        table = summary_of_reduced(units)
+        table = summary_of_reduced(summaries)
     except UsageError:
         return ""
     notes = _items(table.attrs["notes"])

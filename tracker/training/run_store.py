@@ -50,7 +50,7 @@ def check_inputs(store: Store | None, probe: Any) -> None:
     steps = [] if store is None else store.steps()
     if store is None or not steps:
         return
-    if (found := str(store.read(steps[-1]).attrs["inputs_sha256"])) != inputs_digest(probe):
+    if (found := str(store.attributes(steps[-1])["inputs_sha256"])) != inputs_digest(probe):
         raise UsageError(
             f"{store.path} measured other inputs (SHA-256 {found[:8]}); give the same probe=, or choose another save_dir"
         )

@@ -8,7 +8,7 @@ from checkpoints.words import counted
 from tracker.walk.plan import Plan
 
 if TYPE_CHECKING:
-    import xarray as xr
+    from tracker.loggers.protocol import Row
 
 
 def print_overview(plan: Plan, missing: int) -> None:
@@ -37,24 +37,20 @@ def print_overview(plan: Plan, missing: int) -> None:
         print("--allow_suspect measures them too", flush=True)
 
 
-def print_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
+def print_repeats(fingerprints: Mapping[int, str]) -> None:
     """Print which steps have the same weights."""
-    fingerprints = {
-        step: str(summary.coords["fingerprint"].item())
-        for step, summary in summaries.items()
-        if "fingerprint" in summary.coords
-    }
     for step, earlier in find_repeats(fingerprints).items():
         print(f"note: {describe_repeat(step, earlier)}", flush=True)
 
 
-def headline(summary: "xr.Dataset") -> str:
+def headline(row: "Row") -> str:
     """Return the result of a checkpoint in a few words."""
+    from tracker.measures.headline import LSS, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL
+
     parts = []
-    if "miscoupling" in summary:
-        at = {"k": int(summary["k"][0]), "pairs": "mean_offdiag"}
-        value, null = float(summary["miscoupling"].sel(at)), float(summary["miscoupling_null"].sel(at))
-        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={at['k']})")
-    if "lss" in summary:
-        parts.append(f"LSS {float(summary['lss'].sel(statistic='median')):.2f}")
+    if MEAN_OFFDIAG in row.scalars:
+        value, null = row.scalars[MEAN_OFFDIAG], row.scalars[MEAN_OFFDIAG_NULL]
+        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={int(row.matrices['k'].min())})")
+    if LSS in row.scalars:
+        parts.append(f"LSS {row.scalars[LSS]:.2f}")
     return "  ".join(parts) or "measured"

@@ -134,15 +134,11 @@ def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset"
     return unit
 
 
-def changed(selection: Selection, units: Mapping[int, "xr.Dataset"]) -> list[int]:
-    """Return the steps whose weights differ from those that the units, or their summaries, were measured from."""
-    measured = {
-        c: units[c.step].coords["files_sha256"].item()
-        for c in selection.checkpoints
-        if "files_sha256" in _coords(units, c.step)
-    }
-    return [c.step for c, digest in measured.items() if selection.digest(c) not in ("", digest)]
+def changed(selection: Selection, digests: Mapping[int, str]) -> list[int]:
+    """Return the steps whose weights differ from those that the units were measured from.
 
-
-def _coords(units: Mapping[int, "xr.Dataset"], step: int) -> Any:
-    return units[step].coords if step in units else ()
+    Args:
+        digests: `files_sha256` of the units, by step.
+    """
+    measured = {c: digests[c.step] for c in selection.checkpoints if c.step in digests}
+    return [c.step for c, digest in measured.items() if digest and selection.digest(c) not in ("", digest)]

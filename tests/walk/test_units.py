@@ -1,18 +1,14 @@
-"""Tests of a walk's summaries: each unit is read at most once, and the page equals the page made from the store."""
+"""Tests of the units of a walk: few are in memory at once, and damaged ones are measured again."""
 
-import gc
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tracemalloc
-import weakref
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import xarray as xr
@@ -20,9 +16,8 @@ import xarray as xr
 import tracker
 from tests.models import neox, tokens
 from tests.stores import unit
-from tests.test_results import unit as trajectory_unit
 from tests.walk.test_walk import commit, snapshots
-from tracker import pythia
+from tracker import pythia, results
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
@@ -30,8 +25,9 @@ from tracker.report import write_report
 from tracker.report.contents import contents
 from tracker.report.notes import provenance
 from tracker.report.quantize import carried
+from tracker.report.reader import Reader
 from tracker.results import Store
-from tracker.walk.summaries import Summaries
+from tracker.walk.units import Units
 
 
 def large_unit(step: int) -> xr.Dataset:
@@ -40,71 +36,60 @@ def large_unit(step: int) -> xr.Dataset:
     return made.assign_coords(revision=f"step{step}", fingerprint=str(step), tokens_seen=1000.0 * step)
 
 
-class Units:
-    """Counter of the reads of each unit, and of the whole units in memory at the same time."""
-
-    def __init__(self):
-        self.reads: Counter[int] = Counter()
-        self.alive: list[list[weakref.ref]] = []
-        self.most = 0
-
-    def count_alive(self, whole: xr.Dataset) -> xr.Dataset:
-        gc.collect()
-        large = [whole[name].variable.data for name in whole.data_vars if whole[name].nbytes > 100_000]
-        self.most = max(self.most, 1 + sum(any(array() is not None for array in unit) for unit in self.alive))
-        self.alive.append([weakref.ref(array) for array in large])
-        return whole
+def small_unit(step: int) -> xr.Dataset:
+    made = unit(step, layers=2, ks=(4,), prompts=1, matrices=False, seed=0).drop_dims("task")
+    return made.assign_coords(revision=f"step{step}")
 
 
 @pytest.fixture
-def units(monkeypatch) -> Units:
-    units, read = Units(), Store.read
+def reads(monkeypatch) -> Counter[int]:
+    """Return how often each unit was read in full."""
+    reads, read = Counter[int](), Store._content
 
-    def counted(store, step):
-        units.reads[step] += 1
-        return units.count_alive(read(store, step))
+    def counted(store, step, names=None):
+        reads[step] += names is None
+        return read(store, step, names)
 
-    monkeypatch.setattr(Store, "read", counted)
-    return units
+    monkeypatch.setattr(Store, "_content", counted)
+    return reads
 
 
 @pytest.fixture
-def walk(walker, units, suite, tmp_path, monkeypatch):
+def walk(walker, reads, suite, tmp_path, monkeypatch):
     """A function that walks four checkpoints, each measured as a large unit of generated numbers."""
 
     def measured(plan, checkpoint, directory):
-        return units.count_alive(
-            large_unit(checkpoint.step).assign_attrs(weights_kept="in memory", memory_budget="1 GB")
-        )
+        return large_unit(checkpoint.step).assign_attrs(weights_kept="in memory", memory_budget="1 GB")
 
     monkeypatch.setattr(pythia, "measure_checkpoint", measured)
     for step in range(1, 5):
         shutil.copytree(snapshots(suite) / commit(suite, 8), tmp_path / "steps" / f"step{step}")
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)
 
-    def walk(*more: str) -> tuple[dict[int, int], int]:
-        """Return the number of reads of each unit, and the largest number of units in memory."""
-        units.__init__()
+    def walk(*more: str) -> list[int]:
+        """Return how often units 1 to 4 were read."""
+        reads.clear()
         arguments = walker.arguments("--allow_suspect", "true", *more, model=str(tmp_path / "steps"))
         assert pythia.main(arguments) == 0
-        return dict(units.reads), units.most
+        return [reads[step] for step in range(1, 5)]
 
     return walk
 
 
 @pytest.mark.slow
-def test_walk_keeps_one_unit_in_memory_and_reads_each_at_most_once(walk, tmp_path):
+def test_walk_reads_each_unit_at_its_start_and_for_its_page(walk, tmp_path):
     """Its page also equals the page made from the store."""
     out = tmp_path / "out"
-    assert walk() == ({}, 1)  # units measured by this walk are not read
+    assert walk() == [1, 1, 1, 1]
     Store(out).file(2).unlink()
-    assert walk() == ({1: 1, 3: 1, 4: 1}, 1)
+    assert walk() == [2, 1, 2, 2]
     assert_page_of_the_store(out)
     scores = tmp_path / "scores.csv"
     scores.write_text("step,arc\n1,0.1\n2,0.2\n3,0.3\n4,0.4\n")
-    assert walk("--scores", str(scores)) == ({1: 2, 2: 2, 3: 2, 4: 2}, 1)  # read again under the claim, to be rewritten
+    assert walk("--scores", str(scores)) == [3, 3, 3, 3]  # read again under the claim, to be rewritten
     assert tracker.open_results(out).score.values.tolist() == [[0.1], [0.2], [0.3], [0.4]]
     assert_page_of_the_store(out)
+    assert walk("--scores", str(scores)) == [2, 2, 2, 2]
 
 
 def peak(work, *arguments) -> int:
@@ -119,21 +104,28 @@ def peak(work, *arguments) -> int:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_units(tmp_path):
+def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
     store, size = Store(tmp_path), large_unit(1).nbytes
+    monkeypatch.setattr(results, "AT_ONCE", size)
     store.check_settings({})
-    for step in range(4):
+    for step in range(6):
         store.write(step, large_unit(step))
-    few, many = (Summaries(store, with_rows=True) for _ in range(2))
-    grown = peak(read, many, range(4)) - peak(read, few, range(2))
+    few, many = (Units(store, with_rows=True) for _ in range(2))
+    few.read([0, 1])
+    grown = peak(many.read, list(range(6))) - peak(few.read, [0, 1])
     assert grown < size / 2, grown / size
-    rows = [many.row(step) for step in range(4)]
-    assert [row and row.step for row in rows] == list(range(4)) and many.row(0) is None
+    rows = [many.row(step) for step in range(6)]
+    assert [row and row.step for row in rows] == list(range(6)) and many.row(0) is None
+    assert list(many.known) == list(range(6))
+    pages = [peak(Reader().read, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))]
+    assert pages[0] - pages[1] < size / 2, (pages[0] - pages[1]) / size
 
 
-def read(measured: Summaries, steps: Iterable[int]) -> None:
+def copied(store: Store, steps: list[int], path: Path) -> Path:
+    Store(path).check_settings({})
     for step in steps:
-        measured.read(step)
+        shutil.copy(store.file(step), Store(path).file(step))
+    return path
 
 
 def assert_page_of_the_store(out: Path) -> None:
@@ -156,49 +148,42 @@ def numbers(page: str) -> dict:
 
 
 @pytest.mark.slow
-def test_page_is_the_same_from_memory_and_from_files(tmp_path):
-    """Units of all measures give the same page from memory and when read back."""
+def test_rows_are_the_same_measured_and_read_together(tmp_path):
+    """The page, whose units are read in parts, has the numbers of the whole store."""
     store = Store(tmp_path)
     store.check_settings({})
-    measured, from_files = (Summaries(store, with_rows=True) for _ in range(2))
-    for step in (1, 2):
+    measured, from_files, reader = Units(store, True), Units(store, True), Reader()
+    for step in (1, 2, 3):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
-        sources = ("prompt", ["web", "a book"])
-        measured.write(step, made.assign_coords(step=step, revision=f"step{step}", prompt_source=sources))
-        from_files.read(step)
-        xr.testing.assert_identical(measured.by_step[step], from_files.by_step[step])
-        rows = [of.row(step) for of in (measured, from_files)]
-        assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=0, abs=0, nan_ok=True)
-        xr.testing.assert_equal(rows[0].matrices, rows[1].matrices)
-    first, second = (of.reader.read(tmp_path) for of in (measured, from_files))
-    assert contents(first) == contents(second) == contents(reduced(tracker.open_results(tmp_path)))
-    assert provenance(first, store) == provenance(second, store)
-
-
-@pytest.mark.slow
-def test_unit_replaced_by_another_walk_is_read_again(tmp_path):
-    store = Store(tmp_path)
-    store.check_settings({})
-    measured = Summaries(store, with_rows=False)
-    for step in (1, 2):
-        measured.write(step, large_unit(step))
-    store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
-    assert contents(measured.reader.read(tmp_path)) == contents(reduced(tracker.open_results(tmp_path)))
-
-
-@pytest.mark.slow
-def test_steps_share_equal_texts_of_their_prompts(tmp_path):
-    store = Store(tmp_path)
-    store.check_settings({})
-    measured = Summaries(store, with_rows=False)
+        made = made.assign_coords(step=step, revision=f"step{step}", prompt_source=("prompt", ["web", "a book"]))
+        measured.add(step, measured.prepare(made))
+        reader.read(tmp_path)  # in three parts
+    from_files.read([1, 2, 3])
+    assert measured.known == from_files.known
     for step in (1, 2, 3):
-        texts = ["a", "b", "c"] if step < 3 else ["a", "b", "d"]
-        store.write(step, large_unit(step).assign_coords(prompt_text=("prompt", texts)))
-        measured.read(step)
-    first, second, third = (measured.by_step[step]["prompt_text"] for step in (1, 2, 3))
-    assert np.shares_memory(first.values, second.values) and not np.shares_memory(first.values, third.values)
-    assert second.values.tolist() == ["a", "b", "c"] and third.values.tolist() == ["a", "b", "d"]
+        rows = [of.row(step) for of in (measured, from_files)]
+        assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=1e-14, nan_ok=True)
+        assert rows[0].headline == rows[1].headline and rows[0].checkpoint == rows[1].checkpoint
+        xr.testing.assert_allclose(*(row.matrices.reset_coords(drop=True) for row in rows if row), rtol=1e-14)
+    whole = reduced(tracker.open_results(tmp_path))
+    assert contents(reader.read(tmp_path)) == contents(Reader().read(tmp_path)) == contents(whole)
+    assert provenance(reader.read(tmp_path), store) == provenance(whole, store)
+
+
+def test_unit_replaced_by_another_walk_is_read_again(tmp_path, reads):
+    store, reader = Store(tmp_path), Reader()
+    store.check_settings({})
+    for step in (1, 2):
+        store.write(step, large_unit(step))
+    reader.read(tmp_path)
+    store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
+    reads.clear()
+    read = reader.read(tmp_path)
+    assert reads == {2: 1}
+    assert contents(read) == contents(reduced(tracker.open_results(tmp_path)))
+    store.file(1).unlink()
+    assert reader.read(tmp_path)["step"].values.tolist() == [2]
 
 
 def test_row_has_the_values_of_the_whole_unit():
@@ -206,7 +191,6 @@ def test_row_has_the_values_of_the_whole_unit():
     row = Row.from_unit(whole)
     assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
     assert row.matrices.nbytes < whole.nbytes / 20
-    assert Row.from_unit(whole, reduced(whole)).scalars == row.scalars
     for name in ("miscoupling", "offdiag_normalized"):
         expected = whole[name].mean(("prompt", "token"))
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)
@@ -214,17 +198,17 @@ def test_row_has_the_values_of_the_whole_unit():
 
 REMEASURE = """
 import sys
-from tests.test_results import unit
-from tracker.walk.summaries import Summaries
+from tests.walk.test_units import small_unit
+from tracker.walk.units import Units
 from tracker.results import Store
 
-measured = Summaries(Store(sys.argv[1]), with_rows=False)
+measured = Units(Store(sys.argv[1]), with_rows=False)
 sys.stdin.readline()
 for step in measured.store.steps():
-    measured.read_or_remove(step)
-    if step not in measured.by_step and (claim := measured.store.claim(step)):
+    measured.read([step])
+    if step not in measured.known and (claim := measured.store.claim(step)):
         if not measured.store.has(step):
-            measured.write(step, unit(step))
+            measured.add(step, measured.prepare(small_unit(step)))
             print(step)
         claim.release(remove=True)
 """
@@ -232,13 +216,12 @@ ADD_SCORES = """
 import sys
 from types import SimpleNamespace
 from tracker import pythia
-from tracker.walk.summaries import Summaries
+from tracker.walk.units import Units
 from tracker.results import Store
 
 store, task = Store(sys.argv[1]), sys.argv[2]
-measured = Summaries(store, with_rows=False)
-for step in store.steps():
-    measured.read(step)
+measured = Units(store, with_rows=False)
+measured.read(store.steps())
 sys.stdin.readline()
 for step in store.steps():
     pythia._rescore(SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step)
@@ -265,7 +248,7 @@ def small(tmp_path) -> Store:
     store = Store(tmp_path)
     store.check_settings({})
     for step in range(12):
-        store.write(step, trajectory_unit(step).assign_coords(revision=f"step{step}"))
+        store.write(step, small_unit(step))
     return store
 
 
