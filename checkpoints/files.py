@@ -14,12 +14,15 @@ import os
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Content = TypeVar("Content", bound=dict[str, Any] | list[Any])
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
 # The temporary files of `write_atomic`. Earlier versions did not put the writer into the name and did not lock the file.
@@ -95,6 +98,24 @@ def _flock(descriptor: int, operation: int) -> bool:
             raise
         return False
     return True
+
+
+def read_json(file: Path, kind: type[Content]) -> Content:
+    """Read a JSON file that holds a `kind` of value: a dictionary or a list.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: if there is none.
+        ValueError: if it holds something else, or is a directory or a pipe.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
+        raise ValueError(f"{file} is no file; remove it")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}); remove it") from error
+    if not isinstance(content, kind):
+        raise ValueError(f"{file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}; remove it")
+    return content
 
 
 def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Tests of the store: atomic units, refusal of other settings, detection of damage, claims."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -109,6 +110,43 @@ def test_foreign_file_is_reported(store):
     xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="netcdf4")
     with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
         tracker.open_results(store.path)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_stands_in_place_of_a_unit_is_named(store, make):
+    store.write(3, unit(3))
+    make(store.file(4))
+    with pytest.raises(UsageError, match=r"step00000004\.nc is no file; remove it"):
+        tracker.open_results(store.path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[3]", "holds a list, not a dict"),
+        (b'{"three": "why"}', "'three' is no step"),
+        (b"{", "damaged"),
+        (b"\xff", "damaged"),
+        (b"[" * 100_000, "damaged"),
+    ],
+    ids=["list", "name", "half", "bytes", "nested"],
+)
+def test_damaged_records_are_named(store, content, said):
+    (store.path / "skipped.json").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"skipped\.json.*{said}.*remove it"):
+        store.skipped()
+    store.write(3, unit(3))
+    store.settings.write_bytes(content)
+    if said != "'three' is no step":
+        with pytest.raises(ValueError, match=rf"no readable settings\.json.*{said}"):
+            store.check_settings({"k": [4]})
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_stands_in_place_of_a_record_is_named(store, make):
+    make(store.path / "skipped.json")
+    with pytest.raises(ValueError, match=r"skipped\.json is no file; remove it"):
+        store.skipped()
 
 
 def test_directory_without_results_is_refused(tmp_path):

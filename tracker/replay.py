@@ -55,11 +55,10 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", 
     from tracker.results import Store, require_steps
 
     store = Store(results)
-    attributes, rows = {}, []
-    for step in require_steps(store):  # all units are read before one is sent, to find a damaged one first
-        unit = store.read(step)
-        attributes = unit.attrs
-        rows.append(Row.from_unit(unit))
+    steps = require_steps(store)
+    # All units are read before one is sent, to find a damaged one first.
+    rows = [row for curve in store.curves(steps) for row in Row.from_curve(curve)]
+    attributes = store.attributes(steps[-1])
     config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
     run = LoggedRun(store, project, name, config, new=True, log=log)
     announce(openers, run)

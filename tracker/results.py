@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from checkpoints.files import Lock, differences, remove_stale_temporaries, write_atomic
+from checkpoints.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
 from tracker.errors import UsageError
 from tracker.measures.alike import likeness, require_one_curve
@@ -211,12 +211,13 @@ class Store:
 
     def skipped(self) -> dict[int, str]:
         """Return the steps that could not be measured and why, ascending; none that was measured later."""
+        file = self.path / "skipped.json"
         try:
-            stored = json.loads((self.path / "skipped.json").read_text())
+            stored = read_json(file, dict)
         except FileNotFoundError:
             return {}
-        except ValueError as error:
-            raise ValueError(f"{self.path / 'skipped.json'} is damaged ({error}); remove it") from error
+        if wrong := [step for step in stored if not step.isdecimal()]:
+            raise ValueError(f"{file} is damaged: {wrong[0]!r} is no step; remove it")
         reasons = {int(step): str(reason) for step, reason in stored.items()}
         return {step: reasons[step] for step in sorted(reasons) if not self.has(step)}
 
@@ -251,14 +252,11 @@ class Store:
             ValueError: if settings.json is missing or damaged.
         """
         try:
-            stored = json.loads(self.settings.read_text())
+            return read_json(self.settings, dict)
         except (FileNotFoundError, ValueError) as error:
             raise ValueError(
-                f"{self.path} holds results, but no readable settings.json that says how they were measured"
+                f"{self.path} holds results, but no readable settings.json that says how they were measured ({error})"
             ) from error
-        if not isinstance(stored, dict):
-            raise ValueError(f"{self.settings} is damaged: it should say how these results were measured")
-        return stored
 
 
 def open_results(path: str | os.PathLike[str]) -> xr.Dataset:

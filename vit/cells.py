@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import Lock, differences, write_atomic
+from checkpoints.files import Lock, differences, read_json, write_atomic
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
+ROWS = ("history", "progress")  # the files that hold lists
 PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 
 
@@ -33,8 +34,8 @@ class BusyError(RuntimeError):
 def read(directory: Path, name: str) -> Any:
     """Read a JSON file of a cell; return None if it is missing or invalid."""
     try:
-        return json.loads((directory / f"{name}.json").read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # also bytes that are no text
+        return read_json(directory / f"{name}.json", list if name in ROWS else dict)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from checkpoints.errors import first_line
-from checkpoints.files import write_atomic
+from checkpoints.files import read_json, write_atomic
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
 from tracker.measures import names
 from tracker.measures.headline import MEAN_OFFDIAG
@@ -141,7 +141,7 @@ class WandbRun:
         # An online run can be resumed. An offline run can't, so a new one gets all units.
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
-        known = json.loads(self.memory.read_text()) if self.memory and self.memory.exists() else {}
+        known = _remembered(self.memory) if self.memory else {}
         self.identity = {**NAMING, "log": run.log if isinstance(run.log, str) else list(run.log)}
         if any(known.get(name) != value for name, value in self.identity.items()):  # a new run gets all units
             known = {}
@@ -209,6 +209,17 @@ class WandbRun:
         except (wandb.Error, ValueError, OSError) as error:
             return f"no longer accepts steps ({first_line(error)}); check the key with `wandb login`"
         return ""
+
+
+def _remembered(memory: Path) -> dict[str, Any]:
+    """Return the W&B run of a store and the steps that it has; {} if there is none, or that is not known any more."""
+    try:
+        return read_json(memory, dict)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        print(f"{error}: a new W&B run gets all steps", file=sys.stderr)
+        return {}
 
 
 def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
