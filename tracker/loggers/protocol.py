@@ -47,15 +47,13 @@ class Row:
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.overview import coupling_heatmap, pixels
+        from tracker.figures.overview import coupling_pictures
 
         if "miscoupling" not in self.matrices:
             return {}
         means = self.matrices["miscoupling"].mean(SAMPLES)
         nulls = {int(k): self.scalars[f"coupling/miscoupling_null/k{k}/mean_offdiag"] for k in means["k"].values}
-        return {
-            f"coupling/heatmap/k{k}": pixels(coupling_heatmap(means.sel(k=k), k, null)) for k, null in nulls.items()
-        }
+        return {f"coupling/heatmap/k{k}": picture for k, picture in coupling_pictures(means, nulls).items()}
 
 
 class Logger(Protocol):
