@@ -8,7 +8,8 @@ import tracker
 from tests.models import neox, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.statistics import curves
-from tracker.figures.drawing import equation
+from tracker.figures.drawing import colour_map, equation
+from tracker.figures.overview import coupling_pictures
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
 from tracker.measures.registry import VARIANTS
@@ -45,6 +46,21 @@ def test_a_measurement_is_a_heat_map(measured):
     assert bar.lines[0].get_ydata() == pytest.approx([null, null])
     explained = [text.get_text() for text in axes.get_legend().get_texts()]
     assert explained == ["l = l': 0 by definition", f"null level {null:.2f}"]
+
+
+def test_a_logger_s_pictures_have_the_colours_of_the_matrix(measured):
+    """Each K has its own range, which the entries and their null level span, and no picture contains another's parts."""
+    matrices, nulls = measured["miscoupling"].mean(("prompt", "token")), {2: 1.2, 4: 0.3}
+    pictures = coupling_pictures(matrices, nulls)
+    for k, null in nulls.items():
+        matrix = matrices.sel(k=k).values
+        others = matrix[~np.eye(len(matrix), dtype=bool)]
+        low, high = min(*others, null), max(*others, null)
+        colours = colour_map().reversed()((others - low) / (high - low), bytes=True)
+        seen = set(map(tuple, pictures[k].reshape(-1, 4)))
+        assert {*map(tuple, colours), (211, 211, 211, 255)} <= seen  # light grey on the diagonal
+        np.testing.assert_array_equal(pictures[k], coupling_pictures(matrices, {k: null})[k])
+    assert not (pictures[2] == pictures[4]).all()
 
 
 def test_a_measurement_allows_the_figures_that_need_one_step(measured):

@@ -28,7 +28,8 @@ from tracker.analysis.regression import (
     mean_interval,
     partial_correlation,
 )
-from tracker.analysis.statistics import PAIRS, correlations, sources
+from tracker.analysis.statistics import correlations, sources
+from tracker.analysis.variables import PAIRS
 from tracker.errors import UsageError
 from tracker.measures.registry import VARIANTS
 

@@ -11,7 +11,8 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.null_levels import READ, null_level
-from tracker.analysis.statistics import PAIRS, over_pairs
+from tracker.analysis.statistics import over_pairs
+from tracker.analysis.variables import PAIRS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store, require_steps
 

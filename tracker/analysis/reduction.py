@@ -4,25 +4,15 @@ A unit of a large model has coupling matrices of every prompt; reduced it has a 
 whole walk fit in memory. A Dataset with a `step` dimension gives the same values.
 """
 
-from collections.abc import Hashable
-
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.null_levels import null_level
-from tracker.analysis.statistics import (
-    CURVES,
-    curves,
-    middle_layers,
-    over_pairs,
-    points_of_layer_pairs,
-    quartiles,
-)
+from tracker.analysis.null_levels import levels
+from tracker.analysis.statistics import CURVES, SAMPLES, curves, middle_layers, points_of_layer_pairs
+from tracker.analysis.variables import coordinates, in_float64, mean, median, over_pairs, quartiles
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
 
-SAMPLES = ("prompt", "token")
-PAIRS = ("layer", "layer_other")
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each Jacobian's checks
@@ -40,83 +30,101 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
-    found: dict[Hashable, xr.DataArray] = dict(curves(results, [n for n in CURVES if n not in VARIANTS]).data_vars)
+    found = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
     for name in (name for name in VARIANTS if name in results):
-        matrices, levels = results[name].astype(float), null_level(results, name)
-        found[f"{name}_matrix"], found[f"{name}_level"] = matrices.mean(SAMPLES), levels.mean(SAMPLES)
-        by_prompt, null = over_pairs(matrices), over_pairs(levels)
+        matrices, null = in_float64(results, name), levels(results, name)
+        found[f"{name}_matrix"], found[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
+        by_prompt, null = over_pairs(matrices), over_pairs(null)
         found |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
-        found[f"{name}_coupling"] = (null - by_prompt).mean("token")
+        found[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
-        found[f"{name}_by_prompt"] = results[name].astype(float).median("position")
+        found[f"{name}_by_prompt"] = median(in_float64(results, name), ["position"])
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
-        found[f"{measure.name}_by_depth"] = quartiles(results[measure.name].astype(float), samples)
-    if "singular_value" in results:
-        ranks = [rank for rank in RANKS if rank <= results.sizes["rank"]]
-        found["singular_value_median"] = results["singular_value"].sel(rank=ranks).astype(float).median(SAMPLES)
+        found[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
     if "matrix" in results:
-        found["matrix_absolute"] = abs(results["matrix"]).mean(SAMPLES)
+        found["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
     found |= {  # of the first prompt at its first measured token
-        measure.name: results[measure.name].isel(prompt=0, token=0, drop=True)
+        measure.name: results.variables[measure.name].isel(prompt=0, token=0)
         for measure in MEASURES
         if measure.option == "directions" and measure.name in results
     }
-    found |= _tokenwise(results) | _states(results) | _certificates(results)
-    found |= {name: results[name] for name in KEPT if name in results}
-    kept = xr.Dataset(found).assign_coords(
-        {name: c for name, c in results.coords.items() if _fits(c, found) or name == "prompt_text"}
-    )
-    return kept.assign_attrs(results.attrs)
+    found |= _tokenwise(results) | _certificates(results)
+    found |= {name: results.variables[name] for name in KEPT if name in results}
+    parts = [_singular_values(results), _states(results)]
+    for part in parts:
+        found |= _variables(part)
+    coords = coordinates(found.values(), results)
+    if "prompt_text" in results.coords:
+        coords["prompt_text"] = results.variables["prompt_text"]
+    for part in parts:
+        coords |= {str(name): values for name, values in part.coords.variables.items()}
+    return xr.Dataset(found, coords, results.attrs)
 
 
-def _tokenwise(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
+def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:
+    return {str(name): part.variables[name] for name in part.data_vars}
+
+
+def _singular_values(results: xr.Dataset) -> xr.Dataset:
+    """Return the median singular values at `RANKS`."""
+    if "singular_value" not in results:
+        return xr.Dataset()
+    at = [rank - 1 for rank in RANKS if rank <= results.sizes["rank"]]
+    values = median(in_float64(results, "singular_value").isel(rank=at), SAMPLES)
+    return xr.Dataset({"singular_value_median": values}, {"rank": results.variables["rank"].isel(rank=at)})
+
+
+def _tokenwise(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Average over prompts the matrices over token pairs of each block, and |A| of the middle block.
 
     |A| is in units of the largest singular value of the Jacobian.
     """
-    found: dict[Hashable, xr.DataArray] = {}
+    found: dict[str, xr.Variable] = {}
     for measure in MEASURES:
         if measure.option == "tokenwise" and measure.base in MISCOUPLINGS and measure.name in results:
-            found[f"{measure.name}_matrix"] = results[measure.name].astype(float).mean("prompt")
+            found[f"{measure.name}_matrix"] = mean(in_float64(results, measure.name), ["prompt"])
     for kind in (kind for kind in KINDS if f"{kind}_matrix" in results):
-        A = abs(results[f"{kind}_matrix"]) / results[f"{kind}_singular_value"].sel(rank=1, drop=True)
-        found[f"{kind}_absolute"] = A.sel(layer=middle_layers(results)[0], drop=True).mean("prompt")
+        middle = results["layer"].values.tolist().index(middle_layers(results)[0])
+        A, s = (results.variables[f"{kind}_{name}"].isel(layer=middle) for name in ("matrix", "singular_value"))
+        found[f"{kind}_absolute"] = mean(abs(A) / s.isel(rank=0), ["prompt"])
     if "pair_position" in results:
-        found["pair_position"] = results["pair_position"]
+        found["pair_position"] = results.variables["pair_position"]
     return found
 
 
-def _states(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
+def _states(results: xr.Dataset) -> xr.Dataset:
     """Return the prompts' lengths, the first prompt's paths on its principal plane, and the response to noise."""
-    found: dict[Hashable, xr.DataArray] = {}
+    found: dict[str, xr.Variable] = {}
+    coords: dict[str, xr.Variable] = {}
     if "norm" in results:
-        found["length"] = results["norm"].isel(depth=0, drop=True).notnull().sum("position")
+        found["length"] = results.variables["norm"].isel(depth=0).notnull().sum("position")
     if "pca" in results:
-        plane = results["pca"].isel(prompt=0, drop=True)
-        others = set(plane.dims) - {"position"}
-        at = np.flatnonzero(plane.notnull().all(others).values)
+        plane = results.variables["pca"].isel(prompt=0)
+        at = np.flatnonzero(plane.notnull().all([dim for dim in plane.dims if dim != "position"]).values)
         chosen = at[np.unique(np.linspace(0, len(at) - 1, min(PATHS, len(at))).round().astype(int))] if len(at) else at
-        found["pca_paths"] = plane.isel(position=chosen)
+        found["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
+        along = {name: values for name, values in results.coords.variables.items() if "position" in values.dims}
+        for name, values in along.items():  # the positions, and the texts of the first prompt's tokens
+            values = values.isel({"prompt": 0, "position": chosen}, missing_dims="ignore")
+            coords["path" if name == "position" else str(name)] = _renamed(values, "position", "path")
     if "noise_similarity" in results:
-        ends = results["noise_similarity"].sel(depth=[1, int(results["depth"][-1])])
-        found["noise_similarity_ends"] = ends.astype(float).mean("position").mean("prompt").rename(depth="end")
-    return {
-        name: values.rename(position="path") if "position" in values.dims else values for name, values in found.items()
-    }
+        ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
+        found["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
+        coords["end"] = _renamed(results.variables["depth"].isel(depth=[1, -1]), "depth", "end")
+    return xr.Dataset(found, coords)
 
 
-def _certificates(results: xr.Dataset) -> dict[Hashable, xr.DataArray]:
+def _renamed(values: xr.Variable, dim: str, to: str) -> xr.Variable:
+    return xr.Variable([to if name == dim else name for name in values.dims], values.values, values.attrs)
+
+
+def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
     if f"{DIAGNOSTICS}residual" not in results:
         return {}
-    checks = {name: results[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
+    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
     there = checks["residual"].notnull()
     counts = {"jacobians": there, **{name: (checks[name] == 1) & there for name in ("sliced", "complete", "formed")}}
-    found: dict[Hashable, xr.DataArray] = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
+    found = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
     return found | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
-
-
-def _fits(coordinate: xr.DataArray, found: dict[Hashable, xr.DataArray]) -> bool:
-    sizes = {dim: size for values in found.values() for dim, size in values.sizes.items()}
-    return all(sizes.get(dim) == size for dim, size in coordinate.sizes.items())

@@ -12,28 +12,28 @@ diagonal. Trajectory measures: median and quartiles over prompts and positions.
 W&B, the figures and the page all draw these values.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 
-from tracker.analysis.null_levels import null_level
+from tracker.analysis import variables
+from tracker.analysis.null_levels import levels
 from tracker.analysis.regression import group_means, holm, linear_fit
-from tracker.measures.coupling import depth_means
+from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
 from tracker.measures.dataset import compared_tokens, pair_layers
 from tracker.measures.declaration import Measure, Reduction
 from tracker.measures.headline import BELOW_NULL, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL, UNDEFINED, headline_names
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
 from tracker.measures.registry import UNDEFINED as COUNTS_OF_UNDEFINED
 
-PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
 USUAL = (*MISCOUPLINGS, *(measure.name for measure in TRAJECTORY if measure.curve))
 CURVES = tuple(measure.name for measure in MEASURES if measure.curve)
-QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+SAMPLES = ("prompt", "token")
+ACROSS = ("layer", "pair_token", "pair_token_other")  # the dimensions of pairs of tokens
 
 
 def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
@@ -48,50 +48,50 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
         q75) over all prompts and positions; `entropy` and products of blocks only of the last state or block;
         `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
     """
-    out: dict[str, xr.DataArray] = {}
+    out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve
         if name in results and reduction is not None:
             parts = REDUCTIONS[reduction](results, BY_NAME[name])
             out |= {f"{name}{part}": values for part, values in parts.items()}
     if "score" in results:
-        out["score"] = results["score"]
-    return xr.Dataset(out).transpose("step", ..., missing_dims="ignore")
+        out["score"] = results.variables["score"]
+    return gathered(out, results).transpose("step", ..., missing_dims="ignore")
 
 
-def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    values, null = _in_float64(results[measure.name]), null_level(results, measure.name)
-    return points_of_layer_pairs(over_pairs(values), over_pairs(null))
+def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
+    values, null = in_float64(results, measure.name), levels(results, measure.name)
+    return points_of_layer_pairs(variables.over_pairs(values), variables.over_pairs(null))
 
 
-def points_of_layer_pairs(by_prompt: xr.DataArray, null: xr.DataArray) -> dict[str, xr.DataArray]:
+def points_of_layer_pairs(by_prompt: xr.Variable, null: xr.Variable) -> dict[str, xr.Variable]:
     """Return the points of a mis-coupling, by what follows its name, from `over_pairs` of it and of its null level."""
-    samples = ("prompt", "token")
-    return {"": by_prompt.mean(samples), **_band(by_prompt, samples), "_null": null.mean(samples)}
+    return {"": mean(by_prompt, SAMPLES), **_band(by_prompt, SAMPLES), "_null": mean(null, SAMPLES)}
 
 
-def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    matrices = _in_float64(results[measure.name])
-    compared, over = compared_tokens(results), ("layer", "pair_token", "pair_token_other")
-    null = null_level(results, measure.name).where(compared)
-    by_prompt = matrices.where(compared).mean(over)
-    return {"": by_prompt.mean("prompt"), **_band(by_prompt, ("prompt",)), "_null": null.mean(over).mean("prompt")}
+def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
+    compared = compared_tokens(results)
+    by_prompt, null = (
+        mean(values.where(compared), ACROSS)
+        for values in (in_float64(results, measure.name), levels(results, measure.name))
+    )
+    return {"": mean(by_prompt, ["prompt"]), **_band(by_prompt, ["prompt"]), "_null": mean(null, ["prompt"])}
 
 
-def _over_positions(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    return {"": quartiles(_in_float64(results[measure.name]), ("prompt", *measure.dims))}
+def _over_positions(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
+    return {"": variables.quartiles(in_float64(results, measure.name), ("prompt", *measure.dims))}
 
 
-def _of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
+def _of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
     last = _last_state(results, measure)
-    return {"": quartiles(last, tuple(str(dim) for dim in last.dims if dim != "step"))}
+    return {"": variables.quartiles(last, [str(dim) for dim in last.dims if dim != "step"])}
 
 
-def _mean_of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.DataArray]:
-    return {"": _last_state(results, measure).mean("position").mean("prompt")}
+def _mean_of_last_state(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
+    return {"": mean(mean(_last_state(results, measure), ["position"]), ["prompt"])}
 
 
-REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.DataArray]]] = {
+REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Variable]]] = {
     "pairs": _over_layer_pairs,
     "token pairs": _over_token_pairs,
     "quartiles": _over_positions,
@@ -100,15 +100,14 @@ REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Data
 }
 
 
-def _last_state(results: xr.Dataset, measure: Measure) -> xr.DataArray:
+def _last_state(results: xr.Dataset, measure: Measure) -> xr.Variable:
     """Return the values of the last state, or of the last block."""
-    axis = "depth" if "depth" in measure.dims else "layer"
-    return _in_float64(results[measure.name].isel({axis: -1}, drop=True))
+    return in_float64(results, measure.name).isel({"depth" if "depth" in measure.dims else "layer": -1})
 
 
-def _band(values: xr.DataArray, over: tuple[str, ...]) -> dict[str, xr.DataArray]:
-    spread = quartiles(values, over)
-    return {f"_{q}": spread.sel(statistic=q, drop=True) for q in ("q25", "q75")}
+def _band(values: xr.Variable, over: Sequence[str]) -> dict[str, xr.Variable]:
+    spread = variables.quartiles(values, over)
+    return {f"_{q}": spread.isel(statistic=list(QUANTILES).index(q)) for q in ("q25", "q75")}
 
 
 def layers_in_words(results: xr.Dataset) -> str:
@@ -129,16 +128,18 @@ def middle_layers(results: xr.Dataset) -> tuple[int, int]:
     return int(middle["layer"]), int(middle)
 
 
-def _in_float64(values: xr.DataArray) -> xr.DataArray:
-    """Convert values, so that one step alone and the same step among others give the same sum."""
-    return values.astype(np.float64)
-
-
-def quartiles(values: xr.DataArray, over: tuple[str, ...]) -> xr.DataArray:
+def quartiles(values: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
     """Return quartiles over the given dimensions, along `statistic`; NaN where there is no value at all."""
-    there = values.notnull().any(over)
-    spread = values.where(there, 0.0).quantile(list(QUANTILES.values()), over, skipna=True)
-    return spread.rename(quantile="statistic").assign_coords(statistic=list(QUANTILES)).where(there)
+    return _labelled(variables.quartiles(values.variable, over), values)
+
+
+def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
+    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
+    return _labelled(variables.over_pairs(matrices.variable), matrices)
+
+
+def _labelled(reduced: xr.Variable, values: xr.DataArray) -> xr.DataArray:
+    return xr.DataArray(reduced, coordinates([reduced], values), name=values.name)
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:
@@ -159,16 +160,6 @@ def suspect(results: xr.Dataset) -> np.ndarray:
     """Return why each step's weights may not be what its name states; "" for a step that is not suspect or was not checked."""
     reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
-
-
-def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
-    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
-
-    def means(values: np.ndarray) -> np.ndarray:
-        return np.stack([m.numpy() for m in depth_means(torch.from_numpy(values)).values()], -1)
-
-    reduced = xr.apply_ufunc(means, matrices, input_core_dims=[["layer", "layer_other"]], output_core_dims=[["pairs"]])
-    return reduced.assign_coords(pairs=list(PAIRS))
 
 
 def correlations(
@@ -206,31 +197,48 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     return {"inverse": inverse, "fitted": intercept + fit["slope"] * layers, **line}
 
 
-def scalars(unit: xr.Dataset, points: xr.Dataset | None = None) -> dict[str, float]:
+def scalars(unit: xr.Dataset) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
-    `points` are the unit's `curves` of all measures, where they are known already: they take seconds. The mis-coupling off the
-    diagonal at the smallest K, its null level and their difference have short names of their own
+    The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
     (`tracker.measures.headline`). The number of undefined values is there if there are any.
     """
-    logged = [measure for measure in MEASURES if measure.logged]
-    points = curves(unit, [measure.name for measure in logged]) if points is None else points
-    metrics = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
-    flat = {
-        "/".join([metric, *labels]): value
-        for name, metric in metrics.items()
-        if name in points
-        for labels, value in _entries(points[name])
-        if name != "score" or value == value  # among steps with other scores
+    return _recorded({name: float(value) for name, value in _metrics(unit).items()})
+
+
+def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
+    """Return the `scalars` of each step of results along `step`."""
+    found = _metrics(results)
+    return [_recorded({name: float(values[i]) for name, values in found.items()}) for i in range(results.sizes["step"])]
+
+
+def _recorded(found: dict[str, float]) -> dict[str, float]:
+    """Leave out a count of zero, and scores that only other steps have."""
+    return {
+        name: value
+        for name, value in found.items()
+        if (name != UNDEFINED or value) and not (name.startswith("score/") and value != value)
     }
-    if "miscoupling" in unit:
+
+
+def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
+    """Return the values that loggers record, by metric name: one for each step if the results have steps."""
+    logged = [measure for measure in MEASURES if measure.logged]
+    points = curves(results, [measure.name for measure in logged])
+    names = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
+    flat = {
+        "/".join([metric, *labels]): values
+        for name, metric in names.items()
+        if name in points.variables
+        for labels, values in _entries(points, name)
+    }
+    if "miscoupling" in results:
         flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (
-            flat[f"coupling/miscoupling{null}/k{_smallest_k(unit)}/mean_offdiag"] for null in ("", "_null")
+            flat[f"coupling/miscoupling{null}/k{_smallest_k(results)}/mean_offdiag"] for null in ("", "_null")
         )
         flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
-    if undefined := int(unit[COUNTS_OF_UNDEFINED].sum()):
-        flat[UNDEFINED] = float(undefined)
-    return flat
+    counts = results.variables[COUNTS_OF_UNDEFINED]
+    return flat | {UNDEFINED: counts.values.sum(counts.dims.index("quantity"))}
 
 
 def headlines(unit: xr.Dataset) -> tuple[str, ...]:
@@ -246,9 +254,13 @@ def _metric(measure: Measure, part: str) -> str:
     return f"{measure.metric}{part}"
 
 
-def _entries(values: xr.DataArray) -> Iterator[tuple[tuple[str, ...], float]]:
-    labels = [[_label(str(dim), label) for label in values[dim].values] for dim in values.dims]
-    return zip(product(*labels), values.values.astype(float).ravel().tolist(), strict=True)
+def _entries(points: xr.Dataset, name: str) -> list[tuple[tuple[str, ...], np.ndarray]]:
+    """Return the values of a curve, over steps, with their labels along the other dimensions."""
+    values = points.variables[name].transpose(..., "step", missing_dims="ignore")
+    along = [str(dim) for dim in values.dims if dim != "step"]
+    sizes = values.shape[: len(along)]
+    labels = [[_label(dim, label) for label in points.variables[dim].values] for dim in along]
+    return list(zip(product(*labels), (values.values[at] for at in np.ndindex(sizes)), strict=True))
 
 
 def _label(dim: str, label: object) -> str:

@@ -25,6 +25,7 @@ from tracker.figures.palette import BLUE, GREEN, ORANGE, SERIES
 from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -34,6 +35,8 @@ COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}  # of the measures
 TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodistance (0: exponential growth)"}
 SAMPLES = ("prompt", "token")
 PER_ROW = 3  # matrices
+SIZE = 4.8, 4.0  # inches, of one matrix
+PLACE = 0.1, 0.12, 0.86, 0.77  # of the matrix and its bar in a picture, which leaves room for longer numbers
 
 
 def heatmaps(
@@ -57,16 +60,34 @@ def heatmaps(
     return _heatmaps(shown, given), pd.concat(tables)
 
 
-def coupling_heatmap(matrix: xr.DataArray, k: int, null: float) -> "Figure":
-    """Draw the (L, L) matrix of one step: rows are blocks l, columns the blocks l' in whose basis they are expressed.
+def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
+    """Render the (L, L) matrix of each K as an RGBA image, (height, width, 4).
 
-    A diagonal that is 0 by definition is grey; the colours span the other entries and their null level.
+    Rows are blocks l, columns the blocks l' in whose basis they are expressed. A diagonal that is 0 by definition is grey; the
+    colours span the other entries and their null level. What is the same in all pictures is drawn once.
 
     Args:
-        matrix: mis-couplings (layer, layer_other), means over prompts and tokens, by the name of their measure.
-        null: the mean of their null levels over l != l'.
+        matrices: mis-couplings (k, layer, layer_other), means over prompts and tokens, by the name of their measure.
+        nulls: the mean of their null levels over l != l', by K.
     """
-    return _heatmaps({_title(matrix, k): (matrix, null)})
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    canvas = FigureCanvasAgg(Figure(figsize=SIZE))
+    heatmap = _Heatmap(canvas.figure.add_axes(PLACE), matrices.sizes["layer"])
+    for part in heatmap.changing:
+        part.set_animated(True)  # is not drawn with the rest
+    canvas.draw()
+    unchanging = canvas.copy_from_bbox(canvas.figure.bbox)
+    pictures = {}
+    for k, null in nulls.items():
+        matrix = _where_defined(matrices.sel(k=k))
+        heatmap.show(_title(matrices, k), matrix, null, _range(matrix, null))
+        canvas.restore_region(unchanging)
+        for part in heatmap.changing:
+            canvas.figure.draw_artist(part)
+        pictures[k] = np.array(canvas.buffer_rgba())
+    return pictures
 
 
 def _title(matrix: xr.DataArray, k: int) -> str:
@@ -76,14 +97,11 @@ def _title(matrix: xr.DataArray, k: int) -> str:
 def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], given: "Axes | None" = None) -> "Figure":
     """Draw matrices of one measure, with their null levels, by title."""
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
 
     if given is None:
         columns = min(len(shown), PER_ROW)
         rows = -(-len(shown) // columns)
-        figure = Figure(figsize=(4.8 * columns, 4 * rows), layout="constrained")
+        figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
         panel, *more = figure.subplots(rows, columns, squeeze=False).ravel()
         places = [panel, *more]
         for unused in places[len(shown) :]:
@@ -91,26 +109,55 @@ def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], given: "Axes | No
     else:
         figure, places = panels(len(shown), given)
         given.grid(False)
-    matrices = [(matrix.where(_defined(matrix)), null) for matrix, null in shown.values()]
-    scale = [value for matrix, null in matrices for value in (float(matrix.min()), float(matrix.max()), null)]
-    colours = colour_map().reversed().with_extremes(bad="lightgrey")
+    matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
+    ranges = [_range(matrix, null) for matrix, null in matrices]
+    shared = min(low for low, _ in ranges), max(high for _, high in ranges)
     for axes, title, (matrix, null) in zip(places, shown, matrices, strict=False):
-        end = matrix.sizes["layer"] + 0.5
-        extent = (0.5, end, end, 0.5)
-        image = axes.imshow(matrix, cmap=colours, vmin=min(scale), vmax=max(scale), extent=extent)
+        _Heatmap(axes, len(matrix)).show(title, matrix, null, shared)
+    return figure
+
+
+class _Heatmap:
+    """A panel with the matrix of L blocks and its bar of colours.
+
+    Attributes:
+        changing: what `show` changes, in the order in which it is drawn.
+    """
+
+    def __init__(self, axes: "Axes", L: int) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        self.axes = axes
+        colours = colour_map().reversed().with_extremes(bad="lightgrey")
+        self.image = axes.imshow(np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5))
         axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(title, fontsize=8, pad=20)
-        bar = figure.colorbar(image, ax=axes)
-        bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
-        bar.ax.tick_params(labelsize=8)
-        bar.ax.axhline(null, color="black", lw=1)
+        self.bar = axes.figure.colorbar(self.image, ax=axes)
+        self.bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
+        self.bar.ax.tick_params(labelsize=8)
+        self.level = self.bar.ax.axhline(color="black", lw=1)
+
+    @property
+    def changing(self) -> "list[Artist]":
+        frame = self.axes.spines.values()  # half of its width lies on the image
+        legend = self.axes.get_legend()
+        return [self.image, *frame, self.axes.title, *([legend] if legend else []), self.bar.ax]
+
+    def show(self, title: str, matrix: np.ndarray, null: float, range: tuple[float, float]) -> None:
+        """Show a matrix, in which an entry that is 0 by definition is NaN, with its null level and the range of colours."""
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        self.image.set_data(matrix)
+        self.image.set_clim(*range)
+        self.level.set_ydata([null, null])
+        self.axes.set_title(title, fontsize=8, pad=20)
         explained: list[Any] = [Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}")]
-        if matrix.isnull().any():
+        if np.isnan(matrix).any():
             explained.insert(0, Patch(color="lightgrey", label="l = l': 0 by definition"))
         # Above the axes, and the title above it: below them is the label of x, at a distance that depends on the layout.
-        axes.legend(
+        self.axes.legend(
             handles=explained,
             ncols=2,
             loc="lower center",
@@ -119,21 +166,20 @@ def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], given: "Axes | No
             frameon=False,
             fontsize=8,
         )
-    return figure
 
 
-def _defined(matrix: xr.DataArray) -> xr.DataArray:
-    """Return which entries are not 0 by definition: all, if the sides of the basis are swapped."""
-    return (matrix["layer"] != matrix["layer_other"]) | (BY_NAME[str(matrix.name)].variant == "vju")
+def _where_defined(matrix: xr.DataArray) -> np.ndarray:
+    """Return the entries, NaN in place of those that are 0 by definition: none, if the sides of the basis are swapped."""
+    values = matrix.values.astype(np.float64)
+    if BY_NAME[str(matrix.name)].variant != "vju":
+        values[matrix["layer"].values[:, None] == matrix["layer_other"].values] = np.nan
+    return values
 
 
-def pixels(figure: "Figure") -> np.ndarray:
-    """Render a figure as an RGBA image, (height, width, 4)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())
+def _range(matrix: np.ndarray, null: float) -> tuple[float, float]:
+    """Return the range of the entries and their null level."""
+    values = [*matrix[~np.isnan(matrix)], *([] if np.isnan(null) else [null])]
+    return min(values, default=0.0), max(values, default=1.0)
 
 
 def training_curves(

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import curves, headlines, scalars
-from tracker.measures.registry import MEASURES, MISCOUPLINGS
+from tracker.analysis.statistics import headlines, scalars, scalars_by_step
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.results import Store
 
 SAMPLES = ("prompt", "token")
@@ -31,37 +31,44 @@ class Row:
     headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod
-    def from_unit(cls, unit: xr.Dataset, points: xr.Dataset | None = None) -> "Row":
-        """Reduce a unit to the content of a log; `points` as in `scalars`."""
+    def from_unit(cls, unit: xr.Dataset) -> "Row":
+        """Reduce a unit to the content of a log."""
+        return cls._of_step(unit, scalars(unit), _matrices(unit))
+
+    @classmethod
+    def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
+        """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
+        matrices, coordinates = _matrices(curve), curve[[]].assign_coords(curve.coords)
+        return [
+            cls._of_step(coordinates.isel(step=i), values, matrices.isel(step=i) if matrices else matrices)
+            for i, values in enumerate(scalars_by_step(curve))
+        ]
+
+    @classmethod
+    def _of_step(cls, unit: xr.Dataset, values: Mapping[str, float], matrices: xr.Dataset) -> "Row":
         checkpoint = {}
         if "suspect" in unit.coords:
             checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
             checkpoint["training/tokens"] = int(unit["tokens_seen"])
-        measured = [name for name in MISCOUPLINGS if name in unit]
-        matrices = unit[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
-        values = scalars(unit, points)
         shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
-        headline = tuple(name for name in shown if name in values)
-        return cls(int(unit["step"]), values, checkpoint, matrices, headline)
-
-    @classmethod
-    def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
-        """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
-        points = curves(curve, [measure.name for measure in MEASURES if measure.logged])
-        return [cls.from_unit(curve.isel(step=i), points.isel(step=i)) for i in range(curve.sizes["step"])]
+        return cls(int(unit["step"]), values, checkpoint, matrices, tuple(name for name in shown if name in values))
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.overview import coupling_heatmap, pixels
+        from tracker.figures.overview import coupling_pictures
 
         if "miscoupling" not in self.matrices:
             return {}
         means = self.matrices["miscoupling"].mean(SAMPLES)
         nulls = {int(k): self.scalars[f"coupling/miscoupling_null/k{k}/mean_offdiag"] for k in means["k"].values}
-        return {
-            f"coupling/heatmap/k{k}": pixels(coupling_heatmap(means.sel(k=k), k, null)) for k, null in nulls.items()
-        }
+        return {f"coupling/heatmap/k{k}": picture for k, picture in coupling_pictures(means, nulls).items()}
+
+
+def _matrices(results: xr.Dataset) -> xr.Dataset:
+    """Return the means of the mis-couplings over prompts and tokens, whose dimensions keep a size of 1."""
+    measured = [name for name in MISCOUPLINGS if name in results]
+    return results[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
 
 
 class Logger(Protocol):

@@ -115,13 +115,18 @@ def pair_layers(results: xr.Dataset) -> xr.DataArray:
     return results.coords["pair_layer_other"]
 
 
-def compared_tokens(results: xr.Dataset) -> xr.DataArray:
+def compared_layers(results: xr.Dataset) -> xr.Variable:
+    """Return which pairs (layer, layer_other) are of two blocks."""
+    return results.variables["layer"] != results.variables["layer_other"]
+
+
+def compared_tokens(results: xr.Dataset) -> xr.Variable:
     """Return which token pairs of each layer count in a mean: all, as in the paper, except a Jacobian in its own basis.
 
     The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
-    own_block = pair_layers(results) == results["layer"]
-    return ~(own_block & (results["pair_token"] == results["pair_token_other"]))
+    layer, token, other = (results.variables[dim] for dim in ("layer", "pair_token", "pair_token_other"))
+    return ~((pair_layers(results).variable == layer) & (token == other))
 
 
 def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:

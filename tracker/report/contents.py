@@ -10,7 +10,8 @@ import xarray as xr
 
 from tracker.analysis.jsonable import jsonable
 from tracker.analysis.onset import onset, pairs_of_blocks
-from tracker.analysis.statistics import PAIRS, USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
+from tracker.analysis.statistics import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
+from tracker.analysis.variables import PAIRS
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, NORMED, VARIANTS

@@ -234,8 +234,8 @@ class Run:
             unit = self._measure_and_publish(step, module, device)
         cost = self.overhead.last, self.overhead.last_share
         self._attempt(step, "not logged", self.publisher.report_cost, step, *cost, len(self.skipped.reasons))
-        if self.regular and not self.thin:
-            self.overhead.warn_above_limit(self.overhead.last_share, "the time since the last measurement")
+        if self.regular and not self.thin:  # single intervals of an irregular schedule are not representative
+            self.overhead.warn_of_interval()
         return unit
 
     def finish(self) -> None:
@@ -243,8 +243,8 @@ class Run:
 
         All ranks call this together.
         """
-        if not self.regular:  # single intervals of an irregular schedule are not representative
-            self.overhead.warn_above_limit(self.overhead.share, "this run")
+        if not self.thin:
+            self.overhead.warn_of_run()
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
         self.skipped.summarize()

@@ -1,0 +1,87 @@
+"""Reductions of arrays that have named dimensions and no coordinates, `xr.Variable`.
+
+xarray spends milliseconds on the coordinates of each `xr.DataArray` that it computes, and microseconds on the numbers of a
+unit. Curve points and summaries are therefore computed from variables, and `gathered` adds the coordinates once.
+Missing values (NaN) are left out of every reduction.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+import xarray as xr
+
+from tracker.measures.coupling import depth_means
+
+PAIRS = ("mean", "mean_offdiag", "mean_adjacent")
+QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
+LABELS = {"pairs": PAIRS, "statistic": tuple(QUANTILES)}  # of the dimensions that reductions add
+
+Labelled = xr.Dataset | xr.DataArray
+
+
+def in_float64(results: xr.Dataset, name: str) -> xr.Variable:
+    """Return a variable in float64, so that one step alone and the same step among others give the same sum."""
+    stored = results.variables[name]
+    return xr.Variable(stored.dims, stored.values.astype(np.float64), stored.attrs)
+
+
+def mean(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
+    """Return the mean over dimensions."""
+    over = tuple(over)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
+        means = np.nanmean(values.values, axis=tuple(map(values.dims.index, over)))
+    return xr.Variable([dim for dim in values.dims if dim not in over], means, values.attrs)
+
+
+def median(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
+    """Return the median over dimensions."""
+    rest, ordered, count = _ordered(values, tuple(over))
+    middle = np.stack([(count - 1) // 2, count // 2], -1)
+    return xr.Variable(rest, np.take_along_axis(ordered, middle.clip(0), -1).mean(-1), values.attrs)
+
+
+def quartiles(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
+    """Return quartiles over dimensions, along `statistic`, by linear interpolation as in `np.quantile`."""
+    rest, ordered, count = _ordered(values, tuple(over))
+    at = ((count - 1)[..., None] * np.array(list(QUANTILES.values()))).clip(0)
+    below = at.astype(int)
+    above = np.minimum(below + 1, (count - 1)[..., None].clip(0))
+    low, high = (np.take_along_axis(ordered, index, -1) for index in (below, above))
+    share, between = at - below, high - low
+    spread = np.where(share < 0.5, low + between * share, high - between * (1 - share))
+    return xr.Variable(("statistic", *rest), np.moveaxis(spread, -1, 0), values.attrs)
+
+
+def over_pairs(matrices: xr.Variable) -> xr.Variable:
+    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
+    matrices = matrices.transpose(..., "layer", "layer_other")
+    means = depth_means(torch.from_numpy(matrices.values))
+    values = np.stack([means[pairs].numpy() for pairs in PAIRS], -1)
+    return xr.Variable((*matrices.dims[:-2], "pairs"), values, matrices.attrs)
+
+
+def gathered(found: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset:
+    """Return variables as a Dataset, with the coordinates of the results that they were computed from."""
+    return xr.Dataset(found, coordinates(found.values(), results))
+
+
+def coordinates(found: Iterable[xr.Variable], results: Labelled) -> dict[str, xr.Variable]:
+    """Return the coordinates of results that fit the dimensions of variables, and the `LABELS` of those dimensions."""
+    sizes = {dim: size for values in found for dim, size in values.sizes.items()}
+    fitting = {
+        str(name): values
+        for name, values in results.coords.variables.items()
+        if all(sizes.get(dim) == size for dim, size in values.sizes.items())
+    }
+    return fitting | {dim: xr.Variable(dim, list(labels)) for dim, labels in LABELS.items() if dim in sizes}
+
+
+def _ordered(values: xr.Variable, over: tuple[str, ...]) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Return the remaining dimensions, the values along the others in ascending order, NaN last, and the number of values."""
+    rest = [str(dim) for dim in values.dims if dim not in over]
+    values = values.transpose(*rest, *over)
+    flat = values.values.reshape(*values.shape[: len(rest)], -1)
+    return rest, np.sort(flat, -1), (~np.isnan(flat)).sum(-1)
