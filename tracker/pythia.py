@@ -21,8 +21,8 @@ from checkpoints.errors import first_line
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
-from tracker.walk.failures import Failures, nothing_cached, reason, unavailable
-from tracker.walk.overview import headline, print_overview, print_repeats
+from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
+from tracker.walk.overview import headline, print_other_tokens, print_overview, print_repeats
 from tracker.walk.plan import Output, Plan, make_plan, named_suite, store_of
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import Progress, progress
@@ -111,16 +111,14 @@ def _walk(walk: Walk, plan: Plan, openers: "Sequence[Opener]", logged: "LoggedRu
                     log(summaries.row(step))
                 _measure_missing(plan, missing, summaries, failures, shown, log, interrupts, walk.debug)
             print_repeats(summaries.by_step)
+            print_other_tokens(summaries.by_step)
             no_page = _write_page(summaries)  # before the loggers finish: a server may keep them waiting
             if not no_page:  # units of one model
                 _print_summary(summaries)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandFailure(
-            f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
-            "disk space or give another --out, and run the same command again"
-        ) from error
+        raise CommandFailure(unwritable(error, store.path)) from error
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 def print_overview(plan: Plan, missing: int) -> None:
     """Print what is measured, and which checkpoints are suspect."""
     selection, measurement = plan.selection, plan.measurement
-    count = len(selection.checkpoints)
+    count, inputs = len(selection.checkpoints), measurement.inputs
+    if isinstance(inputs, Mapping):
+        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0))
     print(
         f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
-        f"{counted(len(measurement.inputs), 'prompt')}; {measurement.device}, "
+        f"{counted(len(inputs), 'prompt')}; {measurement.device}, "
         f"{measurement.settings.dtype}; results in {plan.output.store.path}",
         flush=True,
     )
@@ -46,6 +48,15 @@ def print_repeats(summaries: "Mapping[int, xr.Dataset]") -> None:
     }
     for step, earlier in find_repeats(fingerprints).items():
         print(f"note: {describe_repeat(step, earlier)}", flush=True)
+
+
+def print_other_tokens(summaries: "Mapping[int, xr.Dataset]") -> None:
+    """Print which steps were measured on other token ids."""
+    from tracker.analysis.doubts import other_tokens
+
+    hashes = {step: str(summary.attrs.get("token_ids_sha256", "")) for step, summary in summaries.items()}
+    for line in other_tokens(dict(sorted(hashes.items()))):
+        print(f"note: {line}", flush=True)
 
 
 def headline(summary: "xr.Dataset") -> str:

@@ -1,10 +1,12 @@
 """Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
@@ -248,13 +250,21 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
         return prompts_digest(prompts), [prompt.text for prompt in prompts], known
     import torch
 
+    form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except UnpicklingError as error:
+        held = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a {held[1]}, and pickles of other objects than tensors can run code" if held else "no tensors"
         raise ValueError(
-            f"--inputs {walk.inputs} can't be read ({first_line(error)}); give a file that torch.save wrote, with a tensor "
-            "or a dictionary of tensors"
+            f"--inputs {walk.inputs} is not read: it holds {what}; {form}. Of what a tokenizer returns: "
+            "torch.save(dict(encoding), FILE)"
         ) from error
+    except Exception as error:  # torch raises errors of any type for a damaged file
+        raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error
+    values = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    if not any(isinstance(value, torch.Tensor) and value.dim() for value in values):
+        raise ValueError(f"--inputs {walk.inputs} holds {shortened(inputs)} ({type(inputs).__name__}); {form}")
     return digest(inputs)[:16], inputs, {}
 
 
