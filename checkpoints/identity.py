@@ -25,8 +25,8 @@ def unchanged(source: Path) -> Iterator[None]:
     """Compare the files of a checkpoint, a directory or one file, before and after what is done with them in this context.
 
     Raises:
-        CheckpointError: if there is none, or a file is another one than before or has been written to, in place of whatever
-            that led to. New files are allowed.
+        CheckpointError: if there is none; if a file was replaced, deleted or written to, in place of whatever that led to. New
+            files are allowed.
     """
     if not source.exists():
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
@@ -110,9 +110,8 @@ def _change(before: dict[Path, tuple[int, ...] | None]) -> str:
     for file, known in before.items():
         now = _identity(file)
         if now != known:
-            done = "deleted" if now is None else "written to" if known and now[:2] == known[:2] else "replaced"
             return (
-                f"{file} was {done} while this checkpoint was measured, and its results are not kept: when nothing writes there "
-                "any more, run the same command again"
+                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
+                "when nothing writes there any more, run the same command again"
             )
     return ""

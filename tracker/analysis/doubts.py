@@ -36,8 +36,9 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
     same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
     lines += [f"{line[0].upper()}{line[1:]}." for line in same]
-    if "token_ids_sha256" in ds.coords:  # else it is an attribute, the same for all
-        lines += other_tokens(dict(zip(steps, map(str, ds["token_ids_sha256"].values), strict=True)))
+    if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
+        hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
+        lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))
     if "jacobians_count" in ds:
         lines += _certificates(ds)
     undefined = ds[UNDEFINED].sum("step")

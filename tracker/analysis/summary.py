@@ -139,7 +139,7 @@ def _result(given: Given, k: int | None) -> _Result:
         points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
         found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
         steps, skipped = ds["step"].values.tolist(), {}
-        unit = lambda step: reduced(ds.sel(step=step, drop=True))  # noqa: E731
+        unit = lambda step: reduced(ds.sel(step=step).drop_vars("step"))  # noqa: E731
     else:
         store = Store(given)
         steps, skipped = require_steps(store), store.skipped()
