@@ -56,10 +56,6 @@ def save_again(runs: Path):
     save_file(load_file(runs.parent / "step2" / "model.safetensors"), file, metadata={"format": "pt"})
 
 
-def cut_short(runs: Path):
-    os.truncate(runs / "step8" / "model.safetensors", 5000)
-
-
 def delete(runs: Path):
     shutil.rmtree(runs / "step8")
 
@@ -77,7 +73,6 @@ CHANGES = {
     overwrite: ("model.safetensors", "changed"),
     overwrite_keeping_the_time: ("model.safetensors", "changed"),
     save_again: ("model.safetensors", "changed"),
-    cut_short: ("model.safetensors", "changed"),
     delete: ("", "deleted"),
     replace_the_tokenizer: ("tokenizer.json", "changed"),
     replace_the_configuration: ("config.json", "changed"),
