@@ -23,7 +23,7 @@ from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
 from tracker.walk.overview import headline, print_other_tokens, print_overview, print_repeats
-from tracker.walk.plan import Output, Plan, make_plan, named_suite, store_of
+from tracker.walk.plan import Output, Plan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
@@ -246,8 +246,9 @@ def _write_page(summaries: "Summaries") -> list[str]:
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
+            require_settings(store, summaries.by_step.values())
             page = write_page(summaries.reader, [store.path], store.path / "report.html")
-        except ValueError as error:  # a unit of another walk
+        except ValueError as error:  # a unit of another walk, or its settings
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
     return []

@@ -170,6 +170,27 @@ def test_code_that_is_replaced_after_its_digest_was_compared_does_not_run(walker
     assert f"{checkpoint / 'foreign.py'} {MEASURED.format('changed')}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"])
+def test_settings_that_change_during_a_walk_leave_it_without_a_page(edit, walker, runs, monkeypatch, capsys):
+    """Nobody but a walk respects the lock on them; the page would state settings that nothing was measured with."""
+    store = Store(walker.directory / "out")
+
+    def change():
+        if edit is None:
+            store.settings.unlink()
+        else:
+            store.settings.write_text(json.dumps(edit(store.read_settings())))
+
+    before_the_first_measurement(monkeypatch, change)
+    assert pythia.main(walker.arguments(model=str(runs))) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("no page: ") and ("settings.json was changed" if edit else "no readable settings.json") in line
+    )
+    assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
+
+
 def test_new_files_and_those_that_loading_does_not_read_may_change(tmp_path):
     for name in ("model.safetensors", "config.json", "optimizer.pt"):
         (tmp_path / name).write_text(name)

@@ -1,7 +1,7 @@
 """Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from tracker.walk.prompts import load_prompts, prompts_digest
 
 if TYPE_CHECKING:
     import torch
+    import xarray as xr
 
     from tracker.measures.settings import Settings
     from tracker.results import Store
@@ -215,6 +216,21 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
                 f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"
             )
     return Output(store, settings_digest(identity), joined, held)
+
+
+def require_settings(store: "Store", units: "Iterable[xr.Dataset]") -> None:
+    """Check that a store's settings are still those that its units were measured with.
+
+    Raises:
+        ValueError: if they were changed or removed.
+    """
+    from tracker.provenance import settings_digest
+
+    if settings_digest(store.read_settings()) not in {unit.attrs["settings_sha256"] for unit in units}:
+        raise ValueError(
+            f"{store.settings} was changed after these results were measured, and does not say how; restore it, or measure into "
+            "another --out"
+        )
 
 
 def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, Any]:
