@@ -10,6 +10,7 @@ on `tracker`.
 | `hub` | branches and file listings from the Hugging Face hub, with retries and an offline cache |
 | `fetch` | resumable, hash-verified downloads into the hub's cache |
 | `disk` | the disk budget of downloads, and eviction |
+| `identity` | whether a user's files stay the same while they are measured, and copies of them |
 | `integrity` | suspect revisions (known defects, repeated or missing files) and fingerprints of weights |
 | `load` | models and tokenizers from a directory or a Lightning checkpoint |
 | `scores` | published and users' benchmark scores, joined by step |

@@ -1,7 +1,11 @@
 """Errors of checkpoints, each a message for the user."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # why a file can't be written
+NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class CheckpointError(Exception):

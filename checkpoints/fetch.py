@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
-from checkpoints.errors import CheckpointError, Unreachable, first_line
+from checkpoints.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, Unreachable, first_line
 from checkpoints.files import write_atomic
 from checkpoints.hub import File, Listing, read_ref, repo_dir
 from checkpoints.retries import SLOWEST, TIMEOUT, WINDOW, Attempts, Notify, require_content, with_retries
@@ -233,11 +233,11 @@ def _write_ref(reference: Path, commit: str, required: bool) -> None:
 
 
 def _describe_error(error: OSError, what: str, cache: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_SPACE:
         return (
             f"{what} does not fit on the disk of {cache} ({first_line(error)}); free some space, set HF_HUB_CACHE to a larger "
             "disk, or limit the cache with --disk_budget"
         )
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+    if error.errno in NOT_ALLOWED:
         return f"{what} is not in the cache {cache}, which can't be written to; set HF_HUB_CACHE to a directory of your own"
     return f"{what} can't be downloaded ({type(error).__name__}: {first_line(error)})"

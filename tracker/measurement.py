@@ -249,9 +249,16 @@ def to_dataset(
         "precision": settings.precision,
         "derivative": settings.derivative,
         "inputs_sha256": digest(inputs),
+        **_of_ids(samples),
         "seconds": time.perf_counter() - started,
     }
     return labelled(dataset)
+
+
+def _of_ids(samples: Sequence[Sample]) -> dict[str, str]:
+    """Return a hash of the token ids that the model received, if it received ids: of one prompt, tokenizers make others."""
+    ids = [torch.from_numpy(sample.ids) for sample in samples if sample.ids is not None]
+    return {"token_ids_sha256": digest(ids)} if ids else {}
 
 
 def _blocks_by_forward_pass(model: nn.Module, batch: Batch, dtype: torch.dtype, device: torch.device) -> Blocks:

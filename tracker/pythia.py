@@ -21,16 +21,15 @@ from checkpoints.errors import first_line
 from checkpoints.suites import UNTRAINED, Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.command import Walk, parse
-from tracker.walk.failures import Failures, nothing_cached, reason, unavailable
-from tracker.walk.overview import headline, print_overview, print_repeats
-from tracker.walk.plan import Output, Plan, make_plan, named_suite, store_of
+from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
+from tracker.walk.overview import headline, print_other_tokens, print_overview, print_repeats
+from tracker.walk.plan import Output, Plan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
 from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import LoggedRun, Opener, Row
-    from tracker.results import Store
     from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
@@ -118,14 +117,12 @@ def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", l
                     log(units.row(step))
                 _measure_missing(plan, missing, units, failures, shown, log, interrupts, walk.debug)
             print_repeats({step: known.fingerprint for step, known in units.known.items()})
-            no_page = _write_page(store)  # before the loggers finish: a server may keep them waiting
+            print_other_tokens({step: known.token_ids_sha256 for step, known in units.known.items()})
+            no_page = _write_page(units)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandFailure(
-            f"can't write to {error.filename or store.path} ({error.strerror or error}); finished revisions are kept: free "
-            "disk space or give another --out, and run the same command again"
-        ) from error
+        raise CommandFailure(unwritable(error, store.path)) from error
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
@@ -243,20 +240,21 @@ def _release_memory(plan: Plan) -> None:
     release_memory(plan.measurement.device)
 
 
-def _write_page(store: "Store") -> list[str]:
+def _write_page(units: "Units") -> list[str]:
     """Write the page and print the summary; return why there is none, in no line or one."""
     from tracker.analysis.summary import summary_of_reduced
     from tracker.report.reader import Reader
     from tracker.report.write import write_page
 
-    if not store.steps():
+    store, reader = units.store, Reader()
+    if not units.known:
         return []
-    reader = Reader()
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
+            require_settings(store, set().union(*(known.likeness["settings"] for known in units.known.values())))
             page = write_page(reader, [store.path], store.path / "report.html")
-        except ValueError as error:  # a unit of another walk
+        except ValueError as error:  # a unit of another walk, or its settings
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
     with suppress(UsageError):  # neither mis-couplings nor paths were asked for

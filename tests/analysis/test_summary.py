@@ -147,3 +147,22 @@ def test_what_can_not_be_summarised(tmp_path):
     paths = tracker.summary(tracker.measure(neox(), tokens(2), measures="trajectory"))
     assert paths.index.get_level_values("measure").tolist() == ["lss", "expodistance", "alpha_mean"]
     assert isinstance(tracker.summary(xr.merge([ds])), pd.DataFrame)
+
+
+def test_doubts_about_a_step_are_noted_for_a_store_and_for_its_dataset(tmp_path):
+    store = Store(generated(tmp_path / "toy", (0, 8, 64)))
+    for step, ids, suspect in ((0, "a", ""), (8, "a", ""), (64, "b", "another step's weights")):
+        unit = store.read(step).assign_attrs(token_ids_sha256=ids)
+        store.write(step, unit.assign_coords(suspect=suspect, revision=f"step{step}"))
+    ds = open_results(store.path)
+    expected = {
+        "Step 64 is suspect: another step's weights.",
+        "The prompts have other token ids at step 64 than at the other steps: the tokenizers of the checkpoints differ, and so "
+        "results differ for another reason than the weights.",
+    }
+    for results in (store, ds):
+        assert expected <= set(tracker.summary(results).attrs["notes"])
+    older = store.read(64)
+    del older.attrs["token_ids_sha256"]  # which earlier versions did not record
+    store.write(64, older)
+    assert not any("token ids" in note for note in tracker.summary(store).attrs["notes"])

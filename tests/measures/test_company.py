@@ -15,7 +15,7 @@ from tracker.measures import choices, depthwise, layers
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
-OF_WHOLE = {"seconds", "created", "inputs_sha256"}  # attributes that are of all inputs together
+OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attributes that are of all inputs together
 BUDGETS = (60_000, 400_000, 4 << 30)
 
 

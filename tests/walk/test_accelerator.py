@@ -48,7 +48,7 @@ def on_cpu(runs, suite, tmp_path_factory):
 def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(pretend, walker, runs, on_cpu):
     names = ("miscoupling", "singular_value", "lss")
     stored, before = {}, pretend.live_bytes()
-    for where, room in (("on the device", 20 * GB), ("in their files", BUDGET)):
+    for where, room in (("on the device", 20 * GB), ("in a copy of their files", BUDGET)):
         out = walker.directory / where.replace(" ", "_")
         with pretend.memory_limit(before + room), pretend.count() as counts:
             flags = (*FLAGS, "--device", str(pretend.device), "--out", str(out))
@@ -60,7 +60,7 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(preten
         for name in names:
             np.testing.assert_allclose(found[name], on_cpu[name], rtol=2e-4, atol=1e-5)
     for name in names:
-        np.testing.assert_array_equal(stored["on the device"][name], stored["in their files"][name])
+        np.testing.assert_array_equal(stored["on the device"][name], stored["in a copy of their files"][name])
     gc.collect()
     assert pretend.live_bytes() <= before
 
@@ -85,7 +85,7 @@ def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pret
         limit = pretend.live_bytes() + weights + BUDGET - lacking
         with pretend.memory_limit(limit):
             kept[lacking] = unit.measure_checkpoint(*checkpoint).attrs["weights_kept"]
-    assert kept == {0: "on the device", 1: "in their files"}
+    assert kept == {0: "on the device", 1: "in a copy of their files"}
 
 
 def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypatch):

@@ -41,6 +41,7 @@ def test_what_a_file_of_results_can_not_hold_is_refused_at_once(tmp_path):
 
 def test_digest_depends_on_texts_difficulties_and_sources():
     sets = [[Prompt("a")], [Prompt("b")], [Prompt("a", 1)], [Prompt("a", 2.0)], [Prompt("a"), Prompt("b")]]
+    sets += [[Prompt("a b", source="1.0")], [Prompt("a b 1.0")], [Prompt("a", 2.0, "arc")]]
     sets += [[Prompt("a b", 1.0)], [Prompt("a b"), Prompt("1.0")], [Prompt("a b\x001.0")], [Prompt("a", source="arc")]]
     assert len({prompts_digest(prompts) for prompts in sets}) == len(sets)
 

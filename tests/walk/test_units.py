@@ -59,7 +59,8 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
     """A function that walks four checkpoints, each measured as a large unit of generated numbers."""
 
     def measured(plan, checkpoint, directory):
-        return large_unit(checkpoint.step).assign_attrs(weights_kept="in memory", memory_budget="1 GB")
+        said = {"weights_kept": "in memory", "memory_budget": "1 GB", "settings_sha256": plan.output.settings_sha256}
+        return large_unit(checkpoint.step).assign_attrs(said)
 
     monkeypatch.setattr(pythia, "measure_checkpoint", measured)
     for step in range(1, 5):

@@ -1,5 +1,6 @@
 """Tests of the walk's command line: real processes, the real hub client and W&B files, interrupted and killed walks."""
 
+import errno
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from tracker.analysis.statistics import scalars
 from tracker.measures.families import CERTIFICATE
 from tracker.report.contents import contents
 from tracker.results import VOLATILE, Store
+from tracker.walk.failures import unwritable
 
 STEPS = [0, 1, 2, 4, 8]
 
@@ -380,6 +382,38 @@ def test_full_disk_keeps_finished_units(walker):
     assert Store(walker.directory / "out").steps() == [0]
     assert Store(walker.directory / "out").file(0).read_bytes() == before
     assert walker.run("--steps", "0,1")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_directory_in_place_of_the_page_is_no_full_disk(walker, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
+    page = walker.directory / "out" / "report.html"
+    page.mkdir(parents=True)
+    assert pythia.main(walker.arguments("--steps", "8")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith(f"error: can't write to {page} (Is a directory)") and "move away what is in its place" in line
+    )
+    assert Store(page.parent).steps() == [8] and "disk space" not in line
+
+
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOSPC, "free disk space or give another --out"),
+        (errno.EDQUOT, "free disk space or give another --out"),
+        (errno.EACCES, "give an --out that you may write to"),
+        (errno.EROFS, "give an --out that you may write to"),
+        (errno.ENOTDIR, "move away what is in its place, or give another --out"),
+        (errno.EIO, "give another --out"),
+    ],
+)
+def test_the_advice_is_that_of_the_error(number, remedy):
+    error = OSError(number, os.strerror(number), "a.tmp", None, "a")
+    assert unwritable(error, Path("out")) == (
+        f"can't write to a ({os.strerror(number)}); finished revisions are kept: {remedy}, and run the same "
+        "command again"
+    )
 
 
 USAGE = {

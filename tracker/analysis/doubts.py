@@ -1,6 +1,7 @@
 """What a reader should know before trusting results, in sentences."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -16,8 +17,8 @@ NAMED = 4  # of a list of steps or blocks, how many are named before it is cut s
 
 
 def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
-    """List the warnings about one store: skipped steps, suspect and repeated weights, fallbacks, missing certificates,
-    undefined values.
+    """List the warnings about one store: skipped steps, suspect and repeated weights, other token ids, fallbacks, missing
+    certificates, undefined values.
 
     Args:
         ds: its units, `reduction.reduced`, along `step`.
@@ -35,6 +36,9 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
     same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
     lines += [f"{line[0].upper()}{line[1:]}." for line in same]
+    if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
+        hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
+        lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))
     if "jacobians_count" in ds:
         lines += _certificates(ds)
     undefined = ds[UNDEFINED].sum("step")
@@ -42,6 +46,24 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
     return lines
+
+
+def other_tokens(hashes: Mapping[int, str]) -> list[str]:
+    """Say, in no line or one, which steps were measured on other token ids than most.
+
+    Args:
+        hashes: `token_ids_sha256` by step; "" where it is not known.
+    """
+    known = {step: digest for step, digest in hashes.items() if digest}
+    usual = Counter(known.values()).most_common(1)
+    others = [step for step, digest in known.items() if digest != usual[0][0]]
+    if not others:
+        return []
+    which = f"step {others[0]:,}" if len(others) == 1 else f"steps {_listed(others)}"
+    return [
+        f"The prompts have other token ids at {which} than at the other steps: the tokenizers of the checkpoints differ, and so "
+        "results differ for another reason than the weights."
+    ]
 
 
 def _certificates(ds: xr.Dataset) -> Iterator[str]:

@@ -4,13 +4,13 @@ A file is unlinked before it is used, so it disappears with its last tensor, als
 system writes its pages out and reads them back.
 """
 
-import errno
 import os
 import tempfile
 
 import torch
 from torch import Tensor
 
+from checkpoints.errors import NO_SPACE
 from tracker.errors import UsageError
 from tracker.linalg.transfer import copies_beside_work
 
@@ -53,7 +53,7 @@ def _in_file(tensor: Tensor) -> Tensor:
             file.flush()
             return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_SPACE:
             raise
         raise UsageError(
             f"recorded hidden states exceed their part of the memory budget, and {tempfile.gettempdir()} has no space for "

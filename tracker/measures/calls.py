@@ -92,6 +92,9 @@ def record_call(
     if len(batch.token_texts) == n:  # the blocks may take more positions than the prompt has tokens
         samples[0].token_texts = batch.token_texts
     samples[0].decode = batch.decode
+    if batch.ids is not None:
+        for sample, ids in zip(samples, batch.ids.cpu().numpy(), strict=True):
+            sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, final_norm, valid, window, settings)
     for sample, values, at in zip(samples, read, valid, strict=True):

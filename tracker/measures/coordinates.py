@@ -55,6 +55,7 @@ COORDINATES = {
     "commit": Coordinate("commit of the checkpoint", "of its repository"),
     "files_sha256": Coordinate("hash of the weight files", "SHA-256"),
     "fingerprint": Coordinate("hash of the loaded weights", "of every tensor"),
+    "token_ids_sha256": Coordinate("hash of the token ids that the model received", "SHA-256, of all prompts"),
     "suspect": Coordinate("why the weights may not be those of the step", "empty: not suspect"),
     "task": Coordinate("benchmark of a score", "name"),
     "score": Coordinate(

@@ -25,6 +25,7 @@ class Sample:
         label: the text of a prompt; "" if there is none.
         noise: the levels of noise.
         token_texts: the text of each token of a prompt; empty if there is none.
+        ids: the token ids that the model received; None if it received none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         valid: the positions that are not padding.
         fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
@@ -48,6 +49,7 @@ class Sample:
     without_halves: dict[int, str] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
+    ids: np.ndarray | None = None
     decode: Callable[[list[int]], str] | None = None
     random_seed: int | None = None
 

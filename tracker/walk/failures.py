@@ -1,17 +1,19 @@
 """The checkpoints that a walk could not measure, grouped by cause."""
 
+import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoints.disk import missing_files
-from checkpoints.errors import CheckpointError, printable
+from checkpoints.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, printable
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint, join_names
 from tracker.errors import UsageError
 from tracker.walk.plan import Selection
 
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
+IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
 NUMBERS = r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?"  # commits, and numbers that differ between steps
 
 
@@ -50,6 +52,23 @@ def reason(error: Exception, debug: bool) -> str:
     if isinstance(error, (CheckpointError, UsageError)):
         return str(error)
     return f"{type(error).__name__}: {error}" + ("" if debug else "; --debug prints the traceback")
+
+
+def unwritable(error: OSError, store: Path) -> str:
+    """Return why results can't be written to a store, and what to do."""
+    place = error.filename2 or error.filename or store  # of a renaming the new name
+    if error.errno in NO_SPACE:
+        remedy = "free disk space or give another --out"
+    elif error.errno in NOT_ALLOWED:
+        remedy = "give an --out that you may write to"
+    elif error.errno in IN_THE_WAY:
+        remedy = "move away what is in its place, or give another --out"
+    else:
+        remedy = "give another --out"
+    return (
+        f"can't write to {place} ({error.strerror or error}); finished revisions are kept: {remedy}, and run the same command "
+        "again"
+    )
 
 
 def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:

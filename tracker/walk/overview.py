@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 def print_overview(plan: Plan, missing: int) -> None:
     """Print what is measured, and which checkpoints are suspect."""
     selection, measurement = plan.selection, plan.measurement
-    count = len(selection.checkpoints)
+    count, inputs = len(selection.checkpoints), measurement.inputs
+    if isinstance(inputs, Mapping):
+        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0))
     print(
         f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
-        f"{counted(len(measurement.inputs), 'prompt')}; {measurement.device}, "
+        f"{counted(len(inputs), 'prompt')}; {measurement.device}, "
         f"{measurement.settings.dtype}; results in {plan.output.store.path}",
         flush=True,
     )
@@ -41,6 +43,14 @@ def print_repeats(fingerprints: Mapping[int, str]) -> None:
     """Print which steps have the same weights."""
     for step, earlier in find_repeats(fingerprints).items():
         print(f"note: {describe_repeat(step, earlier)}", flush=True)
+
+
+def print_other_tokens(hashes: Mapping[int, str]) -> None:
+    """Print which steps were measured on other token ids."""
+    from tracker.analysis.doubts import other_tokens
+
+    for line in other_tokens(dict(sorted(hashes.items()))):
+        print(f"note: {line}", flush=True)
 
 
 def headline(row: "Row") -> str:

@@ -1,10 +1,12 @@
 """Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
@@ -215,6 +217,24 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
     return Output(store, settings_digest(identity), joined, held)
 
 
+def require_settings(store: "Store", digests: Collection[str]) -> None:
+    """Check that a store's settings are still those that its units were measured with.
+
+    Args:
+        digests: `settings_sha256` of the units.
+
+    Raises:
+        ValueError: if they were changed or removed.
+    """
+    from tracker.provenance import settings_digest
+
+    if settings_digest(store.read_settings()) not in digests:
+        raise ValueError(
+            f"{store.settings} was changed after these results were measured, and does not say how; restore it, or measure into "
+            "another --out"
+        )
+
+
 def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, Any]:
     """Return the settings that all units of the walk's store share."""
     from tracker.provenance import SCHEMA
@@ -248,13 +268,30 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
         return prompts_digest(prompts), [prompt.text for prompt in prompts], known
     import torch
 
+    form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except UnpicklingError as error:
+        held = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"a {held[1]}, and pickles of other objects than tensors can run code" if held else "no tensors"
         raise ValueError(
-            f"--inputs {walk.inputs} can't be read ({first_line(error)}); give a file that torch.save wrote, with a tensor "
-            "or a dictionary of tensors"
+            f"--inputs {walk.inputs} is not read: it holds {what}; {form}. Of what a tokenizer returns: "
+            "torch.save(dict(encoding), FILE)"
         ) from error
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+    ) as error:
+        raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error
+    values = inputs.values() if isinstance(inputs, Mapping) else [inputs]
+    if not any(isinstance(value, torch.Tensor) and value.dim() for value in values):
+        raise ValueError(f"--inputs {walk.inputs} holds {shortened(inputs)} ({type(inputs).__name__}); {form}")
     return digest(inputs)[:16], inputs, {}
 
 

@@ -1,15 +1,17 @@
 """Load and measure one checkpoint of a walk and label the unit with its provenance."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.configuration import OWN_CODE, code_digest
 from checkpoints.errors import first_line, panics_as_errors
+from checkpoints.identity import load_copy, unchanged
 from checkpoints.suites import UNTRAINED, Checkpoint
 from tracker.errors import UsageError
 from tracker.measures.settings import Settings
@@ -22,11 +24,26 @@ if TYPE_CHECKING:
 
 @panics_as_errors()
 def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
-    """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance."""
+    """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance.
+
+    Raises:
+        CheckpointError: if it can't be loaded or is not to be trusted, or if its files change meanwhile.
+    """
+    load = plan.measurement.load
+    if checkpoint.revision is not None:  # of a cache
+        return _measure_files(plan, checkpoint, directory, load)
+    with unchanged(directory):
+        return _measure_files(plan, checkpoint, directory, partial(load_copy, load))
+
+
+def _measure_files(
+    plan: Plan, checkpoint: Checkpoint, directory: Path, load: Callable[[Path], tuple[Any, Any]]
+) -> "xr.Dataset":
+    """Load and measure a checkpoint whose files do not change."""
     from checkpoints.load import init_untrained
 
     selection, measurement, output = plan.selection, plan.measurement, plan.output
-    model, tokenizer = measurement.load(directory)
+    model, tokenizer = load(directory)
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
@@ -53,8 +70,9 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
         unit.attrs["remote_code"] = code_digest(directory)
         if measurement.approved_commit:
             unit.attrs["remote_code_commit"] = measurement.approved_commit
+    files = "in their files" if checkpoint.revision is not None else "in a copy of their files"
     in_files = directory.is_dir() and trained
-    unit.attrs["weights_kept"] = "on the device" if resident else "in their files" if in_files else "in memory"
+    unit.attrs["weights_kept"] = "on the device" if resident else files if in_files else "in memory"
     return unit
 
 

@@ -21,6 +21,7 @@ class Known:
     Attributes:
         likeness: what all units of the store share.
         revision, files_sha256, fingerprint: of the weights.
+        token_ids_sha256: of the prompts.
         scores: by task.
     """
 
@@ -28,6 +29,7 @@ class Known:
     revision: str
     files_sha256: str
     fingerprint: str
+    token_ids_sha256: str
     scores: dict[str, float]
 
 
@@ -122,10 +124,10 @@ def _known(ds: xr.Dataset, i: int = 0) -> Known:
     """Return what is known of a unit, or of the i-th of a curve."""
 
     def of(name: str) -> str:
-        values = ds.coords[name].values if name in ds.coords else np.asarray("")
+        values = ds.coords[name].values if name in ds.coords else np.asarray(ds.attrs.get(name, ""))
         return str(values if values.ndim == 0 else values[i])
 
     scores = ds["score"].isel(step=i) if "step" in ds.dims and "score" in ds else ds.get("score")
     by_task = {} if scores is None else dict(zip(scores["task"].values.tolist(), scores.values.tolist(), strict=True))
-    named = {name: of(name) for name in ("revision", "files_sha256", "fingerprint")}
+    named = {name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")}
     return Known(likeness(ds), scores={task: x for task, x in by_task.items() if x == x}, **named)

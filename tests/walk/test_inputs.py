@@ -1,0 +1,74 @@
+"""`--inputs FILE`: what is read, and one message for everything else."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+from checkpoints.load import load
+from tests.walk.test_walk import commit, snapshots
+from tracker import pythia
+from tracker.walk.command import parse
+from tracker.walk.plan import _inputs
+
+SAVE = "give a file that torch.save wrote, with a tensor or a dictionary of tensors"
+
+
+@pytest.fixture(autouse=True)
+def cached(suite, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
+
+
+def refusal(walker, capsys, file: Path) -> str:
+    assert pythia.main(walker.arguments("--inputs", str(file))) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and err.startswith(f"error: --inputs {file} ")
+    return err
+
+
+def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker, suite, capsys):
+    """transformers.BatchEncoding is no tensor and no dictionary, and a pickle of it is not read."""
+    model, tokenizer = load(snapshots(suite) / commit(suite, 8))
+    file = walker.directory / "inputs.pt"
+    encoding = tokenizer(5 * ["import os"], return_tensors="pt")
+    torch.save(encoding, file)
+    said = refusal(walker, capsys, file)
+    assert "a transformers.tokenization_utils_base.BatchEncoding, and pickles of other objects than tensors" in said
+    assert SAVE in said and "torch.save(dict(encoding), FILE)" in said
+    torch.save(dict(encoding), file)
+    assert pythia.main(walker.arguments("--inputs", str(file), "--steps", "8")) == 0
+    assert "5 prompts; " in capsys.readouterr().out
+    expected = tracker.measure(model, dict(encoding), k=[4, 8])
+    found = tracker.open_results(walker.directory / "out").sel(step=8)
+    np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)
+    assert found.attrs["token_ids_sha256"] == expected.attrs["token_ids_sha256"]
+
+
+@pytest.mark.parametrize("held", [5, None, [1, 2], {"a": 1}, {}, "text", torch.tensor(3)], ids=repr)
+def test_other_objects_are_refused(held, walker, capsys):
+    torch.save(held, walker.directory / "inputs.pt")
+    assert SAVE in refusal(walker, capsys, walker.directory / "inputs.pt")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_damaged_files_are_refused(legacy, walker, capsys):
+    """Of a changed file, torch raises errors of many types."""
+    file, rng = walker.directory / "inputs.pt", np.random.default_rng(0)
+    torch.save({"input_ids": torch.arange(10)[None]}, file, _use_new_zipfile_serialization=not legacy)
+    whole, walk, refused = file.read_bytes(), parse(walker.arguments("--inputs", str(file))), 0
+    for _ in range(60):
+        content = np.frombuffer(whole, np.uint8).copy()
+        content[rng.integers(0, min(len(content), 600), 8)] = rng.integers(0, 256, 8)
+        file.write_bytes(content.tobytes())
+        try:
+            _inputs(walk)
+        except ValueError as error:
+            assert str(error).startswith(f"--inputs {file} ") and SAVE in str(error)
+            refused += 1
+    assert refused > 30
+    file.unlink()
+    assert "can't be read" in refusal(walker, capsys, file)
+    file.mkdir()
+    assert "can't be read" in refusal(walker, capsys, file)

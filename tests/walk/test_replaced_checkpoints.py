@@ -1,0 +1,285 @@
+"""Checkpoints that change while a walk measures them: no unit has numbers, hashes and fingerprint of different files."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tracker
+from checkpoints import identity
+from checkpoints.configuration import code_digest
+from checkpoints.errors import CheckpointError
+from checkpoints.identity import load_copy, unchanged
+from tests import processes
+from tests.walk.malformed import FOREIGN
+from tests.walk.test_malformed_checkpoints import rename_head
+from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk_hub import Toy
+from tracker import pythia
+from tracker.results import Store
+from tracker.walk import unit
+
+MEASURED = "was {} while this checkpoint was measured, and its results are not kept"
+
+
+@pytest.fixture
+def runs(suite, tmp_path) -> Path:
+    """A directory of two checkpoints, and step 2 beside it."""
+    for step in (8, 16):
+        shutil.copytree(snapshots(suite) / commit(suite, min(step, 8)), tmp_path / "runs" / f"step{step}")
+    shutil.copytree(snapshots(suite) / commit(suite, 2), tmp_path / "step2")
+    return tmp_path / "runs"
+
+
+def overwrite(runs: Path):
+    with open(runs / "step8" / "model.safetensors", "r+b") as file:
+        file.write((runs.parent / "step2" / "model.safetensors").read_bytes())
+
+
+def overwrite_keeping_the_time(runs: Path):
+    file = runs / "step8" / "model.safetensors"
+    before = file.stat()
+    overwrite(runs)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def save_again(runs: Path):
+    file = runs / "step8" / "model.safetensors"
+    file.unlink()
+    save_file(load_file(runs.parent / "step2" / "model.safetensors"), file, metadata={"format": "pt"})
+
+
+def delete(runs: Path):
+    shutil.rmtree(runs / "step8")
+
+
+def replace_the_tokenizer(runs: Path):
+    file = runs / "step8" / "tokenizer.json"
+    file.write_text(file.read_text() + "\n")
+
+
+def replace_the_configuration(runs: Path):
+    os.replace(runs.parent / "step2" / "config.json", runs / "step8" / "config.json")
+
+
+CHANGES = {
+    overwrite: ("model.safetensors", "changed"),
+    overwrite_keeping_the_time: ("model.safetensors", "changed"),
+    save_again: ("model.safetensors", "changed"),
+    delete: ("", "deleted"),
+    replace_the_tokenizer: ("tokenizer.json", "changed"),
+    replace_the_configuration: ("config.json", "changed"),
+}
+
+
+def before_the_first_measurement(monkeypatch, act):
+    """Call `act` when the first checkpoint is loaded and its weights are hashed."""
+    measure, waiting = unit._measure, [act]
+
+    def measure_later(*arguments):
+        if waiting:
+            waiting.pop()()
+        return measure(*arguments)
+
+    monkeypatch.setattr(unit, "_measure", measure_later)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_changes_while_it_is_measured_fails_alone(change, walker, runs, monkeypatch, capsys):
+    name, done = CHANGES[change]
+    before_the_first_measurement(monkeypatch, lambda: change(runs))
+    assert pythia.main(walker.arguments(model=str(runs))) == 1
+    assert Store(walker.directory / "out").steps() == [16]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert line.startswith(f"failed: step 8: {runs / 'step8' / name}") and MEASURED.format(done) in line
+    if change is overwrite:  # the same command measures the new weights
+        assert pythia.main(walker.arguments(model=str(runs))) == 0
+        alone = walker.arguments("--out", str(runs.parent / "alone"), model=str(runs.parent / "step2"))
+        assert pythia.main(alone) == 0
+        found, expected = Store(walker.directory / "out").read(8), Store(runs.parent / "alone").read(2)
+        for name in ("miscoupling", "fingerprint", "files_sha256"):
+            np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_a_file_cut_short_does_not_end_the_walk(format, walker, runs):
+    """SIGBUS ends a process that reads a mapped file beyond its end, without a word."""
+    if format == "bin":
+        file = runs / "step8" / "model.safetensors"
+        torch.save(load_file(file), runs / "step8" / "pytorch_model.bin")
+        file.unlink()
+    weights = next(file for file in (runs / "step8").iterdir() if file.suffix in (".safetensors", ".bin"))
+    given = walker.arguments(model=str(runs))
+    done = processes.run("tests.walk.cut_short", weights, *given)
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert f"failed: step 8: {weights} {MEASURED.format('changed')}" in done.stderr
+    assert Store(walker.directory / "out").steps() == [16]
+
+
+@pytest.mark.slow
+def test_a_directory_deleted_before_its_turn_is_named(walker, runs, monkeypatch, capsys):
+    before_the_first_measurement(monkeypatch, lambda: shutil.rmtree(runs / "step16"))
+    assert pythia.main(walker.arguments(model=str(runs))) == 1
+    assert f"failed: step 16: {runs / 'step16'} is not there any more: restore it" in capsys.readouterr().err
+    assert Store(walker.directory / "out").steps() == [8]
+
+
+@pytest.mark.slow
+def test_a_lightning_checkpoint_that_is_saved_again_fails_alone(walker, tmp_path, monkeypatch, capsys):
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+    run = tmp_path / "run"
+    for step in (10, 200, 3):
+        trainer.strategy.connect(Toy(32))
+        trainer.save_checkpoint(run / f"step={step}.ckpt", weights_only=True)
+    (other := run / "step=3.ckpt").rename(tmp_path / "other")
+    torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
+    before_the_first_measurement(monkeypatch, lambda: shutil.copyfile(tmp_path / "other", run / "step=10.ckpt"))
+    flags = ("--module", "tests.walk.test_walk_hub:Toy", "--inputs", str(tmp_path / "inputs.pt"))
+    assert not other.exists() and pythia.main(walker.arguments(*flags, model=str(run))) == 1
+    assert f"{run / 'step=10.ckpt'} {MEASURED.format('changed')}" in capsys.readouterr().err
+    assert Store(walker.directory / "out").steps() == [200]
+
+
+@pytest.mark.slow
+def test_code_that_is_replaced_after_its_digest_was_compared_does_not_run(walker, runs, monkeypatch, capsys):
+    """transformers reads the files after the digest of the approved code was compared with them."""
+    checkpoint = runs / "step8"
+    FOREIGN["configuration and model"](checkpoint)
+    rename_head(checkpoint)
+    digest, compared = code_digest(checkpoint), []
+
+    def code_digest_and_replace(directory):
+        found = code_digest(directory)
+        if not compared:
+            (checkpoint / "foreign.py").write_text(f"import os\nos.mkdir({str(runs / 'not approved')!r})\n")
+        compared.append(found)
+        return found
+
+    monkeypatch.setattr("checkpoints.configuration.code_digest", code_digest_and_replace)
+    assert pythia.main(walker.arguments("--trust_remote_code", digest, model=str(checkpoint))) == 1
+    assert compared[0] == digest and not (runs / "not approved").exists()
+    assert f"{checkpoint / 'foreign.py'} {MEASURED.format('changed')}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"])
+def test_settings_that_change_during_a_walk_leave_it_without_a_page(edit, walker, runs, monkeypatch, capsys):
+    """Nobody but a walk respects the lock on them; the page would state settings that nothing was measured with."""
+    store = Store(walker.directory / "out")
+
+    def change():
+        if edit is None:
+            store.settings.unlink()
+        else:
+            store.settings.write_text(json.dumps(edit(store.read_settings())))
+
+    before_the_first_measurement(monkeypatch, change)
+    assert pythia.main(walker.arguments(model=str(runs))) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (
+        line.startswith("no page: ") and ("settings.json was changed" if edit else "no readable settings.json") in line
+    )
+    assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
+
+
+def test_new_files_and_those_that_loading_does_not_read_may_change(tmp_path):
+    for name in ("model.safetensors", "config.json", "optimizer.pt"):
+        (tmp_path / name).write_text(name)
+    with unchanged(tmp_path):
+        (tmp_path / "optimizer.pt").write_text("later")
+        (tmp_path / "added.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config.json was deleted"), unchanged(tmp_path):
+        (tmp_path / "config.json").unlink()
+        raise ValueError("what the missing file leads to")
+    with pytest.raises(ValueError, match="of something else"), unchanged(tmp_path):
+        raise ValueError("of something else")
+
+
+def test_a_link_to_another_file_is_a_change(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("the same")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model.safetensors").symlink_to(tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"model.safetensors was changed"), unchanged(run):
+        (run / "model.safetensors").unlink()
+        (run / "model.safetensors").symlink_to(tmp_path / "b")
+
+
+def test_the_copy_has_the_directorys_name_and_is_removed(tmp_path, monkeypatch):
+    run = tmp_path / "run" / "step8"
+    (run / "code").mkdir(parents=True)
+    for name in ("model.safetensors", "config.json", "optimizer.pt", "code/part.py"):
+        (run / name).write_text(name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copies = []
+
+    def load(copy: Path) -> dict[str, str]:
+        copies.append(copy)
+        assert copy.name == "step8" and (copy / "optimizer.pt").is_symlink()
+        assert not any((copy / name).is_symlink() for name in ("model.safetensors", "config.json", "code/part.py"))
+        return {str(file.relative_to(copy)): file.read_text() for file in copy.rglob("*") if file.is_file()}
+
+    names = ("model.safetensors", "config.json", "optimizer.pt", "code/part.py")
+    assert load_copy(load, run) == {name: name for name in names}
+
+    def refuse(copy: Path):
+        raise CheckpointError(f"the weights in {copy} do not fit")
+
+    with pytest.raises(CheckpointError, match=f"^the weights in {run} do not fit$"):
+        load_copy(refuse, run)
+    assert not copies[0].exists() and [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_copy_that_can_not_be_made_is_refused(tmp_path, monkeypatch):
+    run = tmp_path / "step8"
+    run.mkdir()
+    with open(run / "model.safetensors", "wb") as file:
+        file.truncate(1 << 43)
+    with pytest.raises(CheckpointError, match=r"has no space for its 8.8e\+03 GB .* set TMPDIR to a directory with"):
+        load_copy(Path.iterdir, run)
+    os.truncate(run / "model.safetensors", 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(identity.shutil, "copyfile", fail)
+    with pytest.raises(CheckpointError, match=r"can't be copied to .*Input/output error"):
+        load_copy(Path.iterdir, run)
+
+
+@pytest.mark.slow
+def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, capsys):
+    """The ids of two tokens are exchanged in step 24's tokenizer: lengths and texts of prompts are the same."""
+    out = walker.directory / "out"
+    assert pythia.main(walker.arguments("--steps", "8", model=str(runs))) == 0
+    assert tracker.open_results(out).attrs["token_ids_sha256"]
+    shutil.copytree(runs / "step16", runs / "step24")
+    file = runs / "step24" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    first, second = "m", "p"  # of "import"
+    words[first], words[second] = words[second], words[first]
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert pythia.main(walker.arguments(model=str(runs))) == 0
+    printed = capsys.readouterr().out
+    ds = tracker.open_results(out)
+    hashes = ds["token_ids_sha256"]
+    assert hashes[0] == hashes[1] != hashes[2] and hashes.attrs["long_name"].startswith("hash of the token ids")
+    assert "inputs_sha256" in ds.attrs
+    said = (
+        "The prompts have other token ids at step 24 than at the other steps: the tokenizers of the checkpoints differ"
+    )
+    assert f"note: {said}" in printed and said in (out / "report.html").read_text()
+    notes = tracker.summary(ds).attrs["notes"]
+    assert any(note.startswith(said) for note in notes), notes
