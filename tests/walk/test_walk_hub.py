@@ -296,6 +296,18 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
 
 
 @pytest.mark.slow
+def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker):
+    ks = ("4", "2", "2,4")
+    walks = [walker.start("--k", k, "--steps", "0,1") for k in ks]
+    ended = [(process.communicate(timeout=300)[1], process.returncode) for process in walks]
+    (kept,) = [k for k, (_, status) in zip(ks, ended, strict=True) if status == 0]
+    assert all(status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status)
+    ds = tracker.open_results(walker.directory / "out")
+    assert ds["step"].values.tolist() == [0, 1] and ds["k"].values.tolist() == [int(k) for k in kept.split(",")]
+    assert Store(walker.directory / "out").read_settings()["k"] == ds["k"].values.tolist()
+
+
+@pytest.mark.slow
 def test_walks_of_two_stores_share_one_cache(walker, served, tmp_path):
     walker.cache = tmp_path / "cache"
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
