@@ -62,7 +62,7 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
     settings = settings_from(METHODS[method], "test")
     calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
     shown = Recorded()
-    measure_samples(model, find_blocks(model), calls, settings, torch.device("cpu"), shown)
+    measure_samples(model, find_blocks(model), calls, settings, torch.device("cpu"), progress=shown)
     jumps = [after - before for before, after in pairwise(shown.shares)]
     assert shown.shares[-1] == pytest.approx(1)
     assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34

@@ -136,7 +136,7 @@ def measure(
     if dry_run:
         return estimate_cost(model, found, calls, settings, device)
     with progress_bar(progress) as shown:
-        samples = measure_samples(model, found, calls, settings, device, shown)
+        samples = measure_samples(model, found, calls, settings, device, progress=shown)
     return to_dataset(samples, model, found, settings, device, inputs, started)
 
 
@@ -146,17 +146,23 @@ def measure_samples(
     calls: Sequence[Batch],
     settings: "Settings",
     device: torch.device,
+    unmixed: set[Any] | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
     """Measure each sample of some forward calls; other processes may measure other calls of the same inputs.
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
+
+    Args:
+        unmixed: as in `CheckCache`, for several measurements of one model.
     """
     with _trying_proposals(model, calls[0], settings, device), _measuring(model, device) as gather:
         new_replica = _new_replica(model, blocks, calls, settings, device, gather)
         replica = new_replica()
         progress = progress or Progress()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
+        jacobians = Jacobians(
+            replica, settings.precision, settings.memory(4), progress.advance, settings.derivative, unmixed
+        )
         return measure_batches(jacobians, calls, settings, new_replica, progress)
 
 

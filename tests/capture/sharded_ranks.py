@@ -98,9 +98,9 @@ def main():
     for case, plant in CASES.items():
         budgets = []
 
-        def recording(model, blocks, calls, settings, device, budgets=budgets):
+        def recording(model, blocks, calls, settings, device, unmixed, budgets=budgets):
             budgets.append(settings.memory_budget)
-            return real(model, blocks, calls, settings, device)
+            return real(model, blocks, calls, settings, device, unmixed)
 
         with plant(), patch.object(measurement, "measure_samples", recording):
             try:

@@ -27,6 +27,7 @@ from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
 from tracker.analysis.statistics import scalars
 from tracker.errors import UsageError
+from tracker.jacobians import check_cache
 from tracker.report import write_report
 from tracker.results import VOLATILE, Store
 from tracker.training import measurement, overhead, schedule
@@ -737,11 +738,11 @@ def test_out_of_memory_is_skipped(monkeypatch):
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     real, watch, budgets = measurement.measure_samples, Watch(4, memory_budget=1 << 20), []
 
-    def scarce(model, blocks, calls, settings, device):
+    def scarce(model, blocks, calls, settings, device, unmixed):
         budgets.append(settings.memory_budget)
         if settings.memory_budget > 1 << 18:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(model, blocks, calls, settings, device)
+        return real(model, blocks, calls, settings, device, unmixed)
 
     monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([watch]))
@@ -752,13 +753,13 @@ def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
 def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
     real, kept = measurement.measure_samples, []
 
-    def scarce(model, blocks, calls, settings, device):
+    def scarce(model, blocks, calls, settings, device, unmixed):
         assert not any(reference() is not None for reference in kept)
         intermediate = torch.zeros(8)
         kept.append(weakref.ref(intermediate))
         if settings.memory_budget > 1 << 18:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(model, blocks, calls, settings, device)
+        return real(model, blocks, calls, settings, device, unmixed)
 
     monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([Watch(steps=[0], ends=False, memory_budget=1 << 20)]))
@@ -794,6 +795,26 @@ def test_a_full_disk_is_skipped(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert Store(tmp_path).steps() == [0] and list(watch.units) == [0, 4, 8]
+
+
+@pytest.mark.slow
+def test_that_samples_do_not_mix_is_checked_once_in_a_training(monkeypatch):
+    """By the first measurement, block by block; again in another training."""
+    real, checked, watch = check_cache.find_mixing, [], Watch(4)
+
+    def counting(call, rows):
+        checked.append((watch.run.last_checked, call.layer))
+        return real(call, rows)
+
+    monkeypatch.setattr(check_cache, "find_mixing", counting)
+    fit(trainer([watch]))
+    layers = sorted({layer for _, layer in checked})
+    assert len(layers) > 1 and list(watch.units) == [0, 4, 8]
+    assert checked == [(0, layer) for layer in layers]
+    checked.clear()
+    watch.units.clear()
+    fit(trainer([watch]))
+    assert checked == [(0, layer) for layer in layers]
 
 
 # Overhead.

@@ -18,15 +18,19 @@ from tracker.linalg.jacobian import LinearOperator
 
 
 class CheckCache:
-    """Results of checks of recorded blocks, by block and way of calling it."""
+    """Results of checks of recorded blocks, by block and way of calling it.
 
-    def __init__(self, recorded_dtype: torch.dtype) -> None:
+    Args:
+        unmixed: the blocks, and ways of calling them, that are known not to mix samples; this check adds to it.
+    """
+
+    def __init__(self, recorded_dtype: torch.dtype, unmixed: set[Any] | None = None) -> None:
         self.recorded_dtype = recorded_dtype
         self._derivative_errors: dict[Any, tuple[float, Comparison | None]] = {}
         self._adjoint_errors: dict[Any, float] = {}
         self._independently: dict[Any, Independent] = {}
         self._reproduced: dict[Any, bool] = {}
-        self._independent: set[Any] = set()
+        self._unmixed: set[Any] = set() if unmixed is None else unmixed
 
     def derivative_error(
         self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, compared: bool
@@ -87,11 +91,11 @@ class CheckCache:
             UsageError: if the block mixes them.
         """
         layer, _, *arguments = check_key(call)  # independent of the dtype
-        if len(call.x) == 1 or (layer, *arguments) in self._independent:
+        if len(call.x) == 1 or (layer, *arguments) in self._unmixed:
             return
         if found := find_mixing(call, rows):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {found}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
             )
-        self._independent.add((layer, *arguments))
+        self._unmixed.add((layer, *arguments))

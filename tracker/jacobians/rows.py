@@ -93,6 +93,7 @@ class Jacobians:
         memory: how many scalars the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
         derivative: "autograd" leaves out the comparison with forward mode and differences (`independent`).
+        unmixed: as in `CheckCache`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Jacobians:
         memory: int = 1 << 28,
         advance: Callable[[int], None] = lambda _: None,
         derivative: Derivative = "checked",
+        unmixed: set[Any] | None = None,
     ) -> None:
         self.replica = replica
         self.precision: Precision = precision
@@ -112,7 +114,7 @@ class Jacobians:
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
-        self._checks = CheckCache(replica.dtype)
+        self._checks = CheckCache(replica.dtype, unmixed)
         self._buffers: FreeBuffers = []
 
     def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:

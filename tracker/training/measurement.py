@@ -30,11 +30,13 @@ def measure_probe(
     tokenizer: Any,
     settings: Settings,
     device: torch.device,
+    unmixed: set[Any],
 ) -> list[Sample]:
     """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
 
     Args:
         together: `ranks.together`, for this measurement.
+        unmixed: the blocks that earlier measurements found not to mix samples; this one adds to it.
 
     Raises:
         Failure: on every rank, if any rank fails.
@@ -48,21 +50,26 @@ def measure_probe(
             return []
         part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
         calls = probes.forward_calls(model, part, tokenizer)
-        return _measure_with_less_memory(model, blocks, calls, settings, device)
+        return _measure_with_less_memory(model, blocks, calls, settings, device, unmixed)
 
     samples = together(measure_own, gathers=not shared)
     return probes.interleave(ranks.gather(samples)) if shared else samples
 
 
 def _measure_with_less_memory(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
+    model: nn.Module,
+    blocks: Blocks,
+    calls: Sequence[Batch],
+    settings: Settings,
+    device: torch.device,
+    unmixed: set[Any],
 ) -> list[Sample]:
     """Measure; if memory runs out, again with half the memory budget, and a quarter."""
     message = ""
     for attempt in range(ATTEMPTS):
         smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
         try:
-            return measure_samples(model, blocks, calls, smaller, device)
+            return measure_samples(model, blocks, calls, smaller, device, unmixed)
         except (RuntimeError, MemoryError) as error:
             if not is_allocation_failure(error):
                 raise

@@ -113,6 +113,7 @@ class Run:
         self.skipped = Skipped(None)
         self.publisher = self._publisher((), None)
         self.measured = self.settings  # the settings that continue the store
+        self.unmixed: set[Any] = set()  # blocks that do not mix samples, which is checked once: it lies in their code
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy, or another process, has of this object: all but the groups, loggers and trainer of a training."""
@@ -174,6 +175,7 @@ class Run:
             UsageError: if the store can't be used.
         """
         self.overhead = Overhead(self.max_overhead)
+        self.unmixed = set()
         self.ranks = Ranks(rank, ranks, self.caller)
         first = rank == 0
         self.open_store = self.store if stores else None
@@ -274,6 +276,7 @@ class Run:
             row = self._together(step, self.publisher.row, unit, fatal=MISTAKE)
         except Failure as failure:
             self.last_measured = step
+            self.unmixed.clear()  # ranks may have come to different blocks
             self.skipped.add(step, failure)
             release_memory(device)
             return None
@@ -300,7 +303,9 @@ class Run:
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
         probe, settings = self.probe, self.measured
-        samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        samples = measure_probe(
+            self.ranks, together, model, blocks, probe, self.tokenizer, settings, device, self.unmixed
+        )
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
