@@ -6,8 +6,8 @@ For sets K of samples, two checks that the outputs of K do not depend on the sta
 - value: with other states for the other samples, the outputs of K are the same. This detects dependence without a derivative,
   such as experts of limited capacity, which tokens of another sample can fill.
 
-A block's code would mix samples on any sequences, so both checks use windows of two samples if the block's arguments can be
-cut (`slicing`). Otherwise they use the whole batch: for every binary digit of the sample's index, K is the set of samples
+A block's code would mix samples in any batch and on any sequences, so both checks use windows of two samples if the block's
+arguments can be cut (`slicing`). Otherwise they use the whole batch: for every binary digit of the sample's index, K is the set of samples
 with digit 0 and the set with digit 1, so that every ordered pair of samples is separated once. Cost: 2 log2(B) products and
 as many forward passes.
 """
@@ -33,13 +33,14 @@ from tracker.linalg.transfer import read, standard_normal, to_device
 def find_mixing(call: BlockCall, rows: Rows) -> str:
     """Describe how the samples of the call mix; return "" if they do not. Windows end at the requested rows if possible."""
     B, n, _ = call.x.shape
-    if n > 2 * WINDOW:
+    width = min(WINDOW, n)
+    if B > 2 or n > 2 * WINDOW:
         two = [0, B - 1]
         last = [rows.token[rows.sample == b] for b in two]
         at = Rows(torch.tensor(two), torch.tensor([int(t.max()) if len(t) else n - 1 for t in last]))
         try:
             # Without the recorded attention: unless it is plain self-attention, it can't be cut into windows.
-            window, _ = cut_windows(replace(call, attention=[]), at, WINDOW)
+            window, _ = cut_windows(replace(call, attention=[]), at, width)
             with slicing_errors():
                 return _mixing_by_derivative(window, two) or _mixing_by_value(window, two)
         except NotSliceable:  # the block needs its whole sequence
