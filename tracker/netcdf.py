@@ -29,15 +29,19 @@ class Content:
     """What a file holds, as it is stored.
 
     Attributes:
-        form: names, dimensions, types, sizes and attributes of the variables, and the values of indexes, as text.
+        form: names, dimensions, types and sizes of the variables, and the values of indexes, as text.
+        values: values by name.
+        dims: dimensions by name.
+        attributes: attributes by name.
         coordinates: names of variables that are coordinates, with spaces between them.
-        variables: dimensions, values and attributes by name.
-        attrs: the attributes of the file.
+        attrs: attributes of the file.
     """
 
     form: str
+    values: dict[str, np.ndarray]
+    dims: dict[str, tuple[str, ...]]
+    attributes: dict[str, dict[str, Any]]
     coordinates: str
-    variables: dict[str, tuple[tuple[str, ...], np.ndarray, dict[str, Any]]]
     attrs: dict[str, Any]
 
 
@@ -55,8 +59,11 @@ def file_content(dataset: xr.Dataset) -> memoryview:
     return dataset.to_netcdf(engine="netcdf4", encoding=encoding)
 
 
-def read_content(file: Path, names: Collection[str] | None = None) -> Content:
+def read_content(file: Path, names: Collection[str] | None = None, like: Content | None = None) -> Content:
     """Read a file, or those of the named variables that it has.
+
+    Args:
+        like: another file, read in the same way: if it has the same form, its attributes of variables are not read again.
 
     Raises:
         FileNotFoundError, PermissionError: as `open`.
@@ -69,22 +76,20 @@ def read_content(file: Path, names: Collection[str] | None = None) -> Content:
         with netCDF4.Dataset(file) as opened:
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
-            variables = {
-                name: (stored.dimensions, _array(stored), dict(stored.__dict__))
-                for name, stored in opened.variables.items()
-                if names is None or name in names
-            }
+            stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
+            values = {name: _array(held) for name, held in stored.items()}
+            dims = {name: held.dimensions for name, held in stored.items()}
             attrs = dict(opened.__dict__)
+            coordinates = attrs.pop("coordinates", "")
+            form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
+            if like is not None and like.form == form:
+                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs)
+            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
+            return Content(form, values, dims, attributes, coordinates, attrs)
     except PermissionError:
         raise
     except ERRORS as error:
         raise DamagedFile(f"{file} can't be read ({error}); the file is damaged") from error
-    coordinates = attrs.pop("coordinates", "")
-    form = [
-        (name, dims, values.dtype.str, values.shape, attributes, values.tolist() if dims == (name,) else None)
-        for name, (dims, values, attributes) in variables.items()
-    ]
-    return Content(repr((coordinates, form)), coordinates, variables, attrs)
 
 
 def stacked(contents: Sequence[Content]) -> xr.Dataset:
@@ -92,17 +97,17 @@ def stacked(contents: Sequence[Content]) -> xr.Dataset:
 
     Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
     """
-    names = {"coordinates": contents[0].coordinates}
-    coordinates = {*_decoded(contents[0].variables, names).coords} - {"step"}
-    variables = {}
-    for name in list(contents[0].variables):
-        (dims, first, attributes), *others = [content.variables.pop(name) for content in contents]
-        if name in coordinates and all(_same(first, other) for _, other, _ in others):
-            variables[name] = dims, first, attributes
+    first = contents[0]
+    coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
+    values, dims = {}, dict(first.dims)
+    for name in first.dims:
+        several = [content.values.pop(name) for content in contents]
+        if name in coordinates and all(_same(several[0], other) for other in several):
+            values[name] = several[0]
         else:
-            variables[name] = ("step", *dims), np.stack([first, *(other for _, other, _ in others)]), attributes
+            values[name], dims[name] = np.stack(several), ("step", *dims[name])
     attrs, differing = common([content.attrs for content in contents])
-    return _decoded(variables, names).assign_attrs(attrs).assign_coords(differing)
+    return _decoded(first, values, dims).assign_attrs(attrs).assign_coords(differing)
 
 
 def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
@@ -124,8 +129,14 @@ def _array(stored: netCDF4.Variable) -> np.ndarray:
     )  # else texts of different lengths differ in type
 
 
-def _decoded(variables: Mapping[str, tuple[tuple[str, ...], np.ndarray, dict[str, Any]]], attrs: Any) -> xr.Dataset:
-    return xr.decode_cf(xr.Dataset(variables, attrs=attrs), decode_times=False).load().drop_encoding()
+def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:
+    return values.dtype.str, values.shape, values.tolist() if dims == (name,) else None
+
+
+def _decoded(content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
+    variables = {name: (dims[name], held, content.attributes[name]) for name, held in values.items()}
+    stored = xr.Dataset(variables, attrs={"coordinates": content.coordinates})
+    return xr.decode_cf(stored, decode_times=False).load().drop_encoding()
 
 
 def _same(values: np.ndarray, other: np.ndarray) -> bool:

@@ -1,7 +1,7 @@
 """Results on disk: one NetCDF file, a unit, per step of a walk or a training run; atomic and resumable.
 
     DIR/settings.json             settings that all units of this store share
-    DIR/units/step00000128.nc     one labelled Dataset
+    DIR/units/step00000128.nc     one Dataset, whose variables are described when it is read
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
     DIR/skipped.json              steps of a training run that could not be measured, and why
 
@@ -26,7 +26,7 @@ from checkpoints.integrity import find_repeats
 from tracker.errors import UsageError
 from tracker.measures.alike import likeness, require_one_curve
 from tracker.measures.choices import explain_all
-from tracker.measures.labels import labelled
+from tracker.measures.labels import labelled, unlabelled
 from tracker.measures.names import require_version
 from tracker.measures.settings import Settings
 from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
@@ -129,10 +129,10 @@ class Store:
 
     def write(self, step: int, unit: xr.Dataset) -> Path:
         """Write one unit atomically."""
-        return self.write_content(step, file_content(labelled(unit)))
+        return self.write_content(step, file_content(unlabelled(unit)))
 
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
-        """Write the `file_content` of one labelled unit atomically."""
+        """Write the `file_content` of one unit atomically."""
         write_atomic(self.file(step), content)
         return self.file(step)
 
@@ -164,7 +164,10 @@ class Store:
             ValueError: as `read` and `join`.
         """
         names = None if names is None else {*names, "step"}
-        return self._joined([self._content(step, names) for step in steps])
+        contents: list[Content] = []
+        for step in steps:
+            contents.append(self._content(step, names, *contents[-1:]))
+        return self._joined(contents)
 
     def curves(
         self, steps: Sequence[int], damaged: Callable[[int, OSError | ValueError], None] | None = None
@@ -174,11 +177,12 @@ class Store:
         Args:
             damaged: is called for a unit that can't be read, which is left out; by default an error is raised.
         """
-        contents, size = [], 0
+        contents: list[Content] = []
+        size = 0
         for step in steps:
             try:
                 size += self.file(step).stat().st_size
-                contents.append(self._content(step))
+                contents.append(self._content(step, None, *contents[-1:]))
             except (FileNotFoundError, DamagedFile) as error:
                 if damaged is None:
                     raise
@@ -187,10 +191,10 @@ class Store:
                 yield self._joined(contents)
                 contents, size = [], 0
 
-    def _content(self, step: int, names: Collection[str] | None = None) -> Content:
+    def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
-        content = read_content(file, names)
-        if names is None and not any("prompt" in dims for dims, _, _ in content.variables.values()):
+        content = read_content(file, names, like)
+        if names is None and not any("prompt" in dims for dims in content.dims.values()):
             raise DamagedFile(f"{file} is not a unit of results; remove it from the directory")
         require_version(content.attrs, file)
         return content

@@ -46,9 +46,9 @@ def reads(monkeypatch) -> Counter[int]:
     """Return how often each unit was read in full."""
     reads, read = Counter[int](), Store._content
 
-    def counted(store, step, names=None):
+    def counted(store, step, names=None, like=None):
         reads[step] += names is None
-        return read(store, step, names)
+        return read(store, step, names, like)
 
     monkeypatch.setattr(Store, "_content", counted)
     return reads

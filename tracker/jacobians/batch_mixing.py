@@ -7,9 +7,9 @@ For sets K of samples, two checks that the outputs of K do not depend on the sta
   such as experts of limited capacity, which tokens of another sample can fill.
 
 A block's code would mix samples in any batch and on any sequences, so both checks use windows of two samples if the block's
-arguments can be cut (`slicing`). Otherwise they use the whole batch: for every binary digit of the sample's index, K is the set of samples
-with digit 0 and the set with digit 1, so that every ordered pair of samples is separated once. Cost: 2 log2(B) products and
-as many forward passes.
+arguments can be cut (`slicing`). Otherwise they use the whole batch: for every binary digit of the sample's index, K is the
+set of samples with digit 0 and the set with digit 1, so that every ordered pair of samples is separated once. Cost:
+2 log2(B) products and as many forward passes.
 """
 
 from collections.abc import Iterator, Sequence

@@ -4,13 +4,16 @@ The variables asked for come first, in the order in which `measures=` names them
 positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`.
 """
 
+from collections.abc import Hashable
+
 import xarray as xr
 
 from tracker.measures.choices import choices
-from tracker.measures.coordinates import COORDINATES
-from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.coordinates import COORDINATES, Coordinate
+from tracker.measures.declaration import DIAGNOSTICS, Measure
 from tracker.measures.registry import BY_NAME
 
+ADDED = ("long_name", "units", "formula", "reference")
 HEADLINE, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in their order
 
 
@@ -36,11 +39,20 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
     ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
     ordered = ordered.assign_coords(dataset.coords)
     for name, values in ordered.variables.items():
-        if described := BY_NAME.get(str(name)) or COORDINATES.get(str(name)):
-            values.attrs |= {
-                "long_name": described.label,
-                "units": described.unit,
-                "formula": described.formula,
-                "reference": described.reference,
-            }
+        if described := _described(name):
+            added = described.label, described.unit, described.formula, described.reference
+            values.attrs |= dict(zip(ADDED, added, strict=True))
     return ordered
+
+
+def unlabelled(dataset: xr.Dataset) -> xr.Dataset:
+    """Return a Dataset without the attributes that `labelled` adds, which are a quarter of the size of a small file."""
+    plain = dataset.copy()
+    for name, values in plain.variables.items():
+        if _described(name):
+            values.attrs = {key: value for key, value in values.attrs.items() if key not in ADDED}
+    return plain
+
+
+def _described(name: Hashable) -> Measure | Coordinate | None:
+    return BY_NAME.get(str(name)) or COORDINATES.get(str(name))

@@ -9,7 +9,7 @@ import xarray as xr
 from checkpoints.errors import CheckpointError
 from tracker.loggers.protocol import Row
 from tracker.measures.alike import likeness, require_one_curve
-from tracker.measures.labels import labelled
+from tracker.measures.labels import unlabelled
 from tracker.netcdf import DamagedFile, file_content
 from tracker.results import Store
 
@@ -89,7 +89,6 @@ class Units:
         Raises:
             CheckpointError: if it makes no curve with the units of the store.
         """
-        unit = labelled(unit)
         known = _known(unit)
         for step, other in self.known.items():
             try:
@@ -101,7 +100,7 @@ class Units:
                 ) from error
             break  # all others are alike
         kept, budget = (str(unit.attrs.get(name, "")) for name in ("weights_kept", "memory_budget"))
-        return Prepared(file_content(unit), known, Row.from_unit(unit), kept, budget)
+        return Prepared(file_content(unlabelled(unit)), known, Row.from_unit(unit), kept, budget)
 
     def add(self, step: int, prepared: Prepared) -> None:
         """Write a unit whose step is claimed."""
