@@ -33,6 +33,7 @@ from tracker.jacobians.check_cache import CheckCache
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import Jacobians
+from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.batches import measure_batches
 from tracker.measures.calls import record_call
 from tracker.measures.cost import Cost
@@ -205,7 +206,9 @@ def _why_not_measurable(
             check_reachability(found, new_replica, batch.arguments, batch.keywords, settings.tokens is None)
             for call in recording.calls:
                 call = call.to(replica.dtype, replica.device)
-                with replica.materialize(call.block), replica.materialize(call.final_norm):
+                # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.
+                limited = keeping_at_most(settings.memory_budget // 4)
+                with replica.materialize(call.block), replica.materialize(call.final_norm), limited:
                     cache.require_independent_samples(call, rows)
                     require_derivative(call, rows, replica.dtype)
                     if settings.derivative == "checked":

@@ -108,6 +108,16 @@ def test_a_line_whose_derivative_fails_is_not_proposed():
     assert "Name the blocks to measure; each line was tried on these inputs" in message
 
 
+def test_a_line_that_needs_more_memory_than_the_budget_is_not_proposed():
+    model, x = TwoTowers(home_made.Torch), torch.randn(2, 300, WIDTH)
+    with pytest.raises(UsageError) as enough:
+        tracker.measure(model, x, k=K)
+    assert "second" in lines(str(enough.value))
+    with pytest.raises(UsageError, match=r"second \(3 x Torch.*needs more than 0\.0001 GB of memory") as error:
+        tracker.measure(model, x, k=K, memory_budget=400_000)
+    assert not lines(str(error.value))
+
+
 def test_where_no_line_works_the_message_says_why_for_each():
     class OnlyFirst(TwoTowers):
         def forward(self, x):

@@ -134,15 +134,20 @@ def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys):
+def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys, monkeypatch):
     copy_of(suite, tmp_path / "step1")
-    assert walk(tmp_path) == 0
     store = Store(tmp_path / "out")
-    unit = store.read(1).assign_coords(step=2)
-    store.write(2, unit.isel(layer=slice(2), layer_other=slice(2)))
+
+    def add_other(fingerprints):
+        other = store.read(1).assign_coords(step=2)
+        store.write(2, other.isel(layer=slice(2), layer_other=slice(2)))
+
+    monkeypatch.setattr(pythia, "print_repeats", add_other)
     assert walk(tmp_path) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("no page: ") and "number of blocks" in line
+    assert line.startswith("no page: ") and "number of blocks (2, 3)" in line
+    assert walk(tmp_path) == 2
+    assert "remove the units of one kind" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ cotangent and for each tangent; the dense J takes d cotangents, less what `ident
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from tracker.device_errors import raise_device_errors
+from tracker.errors import UsageError
 from tracker.linalg.identity import identity_matrix
 from tracker.linalg.precision import float32_products
 
@@ -65,6 +66,30 @@ class GradientsStayOn(TorchFunctionMode):
         if function is torch._C._set_grad_enabled:
             return None
         return function(*arguments, **(keywords or {}))
+
+
+@contextmanager
+def keeping_at_most(size: int) -> Iterator[None]:
+    """Limit the memory that linearizations in this context keep for their products.
+
+    Args:
+        size: in bytes. Memory that is given back and used again counts once.
+
+    Raises:
+        UsageError: from the operation that exceeds it.
+    """
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        if sum(kept.values()) > size:
+            raise UsageError(
+                f"its derivative needs more than {size / 1e9:.3g} GB of memory; give a larger memory_budget"
+            )
+        return tensor.detach()  # the tensor itself would keep the graph alive
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
 
 
 def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None) -> Linearization:

@@ -39,5 +39,6 @@ def require_one_curve(likenesses: Sequence[Mapping[str, set[str]]], path: Path) 
         values = set().union(*(likeness[name] for likeness in likenesses))
         if len(values) > 1:
             raise ValueError(
-                f"{path} holds units that differ in their {name} ({', '.join(sorted(values))}); they make no curve"
+                f"{path} holds units that differ in their {name} ({', '.join(sorted(values))}); they make no curve: remove the "
+                "units of one kind"
             )
