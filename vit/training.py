@@ -228,7 +228,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
     from lightning.pytorch.loggers import WandbLogger
     from lightning.pytorch.utilities import rank_zero_only
 
-    known = read(recipe.directory, "wandb-run") if mode == "online" else None
+    known = (read(recipe.directory, "wandb-run") or {}).get("id") if mode == "online" else None
     tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
 
     def start(mode: str) -> WandbLogger:
@@ -246,7 +246,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
         )
         run = logger.experiment.id  # starts the run
         if rank_zero_only.rank == 0:
-            write(recipe.directory, "wandb-run", run)
+            write(recipe.directory, "wandb-run", {"id": run})
         return logger
 
     return with_offline_fallback(start, mode)

@@ -163,58 +163,81 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     Raises:
         NotSliceable: if an argument can't be cut.
     """
-    n = call.x.shape[1]
     start = (rows.token - width + 1).clamp(min=0)
     # The window of all rows, if they have the same one.
     common = slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
-    at = rows.on(call.x.device)
-    (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))  # (R, width)
+    (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))
+    windows = _Windows(call.x.shape[1], call.state, rows.on(call.x.device), tokens, common)
+    arguments = OrderedDict((name, windows.cut(name, value)) for name, value in call.arguments.arguments.items())
+    attention = [
+        AttentionCall(
+            windows.keys(past.key),
+            windows.keys(past.value),
+            None if past.mask is None else windows.mask("attn_mask", past.mask),
+            past.causal,
+        )
+        for past in call.attention
+    ]
+    bound = BoundArguments(call.arguments.signature, arguments)
+    x = call.x[windows.at.sample[:, None], tokens]
+    return replace(call, arguments=bound, x=x, attention=attention), Rows(torch.arange(len(rows)), rows.token - start)
 
-    def per_token(name: str, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(per_token(name, entry) for entry in value)
-        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and common is not None:
-            return value[common]
-        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
-            return value[at.sample_in(value)[:, None], tokens]
+
+@dataclass(frozen=True)
+class _Windows:
+    """Cuts what belongs to sequences into windows. Not a closure that calls itself, which would keep what it has cut.
+
+    Attributes:
+        n: length of the sequences.
+        state: the name of the argument that is the hidden state, which is cut apart from the others.
+        at: the rows.
+        tokens: the positions of each window, (R, width).
+        common: the window of all rows, if they have the same one.
+    """
+
+    n: int
+    state: str
+    at: Indices
+    tokens: Tensor
+    common: slice | None
+
+    def cut(self, name: str, value: Any) -> Any:
+        """Cut an argument of the block."""
+        if isinstance(value, dict):
+            return {key: self.cut(str(key), entry) for key, entry in value.items()}
+        if name == self.state or not contains_tensors(value):
+            return value
+        if name in PER_TOKEN:
+            return self._per_token(name, value)
+        if name in MASKS:
+            return self.mask(name, value)
         raise _unknown(name)
 
-    def mask(name: str, value: Any) -> Any:
+    def mask(self, name: str, value: Any) -> Any:
+        """Cut a mask of attention or of padding."""
+        n, at, tokens = self.n, self.at, self.tokens
         if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
             value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
             return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
             if name.endswith("padding_mask") or value.shape[0] != n:
                 return value[at.sample_in(value)[:, None], tokens]
-            if common is not None:
-                return value[common, common]
+            if self.common is not None:
+                return value[self.common, self.common]
         raise _unknown(name)
 
-    def cut(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cut(str(key), entry) for key, entry in value.items()}
-        if name == call.state or not contains_tensors(value):
-            return value
-        if name in PER_TOKEN:
-            return per_token(name, value)
-        if name in MASKS:
-            return mask(name, value)
+    def keys(self, value: Tensor) -> Tensor:
+        """Cut recorded keys or values, (B, H, n, d)."""
+        return value[self.at.sample_in(value)].take_along_dim(self.tokens[:, None, :, None], -2)
+
+    def _per_token(self, name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._per_token(name, entry) for entry in value)
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == self.n and self.common is not None:
+            return value[self.common]
+        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
+            return value[self.at.sample_in(value)[:, None], self.tokens]
         raise _unknown(name)
-
-    def keys(value: Tensor) -> Tensor:
-        return value[at.sample_in(value)].take_along_dim(tokens[:, None, :, None], -2)
-
-    arguments = OrderedDict((name, cut(name, value)) for name, value in call.arguments.arguments.items())
-    attention = [
-        AttentionCall(
-            keys(past.key), keys(past.value), None if past.mask is None else mask("attn_mask", past.mask), past.causal
-        )
-        for past in call.attention
-    ]
-    bound = BoundArguments(call.arguments.signature, arguments)
-    x = call.x[at.sample[:, None], tokens]
-    windows = Rows(torch.arange(len(rows)), rows.token - start)
-    return replace(call, arguments=bound, x=x, attention=attention), windows
 
 
 def _unknown(name: str) -> NotSliceable:
