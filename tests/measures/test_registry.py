@@ -152,7 +152,7 @@ def test_old_units_and_new_ones_join(ds, tmp_path):
         for i, unit in enumerate((old, ds, old, ds)):
             np.testing.assert_array_equal(joined[name].isel(step=i).values, unit[name].values)
     assert old.equals(ds.drop_vars("update_ratio").sel(quantity=old.quantity))
-    data = contents(join({step: reduced(store.read(step)) for step in store.steps()}, store.path))
+    data = contents(join([reduced(store.curve([step])) for step in store.steps()], store.path))
     assert data["curves"] == contents(reduced(joined))["curves"]
     write_report(store.path, tmp_path / "page.html")
 

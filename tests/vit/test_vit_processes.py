@@ -16,7 +16,7 @@ RECIPE = Recipe(data="digits", batch_size=32, wandb="off")
 
 def report(recipe: Recipe) -> None:
     """Write the GPU of this process as the result of a cell, after all four cells have started."""
-    cells.write(recipe.directory, "started", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    cells.write(recipe.directory, "started", {"device": os.environ.get("CUDA_VISIBLE_DEVICES")})
     deadline = time.monotonic() + 60
     while len(list(recipe.directory.parent.glob("*/started.json"))) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -41,7 +41,7 @@ def test_cells_that_train_together_are_spread_over_the_gpus(gpus, expected, tmp_
     for recipe in recipes:
         recipe.directory.mkdir()
     processes.run_cells(recipes, 4, 0, lambda recipe: None, gpus)
-    assert sorted(cells.read(recipe.directory, "result") for recipe in recipes) == expected
+    assert sorted(cells.read(recipe.directory, "result")["device"] for recipe in recipes) == expected
 
 
 def test_gpus_are_named_as_in_the_environment(monkeypatch):
@@ -142,7 +142,7 @@ def test_a_cell_without_a_directory_does_not_end_the_others(tmp_path, monkeypatc
 def claim(recipe: Recipe) -> None:
     try:
         with cells.claim(recipe.directory, recipe):
-            cells.write(recipe.directory, "result", "trained")
+            cells.write(recipe.directory, "result", {"status": "finished"})
     except cells.BusyError:
         raise SystemExit(processes.BUSY) from None
 
