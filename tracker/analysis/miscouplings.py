@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.null_levels import READ, null_level
+from tracker.analysis.null_levels import READ, levels_of_several
 from tracker.analysis.statistics import over_pairs
 from tracker.analysis.variables import PAIRS
 from tracker.measures.registry import MISCOUPLINGS
@@ -39,9 +39,10 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     names = [name for name in measures if name in read]
     if not names:
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
+    levels = levels_of_several(read, names)
     parts = {
         "miscoupling": [over_pairs(read[name].astype(np.float64)) for name in names],
-        "null": [over_pairs(null_level(read, name)) for name in names],
+        "null": [over_pairs(xr.DataArray(levels[name], read[name].coords)) for name in names],
     }
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")

@@ -1,6 +1,7 @@
 """The null levels of measured mis-couplings, computed from what a Dataset holds of each block (`measures.null_levels`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,7 +27,7 @@ OF_BASES = {
 }  # of `Overlap`, and the dimension of each
 READ = ("singular_value", *OF_JACOBIANS, *OF_BASES)  # all variables of the levels of layer pairs
 
-Formula = Callable[[Tensor, Moments, Overlap, int], Tensor]
+Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
 
 
 def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
@@ -48,14 +49,21 @@ def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
 
 def levels(results: xr.Dataset, name: str) -> xr.Variable:
     """Return the null levels of `null_level` without coordinates, which takes a tenth of the time."""
-    measure = BY_NAME.get(name)
-    if measure is None or not measure.null or name not in results:
-        known = [str(variable) for variable in results.data_vars if variable in BY_NAME and BY_NAME[str(variable)].null]
-        raise UsageError(
-            f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
-        )
-    definition = measure.base or name
-    return _of_pairs(results, name, lambda s, of, basis, d: null_levels.null_level(definition, s, of, basis, d))
+    return levels_of_several(results, [name])[name]
+
+
+def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr.Variable]:
+    """Return the `levels` of several definitions of one variant, by name; what two of them need is computed once."""
+    for name in names:
+        measure = BY_NAME.get(name)
+        if measure is None or not measure.null or name not in results:
+            known = [str(of) for of in results.data_vars if of in BY_NAME and BY_NAME[str(of)].null]
+            raise UsageError(
+                f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
+            )
+    definitions = [BY_NAME[name].base or name for name in names]
+    formula = partial(null_levels.null_levels, definitions)
+    return dict(zip(names, _of_pairs(results, names, formula), strict=True))
 
 
 def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
@@ -83,16 +91,17 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
             f"the spread holds for K <= d / {VALID}, and K = {K}, d = {d}; select a smaller K, or draw rotations: "
             "null_levels.simulated"
         )
-    return _labelled(_of_pairs(results, name, null_levels.spread), results)
+    (spread,) = _of_pairs(results, [name], lambda *arguments: [null_levels.spread(*arguments)])
+    return _labelled(spread, results)
 
 
 def _labelled(values: xr.Variable, results: xr.Dataset) -> xr.DataArray:
     return xr.DataArray(values, coordinates([values], results))
 
 
-def _of_pairs(results: xr.Dataset, name: str, formula: Formula) -> xr.Variable:
-    """Evaluate a formula for every pair of a mis-coupling."""
-    measure, measured = BY_NAME[name], results.variables[name]
+def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> list[xr.Variable]:
+    """Evaluate a formula, with a value for each of the named mis-couplings of one variant, for every pair."""
+    measure = BY_NAME[names[0]]
     of_tokens = measure.variant in KINDS
     if not of_tokens and results.variables["layer"].values.tolist() != results.variables["layer_other"].values.tolist():
         raise UsageError(
@@ -115,17 +124,26 @@ def _of_pairs(results: xr.Dataset, name: str, formula: Formula) -> xr.Variable:
     if of_tokens:
         basis = [values[:, _basis_blocks(results)] for values in basis]
     at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
-    found = torch.empty(len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
+    found = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
-        found[i, part] = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
+        values = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
+        for of_name, value in zip(found, values, strict=True):
+            of_name[i, part] = value
     other = "pair_token_other" if of_tokens else "layer_other"
-    values = found.reshape(len(ks), *(results.sizes[dim] for dim in sample), *found.shape[2:]).numpy()
+    values = found.reshape(len(names), len(ks), *(results.sizes[dim] for dim in sample), *found.shape[3:]).numpy()
     if measure.variant != "vju":  # the last dimensions are those of `compared`
         compared = compared_tokens(results) if of_tokens else compared_layers(results)
         values[..., ~compared.values] = 0.0
-    levels = xr.Variable(["k", *sample, *core, other], values)
+    return [
+        _as_measured(xr.Variable(["k", *sample, *core, other], of_name), results.variables[name])
+        for name, of_name in zip(names, values, strict=True)
+    ]
+
+
+def _as_measured(levels: xr.Variable, measured: xr.Variable) -> xr.Variable:
+    """Return levels with the dimensions of a mis-coupling, NaN where that is."""
     levels = (levels if "k" in measured.dims else levels.isel(k=0)).transpose(*measured.dims)
     return xr.Variable(levels.dims, np.where(np.isnan(measured.values), np.nan, levels.values))
 

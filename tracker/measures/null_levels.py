@@ -109,21 +109,33 @@ def null_level(definition: str, s: SingularValues, of: Moments, basis: Overlap, 
         basis: overlap of the vectors of the bases, (*batch, M).
         d: width of the model.
     """
+    return null_levels([definition], s, of, basis, d)[0]
+
+
+def null_levels(definitions: Sequence[str], s: SingularValues, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
+    """Return the `null_level` of several definitions; what two of them need is computed once."""
     s = torch.where(s[..., :1] > 0, s, torch.nan)
     norm, entries = torch.linalg.vector_norm(s, dim=-1)[..., None], _Entries(of, basis, d)
-    if definition == "miscoupling":
-        return (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
-    if definition == "miscoupling_release":
-        overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
-        return (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
-    if definition == "miscoupling_release_trace":
-        return null_level("miscoupling_release", s, of, basis, d) * norm / s.sum(-1)[..., None]
     defined = torch.where(norm > 0, 1.0, torch.nan)
-    if definition == "offdiag":
-        return entries.off_square.sqrt() * defined
-    if definition == "offdiag_normalized":
-        return (entries.off_square / entries.square).sqrt() * defined
-    raise ValueError(f"no null level is known for {definition!r}")
+    release: list[Pairs] = []  # the size of the diagonal takes most of the time
+
+    def level(definition: str) -> Pairs:
+        if definition == "miscoupling":
+            return (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
+        if definition == "miscoupling_release":
+            if not release:
+                overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
+                release.append((1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt())
+            return release[0]
+        if definition == "miscoupling_release_trace":
+            return level("miscoupling_release") * norm / s.sum(-1)[..., None]
+        if definition == "offdiag":
+            return entries.off_square.sqrt() * defined
+        if definition == "offdiag_normalized":
+            return (entries.off_square / entries.square).sqrt() * defined
+        raise ValueError(f"no null level is known for {definition!r}")
+
+    return [level(definition) for definition in definitions]
 
 
 def spread(s: SingularValues, of: Moments, basis: Overlap, d: int) -> Pairs:
