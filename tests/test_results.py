@@ -50,6 +50,12 @@ def test_units_are_joined_in_ascending_steps_with_ragged_positions(store):
     assert ds.attrs == SHARED  # attributes that differ between units are dropped
 
 
+def test_an_attribute_that_some_units_lack_is_a_coordinate(store):
+    for step, positions in ((3, 2), (4, 3), (5, 3)):
+        store.write(step, unit(step, positions, **({"remote_code": "ab"} if step == 4 else {})))
+    assert tracker.open_results(store.path)["remote_code"].values.tolist() == ["", "ab", ""]
+
+
 def test_other_settings_are_refused_once_results_exist(store):
     store.check_settings({"k": [5], "dtype": "float32"})  # nothing measured yet
     store.write(3, unit(3))

@@ -124,9 +124,8 @@ def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str
 
 
 def _array(stored: netCDF4.Variable) -> np.ndarray:
-    return np.asarray(
-        stored[...], object if stored.dtype is str else None
-    )  # else texts of different lengths differ in type
+    # As objects, texts of different lengths have one type.
+    return np.asarray(stored[...], object if stored.dtype is str else None)
 
 
 def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:

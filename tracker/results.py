@@ -323,7 +323,9 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
     """
     require_one_curve([likeness(curve) for curve in curves], path)
     if len(curves) > 1:
-        curves = [_with_coordinates(_with_attributes(curve, curves), curves) for curve in curves]
+        _, differing = common([curve.attrs for curve in curves])
+        curves = [_with_attributes(curve, differing) for curve in curves]
+        curves = [_with_coordinates(curve, curves) for curve in curves]
         joined = xr.concat(
             curves,
             "step",
@@ -345,12 +347,10 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
 
 
-def _with_attributes(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Return a curve whose attributes that another lacks, or has with another value, are coordinates along `step`."""
-    _, differing = common([other.attrs for other in curves])
-    own = {name: value for name, value in curve.attrs.items() if name in differing}
+def _with_attributes(curve: xr.Dataset, differing: Collection[str]) -> xr.Dataset:
+    """Return a curve whose attributes of these names are coordinates along `step`."""
+    along = {name: ("step", [curve.attrs[name]] * curve.sizes["step"]) for name in differing if name in curve.attrs}
     kept = {name: value for name, value in curve.attrs.items() if name not in differing}
-    along = {name: ("step", [value] * curve.sizes["step"]) for name, value in own.items()}
     return curve.assign_coords(along).drop_attrs(deep=False).assign_attrs(kept)
 
 
