@@ -203,7 +203,7 @@ def _why_not_measurable(
             new_replica = _new_replica(model, found, [batch], settings, device, gather)
             replica, cache = new_replica(), CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
-            check_reachability(found, new_replica, batch.arguments, batch.keywords, settings.tokens is None)
+            check_reachability(found, new_replica, batch, settings.tokens is None)
             for call in recording.calls:
                 call = call.to(replica.dtype, replica.device)
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.

@@ -63,6 +63,12 @@ class Batch:
             for b, (arguments, keywords) in enumerate(parts)
         ]
 
+    def of_first_sample(self) -> "Batch":
+        """Return the forward call of the first sample alone; the whole call if a tensor in it has no axis of samples."""
+        B = len(self.labels)
+        tensors = [leaf for leaf in tree_leaves((self.arguments, self.keywords)) if isinstance(leaf, Tensor)]
+        return self.by_sample()[0] if all(tensor.shape[:1] == (B,) for tensor in tensors) else self
+
     def sample_seeds(self, valid: Sequence[Sequence[int]], n: int) -> list[int]:
         """Return a seed for each sample, from its ids or its first tensor, without padding.
 

@@ -2,8 +2,8 @@
 
 Two passes that differ in the last block's output alone, with noise added at the class token's position or at all positions,
 must give different model outputs. Two passes that differ in the class token's parameter alone must differ in the first
-block's input at the class token's position and nowhere else. Cost: two or three forward passes once per measurement, and two
-up to the first block; none if nothing was assumed (`Blocks.assumed`).
+block's input at the class token's position and nowhere else. Cost: two or three forward passes of one sample once per
+measurement, and two up to the first block; none if nothing was assumed (`Blocks.assumed`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +18,7 @@ from tracker.blocks.find import Blocks
 from tracker.blocks.proposals import BlocksNotFound
 from tracker.blocks.towers import class_token_parameter, find_runs, proposals, related
 from tracker.capture.arguments import bind_arguments
+from tracker.capture.inputs import Batch
 from tracker.capture.noise import noise_like
 from tracker.capture.outputs import hidden_state, with_hidden_state
 from tracker.capture.replicas.replica import Replica, StopForward
@@ -31,23 +32,22 @@ REMEDY = "Choose the tokens to measure: tokens='last', 'all', or positions such 
 def check_reachability(
     found: Blocks,
     new_replica: Callable[[], Replica],
-    arguments: Sequence[Any],
-    keywords: Mapping[str, Any],
+    batch: Batch,
     class_token_by_default: bool,
 ) -> None:
-    """Check the assumptions on these inputs. Call inside `preserve_global_state`, after the inputs were recorded.
+    """Check the assumptions on the first sample. Call inside `preserve_global_state`, after the inputs were recorded.
 
     Args:
         found: the blocks and what was assumed about them.
         new_replica: makes the replica for one pass: what a pass writes must not reach another one.
-        arguments: positional arguments of the model's forward.
-        keywords: its keyword arguments.
+        batch: the inputs.
         class_token_by_default: whether the class token is measured because the model has one, not because the caller chose it.
 
     Raises:
         UsageError: if the output does not depend on the last block, or not on the class token in it.
     """
-    inputs = (arguments, keywords)
+    first = batch.of_first_sample()
+    inputs = (first.arguments, first.keywords)
     token = found.class_token if class_token_by_default and "class token" in found.assumed else None
     if token is not None:
         _check_class_token_position(found, new_replica, inputs, token)
@@ -73,18 +73,17 @@ def check_reachability(
         )
 
 
-def reads_first_position_alone(
-    new_replica: Callable[[], Replica], arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> bool:
+def reads_first_position_alone(new_replica: Callable[[], Replica], batch: Batch) -> bool:
     """Whether the outputs with one vector per sample (a pooler's, or logits of classes) depend on position 0 alone.
 
     It is then the class token, whatever reads it. Blocks between boundaries are not examined. Cost: up to three forward passes.
     """
-    replica = new_replica()
+    replica, first = new_replica(), batch.of_first_sample()
     if replica.description.spans:
         return False
+    inputs = (first.arguments, first.keywords)
     plain, at_first, elsewhere = (
-        [value for value in _floating(_run(one, (arguments, keywords), noise_at=at)) if value.dim() == 2]
+        [value for value in _floating(_run(one, inputs, noise_at=at)) if value.dim() == 2]
         for one, at in ((replica, None), (new_replica(), slice(0, 1)), (new_replica(), slice(1, None)))
     )
     return bool(plain) and _differ(plain, at_first) and not _differ(plain, elsewhere)

@@ -54,7 +54,7 @@ def _why_no_class_token(batch: Batch, i: int, new_replica: Callable[[], Replica]
         return "the tokenizer has no class token (cls_token_id)"
     if batch.valid is not None and not batch.valid[:, 0].all():
         return "a sample begins with padding, and no tokenizer or config states a class token"
-    if not reads_first_position_alone(new_replica, batch.arguments, batch.keywords):
+    if not reads_first_position_alone(new_replica, batch):
         return "the model has no class token: no pooler or classifier reads position 0 alone, and no config states one"
     return ""
 

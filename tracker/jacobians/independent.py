@@ -111,7 +111,7 @@ def compare_rows(restrict_to: Callable[[Rows], RowFunction], rows: Rows, x: Floa
         x: their input, or that of their sources.
     """
     R, v, residual = len(rows), standard_normal(x.shape, x, seed=1), rows.source is None
-    h = _step(x, STEPS[x.itemsize][0])
+    h = _step(x, STEPS[x.itemsize][-1])
     together = torch.cat([x, x + h * v, x - h * v])
     tangents = torch.cat([v, torch.zeros_like(x), torch.zeros_like(x)])
     u = standard_normal((PROBES, *x.shape), x)

@@ -152,7 +152,7 @@ def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
 
 
 def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
-    """Cut the call into windows of `width` tokens that end at the rows (or begin with the sequence), one for each row.
+    """Cut the call into windows of at most `width` tokens that end at the rows (or begin with the sequence), one for each row.
 
     Keys and values stay the recorded ones. The new call has no output: it is not known, as attention may look beyond the
     window.
@@ -163,6 +163,7 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     Raises:
         NotSliceable: if an argument can't be cut.
     """
+    width = min(width, call.x.shape[1])
     start = (rows.token - width + 1).clamp(min=0)
     # The window of all rows, if they have the same one.
     common = slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None

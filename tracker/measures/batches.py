@@ -48,9 +48,7 @@ def measure_batches(
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
-            check_reachability(
-                jacobians.replica.description, new_replica, batch.arguments, batch.keywords, settings.tokens is None
-            )
+            check_reachability(jacobians.replica.description, new_replica, batch, settings.tokens is None)
         samples += of_batch
         steps += _steps(recording, rows, of_batch, settings)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
