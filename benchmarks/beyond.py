@@ -13,7 +13,7 @@ from statistics import median
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
     from tracker.measures.choices import OPTIONS
 
     choices_of_blocks = ",".join(option.name for option in OPTIONS if option.of_jacobians)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoints.cli import OK, reports_errors
+from tracker.common.command_line import OK, reports_errors
 
 
 def cpu_seconds(function: Callable[[], Any], repeats: int) -> float:
@@ -40,7 +40,7 @@ def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: in
     from tracker.analysis.reduction import reduced
     from tracker.analysis.statistics import CURVES, curves
     from tracker.loggers.protocol import Row
-    from tracker.results import open_results
+    from tracker.store.results import open_results
 
     torch.set_num_threads(1)
     along = open_results(out).load()
@@ -63,7 +63,7 @@ def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: in
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.bookkeeping", description=__doc__ and __doc__.split(":")[0])
     parser.add_function_arguments(measure_bookkeeping, as_group=False)

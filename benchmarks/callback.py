@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.machine import Clock, environment, keep, synchronize
-from checkpoints.cli import OK, reports_errors
+from tracker.common.command_line import OK, reports_errors
 
 
 @dataclass
@@ -121,7 +121,7 @@ def time_run(run: Run) -> dict:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.callback", description=Run.__doc__ and Run.__doc__.split("Args:")[0])
     parser.add_class_arguments(Run, as_group=False)

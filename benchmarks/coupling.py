@@ -25,7 +25,7 @@ PROMPTS = (1, 2, 4, 8, 16, 32)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     description = (Benchmark.__doc__ or "").split("Args:")[0]
     parser = Parser(prog="python -m benchmarks.coupling", description=description)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from benchmarks import tables
     from benchmarks.machine import keep
-    from tracker.errors import UsageError
+    from tracker.common.errors import UsageError
     from tracker.provenance import usable_device
 
     try:

@@ -36,7 +36,7 @@ class DryRun:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.dry_run", description=(DryRun.__doc__ or "").split("Args:")[0])
     parser.add_class_arguments(DryRun, as_group=False)

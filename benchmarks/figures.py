@@ -70,7 +70,7 @@ def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.figures", description="Draw the cost of a measurement.")
     results = Path(__file__).parent / "results"

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import tracker
-from checkpoints.files import write_atomic
-from tracker.linalg.identity import rows_of_identity
-from tracker.linalg.linear import FrozenLinear, FrozenProduct
+from tracker.common.files import write_atomic
+from tracker.common.values import Precision
+from tracker.linalg.linear import FrozenLinear, FrozenProduct, rows_of_identity
 from tracker.linalg.precision import float32_products
 from tracker.provenance import package_version
-from tracker.values import Precision
 
 
 def synchronize(device: str | torch.device) -> None:
@@ -83,7 +82,7 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: 
 
 @contextmanager
 def saved_products() -> Iterator[list[int]]:
-    """Record the operations of each product that `tracker.linalg.identity` saves: those of rows of the identity."""
+    """Record the operations of each product that `tracker.linalg.linear` saves: those of rows of the identity."""
     saved: list[int] = []
     forward = FrozenProduct.forward
 

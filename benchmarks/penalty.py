@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Clock, environment, keep
-from checkpoints.cli import OK, reports_errors
+from tracker.common.command_line import OK, reports_errors
 
 PROBES = (1, 2, 4, 8)
 
@@ -116,7 +116,7 @@ def _time_steps(run: Run, model: Any) -> dict[str, Any]:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.penalty", description=Run.__doc__ and Run.__doc__.split("Args:")[0])
     parser.add_class_arguments(Run, as_group=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tracker.values import Method, Precision
+from tracker.common.values import Method, Precision
 
 
 @dataclass

@@ -16,9 +16,9 @@ from pathlib import Path
 
 # What is timed, by name: imports, then the work on the directory `path`.
 WORK = {
-    "open": ("import tracker, tracker.results", "tracker.open_results(path)"),
+    "open": ("import tracker, tracker.store.results", "tracker.open_results(path)"),
     "resume": (
-        "from tracker.results import Store; from tracker.walk.units import Units",
+        "from tracker.store.results import Store; from tracker.walk.units import Units",
         "Units(Store(path), with_rows=False).read(Store(path).steps())",
     ),
     "summary": ("import tracker, tracker.analysis.summary", "tracker.summary(path)"),
@@ -49,7 +49,7 @@ class Stores:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m benchmarks.stores", description=(Stores.__doc__ or "").split("Args:")[0])
     parser.add_class_arguments(Stores, as_group=False)

@@ -51,7 +51,7 @@ class Streaming:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     description = (Streaming.__doc__ or "").partition("\n")[0]
     parser = Parser(prog="python -m benchmarks.streaming", description=description)

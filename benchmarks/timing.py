@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("forward", "tracker.measures.calls", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
-    ("checks", "tracker.jacobians.check_cache", "derivative_error"),  # called within the stage before, like the next
-    ("checks", "tracker.jacobians.check_cache", "find_mixing"),
+    ("checks", "tracker.jacobians.rows", "derivative_error"),  # called within the stage before, like the next
+    ("checks", "tracker.jacobians.rows", "find_mixing"),
     ("svd", "tracker.measures.layers", "triplets_of_each"),
     ("svd", "tracker.measures.layers", "triplets_by_products"),
     ("pairs", "tracker.measures.depthwise", "pairs"),

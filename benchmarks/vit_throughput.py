@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import Clock, keep, synchronize
-from checkpoints.cli import OK, reports_errors
+from tracker.common.command_line import OK, reports_errors
 
 WARM_UP = 10  # batches
 SAMPLED_EVERY = 100  # milliseconds
@@ -26,7 +26,7 @@ SAMPLED_EVERY = 100  # milliseconds
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
     from tracker.provenance import describe, usable_device
     from vit.model import build
     from vit.recipe import Recipe

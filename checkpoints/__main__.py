@@ -9,19 +9,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from checkpoints import integrity
-from checkpoints.cli import FAILED, OK, reports_errors
 from checkpoints.disk import missing_files
 from checkpoints.fetch import snapshot_dir
-from checkpoints.files import hash_file
 from checkpoints.hub import File, Listing
 from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
+from tracker.common.command_line import FAILED, OK, reports_errors
+from tracker.common.files import hash_file
 
 
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from checkpoints.arguments import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(prog="python -m checkpoints", description=__doc__ and __doc__.partition("\n")[0])
     commands = parser.add_subcommands()

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import CODE, INDEX, Listing, list_files
 from checkpoints.retries import Notify
+from tracker.common.errors import CheckpointError, Unreachable
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,9 +12,9 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from checkpoints.errors import CheckpointError
-from checkpoints.files import Lock, cache_root, write_atomic
 from checkpoints.hub import File, Listing, read_ref, repo_dir
+from tracker.common.errors import CheckpointError
+from tracker.common.files import Lock, cache_root, write_atomic
 
 Files = dict[str, tuple[int, str | None]]  # size in bytes and SHA-256 of files, by path within the cache
 

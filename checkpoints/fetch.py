@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
-from checkpoints.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, Unreachable, first_line
-from checkpoints.files import write_atomic
 from checkpoints.hub import File, Listing, read_ref, repo_dir
 from checkpoints.retries import SLOWEST, TIMEOUT, WINDOW, Attempts, Notify, require_content, with_retries
+from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, Unreachable
+from tracker.common.files import write_atomic
+from tracker.common.text import first_line
 
 BLOCK = 1 << 20  # bytes
 Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded

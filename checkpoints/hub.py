@@ -14,9 +14,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from checkpoints.errors import CheckpointError, Unreachable
-from checkpoints.files import cache_root, write_atomic
 from checkpoints.retries import PATIENCE, TIMEOUT, Notify, with_retries
+from tracker.common.errors import CheckpointError, Unreachable
+from tracker.common.files import cache_root, write_atomic
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

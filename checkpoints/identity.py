@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoints.errors import CheckpointError, first_line
 from checkpoints.hub import CODE, TEXT
+from tracker.common.errors import CheckpointError
+from tracker.common.text import first_line
 
 WEIGHTS = (".safetensors", ".bin")
 Loaded = TypeVar("Loaded")

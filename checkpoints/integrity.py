@@ -17,11 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints import files, hub
-from checkpoints.errors import CheckpointError, Unreachable
+from checkpoints import hub
 from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.retries import Notify
-from checkpoints.suites import Checkpoint, Suite, join_names
+from checkpoints.suites import Checkpoint, Suite
+from tracker.common import files
+from tracker.common.errors import CheckpointError, Unreachable
+from tracker.common.text import join_names
 
 if TYPE_CHECKING:
     from torch import Tensor

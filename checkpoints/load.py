@@ -9,8 +9,9 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
-from checkpoints.errors import CheckpointError, first_line, panics_as_errors
 from checkpoints.hub import describe_cache, list_branches
+from tracker.common.errors import CheckpointError, panics_as_errors
+from tracker.common.text import first_line
 
 if TYPE_CHECKING:
     from torch import nn

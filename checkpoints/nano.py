@@ -25,12 +25,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.errors import CheckpointError
 from checkpoints.fetch import cached_snapshot
-from checkpoints.files import Lock, cache_root, write_atomic
 from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
 from checkpoints.shapes import Shape
+from tracker.common.errors import CheckpointError
+from tracker.common.files import Lock, cache_root, write_atomic
 
 if TYPE_CHECKING:
     from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast

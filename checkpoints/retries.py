@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 
-from checkpoints.errors import CheckpointError, Unreachable, first_line
-from checkpoints.words import counted
+from tracker.common.errors import CheckpointError, Unreachable
+from tracker.common.text import counted, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import httpx

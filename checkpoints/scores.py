@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from checkpoints.errors import CheckpointError
-from checkpoints.suites import Suite, join_names
+from checkpoints.suites import Suite
+from tracker.common.errors import CheckpointError
+from tracker.common.text import join_names
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
 NAME_IN_TABLE = {"pythia-1b": "pythia-1b-bf16"}

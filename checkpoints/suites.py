@@ -16,6 +16,7 @@ from pathlib import Path
 from checkpoints import hub, nano
 from checkpoints.retries import Notify
 from checkpoints.shapes import Shape, pythia_shapes
+from tracker.common.text import join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
 PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
@@ -317,9 +318,3 @@ def _doubling(steps: tuple[int, ...]) -> list[int]:
     while later := [step for step in steps if chosen and step > chosen[-1]]:
         chosen.append(min(later, key=lambda step: abs(step - 2 * chosen[-1])))
     return [steps[0], *chosen]
-
-
-def join_names(names: Iterable[int | str]) -> str:
-    """Join names with commas, eliding the middle of a long list."""
-    shown = [str(name) for name in names]
-    return ", ".join(shown if len(shown) <= 16 else [*shown[:13], "…", *shown[-2:]])

@@ -17,7 +17,7 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full_sequence_jacobian
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"

@@ -22,7 +22,7 @@ if CHECK_SHAPES:
     packages = [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")]
     install_import_hook(packages, "beartype.beartype")
 
-    from tracker.capture.replicas import guard
+    from tracker.capture import guard
     from tracker.linalg import linear, precision
 
     # PyTorch calls these at every operation: if their annotations were checked each time, tests would take a third longer.

@@ -10,7 +10,7 @@ import xarray as xr
 from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
-from tracker.results import Store
+from tracker.store.results import Store
 
 
 def generated(

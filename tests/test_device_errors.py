@@ -7,7 +7,7 @@ import torch
 
 import tracker
 from tests.models import Size, language, tokens
-from tracker.device_errors import is_allocation_failure, is_device_error, raise_device_errors
+from tracker.devices import is_allocation_failure, is_device_error, raise_device_errors
 from tracker.jacobians.rows import Jacobians
 
 FAILED_KERNEL = "CUDA error: unspecified launch failure"

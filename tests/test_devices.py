@@ -7,7 +7,7 @@ from torch import nn
 
 import tracker
 from tests.lightning_runs import Classifier
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.provenance import usable_device
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))

@@ -29,7 +29,7 @@ from tests.models import (
     vision,
 )
 from tracker.blocks.find import find_blocks
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.linalg.precision import switches
 
 

@@ -4,8 +4,8 @@ from inspect import currentframe
 
 import pytest
 
-from tracker import notices
-from tracker.notices import warn_caller
+from tracker.common import notices
+from tracker.common.notices import warn_caller
 
 CALL = "def call(f):\n    f()\n"
 

@@ -14,12 +14,12 @@ import torch
 import tracker
 from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
-from tracker import progress
 from tracker.blocks.find import find_blocks
 from tracker.capture.inputs import batches
+from tracker.common import progress
+from tracker.common.progress import Progress
 from tracker.measurement import measure_samples
 from tracker.measures.options import settings_from
-from tracker.progress import Progress
 
 METHODS = {
     "full": {"svd": "full"},
@@ -71,7 +71,7 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
 SCRIPT = """
 import tracker
 from tests.models import neox, tokens
-tracker.progress.DELAY = {delay}
+tracker.common.progress.DELAY = {delay}
 tracker.measure(neox(), tokens(), progress={progress})
 print("measured")
 """
@@ -79,7 +79,7 @@ print("measured")
 
 def run_script(terminal, delay=0.0, shown=None):
     """Return what a measurement writes on standard error, a terminal or a pipe."""
-    command = [sys.executable, "-c", "import tracker.progress\n" + SCRIPT.format(delay=delay, progress=shown)]
+    command = [sys.executable, "-c", "import tracker.common.progress\n" + SCRIPT.format(delay=delay, progress=shown)]
     if not terminal:
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
     ours, theirs = pty.openpty()

@@ -10,13 +10,13 @@ import pytest
 import xarray as xr
 
 import tracker
-from checkpoints.files import Lock
 from tests.stores import generated
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.common.files import Lock
 from tracker.measures import names
 from tracker.measures.labels import labelled
-from tracker.report.reader import Reader
-from tracker.results import Store
+from tracker.report.contents import Reader
+from tracker.store.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
 
@@ -162,10 +162,10 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import names
 from tracker.measures.labels import labelled
-from tracker.results import Store
+from tracker.store.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
 claim = Store(sys.argv[1]).claim(3)

@@ -9,7 +9,7 @@ from torch import nn
 import tracker
 from tests.conftest import ROOT
 from tests.sweep import catalogue, judge, oracle, table, tiny
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 measure = tracker.measure
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tracker.blocks.find import find_blocks
     from tracker.figures.notebook import plot
     from tracker.measurement import measure
-    from tracker.results import Store, open_results
+    from tracker.store.results import Store, open_results
     from tracker.training.callback import CouplingCallback
     from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     try:
         imported = importlib.import_module(f"tracker.{module}")
     except ModuleNotFoundError as error:
-        from checkpoints.extras import missing_extra
+        from tracker.common.extras import missing_extra
 
         raise missing_extra(error, f"tracker.{name}") from error
     return getattr(imported, name) if name in _MODULES else imported

@@ -4,7 +4,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from checkpoints.cli import OK, USAGE, reports_errors
+from tracker.common.command_line import OK, USAGE, reports_errors
 
 # Subcommand -> the module that `python -m` runs, and what it does.
 COMMANDS = {

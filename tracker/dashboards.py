@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from checkpoints.cli import OK, CommandFailure, reports_errors
-from tracker.values import INTEGERS
+from tracker.common.command_line import OK, CommandFailure, reports_errors
+from tracker.common.values import INTEGERS
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(
         prog="python -m tracker.dashboards",

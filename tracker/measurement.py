@@ -19,20 +19,17 @@ import xarray as xr
 from torch import Tensor, nn
 
 from tracker.blocks.find import Blocks, Named, check_model, find_blocks, recognises_blocks
-from tracker.blocks.proposals import BlocksNotFound
+from tracker.blocks.towers import BlocksNotFound
+from tracker.capture.confirm import LAST_WORD, check_reachability, choose_blocks, confirm_blocks, with_class_token
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch, batches
-from tracker.capture.mixing import choose_blocks, confirm_blocks
-from tracker.capture.reachability import check_reachability
-from tracker.capture.replicas.replica import Replica
-from tracker.capture.replicas.sharded import Gather, gathering_together
-from tracker.capture.replicas.streaming import copies_finished
-from tracker.capture.special_tokens import LAST_WORD, with_class_token
-from tracker.device_errors import raise_device_errors
-from tracker.jacobians.check_cache import CheckCache
+from tracker.capture.replica import Replica
+from tracker.capture.weights import Gather, copies_finished, gathering_together
+from tracker.common.progress import Progress, progress_bar
+from tracker.devices import raise_device_errors
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
-from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.rows import CheckCache, Jacobians
 from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.batches import measure_batches
 from tracker.measures.calls import record_call
@@ -43,7 +40,6 @@ from tracker.measures.kept import with_kept
 from tracker.measures.labels import labelled
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
-from tracker.progress import Progress, progress_bar
 from tracker.provenance import describe, digest, has_float64, usable_device
 
 

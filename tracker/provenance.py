@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import unwrap
-from tracker.device_errors import raise_device_errors
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.devices import raise_device_errors
 from tracker.version import __version__
 
 SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one that is added, older units have NaN

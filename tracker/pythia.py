@@ -16,16 +16,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from checkpoints import nano
-from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
-from checkpoints.errors import first_line
-from checkpoints.suites import UNTRAINED, Checkpoint, join_names
-from tracker.errors import UsageError
+from checkpoints.suites import UNTRAINED, Checkpoint
+from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
+from tracker.common.errors import UsageError
+from tracker.common.text import first_line, join_names
 from tracker.walk.command import Walk, parse
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
-from tracker.walk.overview import headline, print_other_tokens, print_overview, print_repeats
 from tracker.walk.plan import Output, Plan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
-from tracker.walk.progress import Progress, progress
+from tracker.walk.progress import Progress, headline, print_other_tokens, print_overview, print_repeats, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def _stop_without_device(step: int, error: Exception) -> None:
     Raises:
         CommandFailure: naming the step and the error.
     """
-    from tracker.device_errors import is_device_error
+    from tracker.devices import is_device_error
 
     if is_device_error(error):
         raise CommandFailure(
@@ -243,7 +242,7 @@ def _release_memory(plan: Plan) -> None:
 def _write_page(units: "Units") -> list[str]:
     """Write the page and print the summary; return why there is none, in no line or one."""
     from tracker.analysis.summary import summary_of_reduced
-    from tracker.report.reader import Reader
+    from tracker.report.contents import Reader
     from tracker.report.write import write_page
 
     store, reader = units.store, Reader()

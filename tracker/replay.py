@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from checkpoints.cli import OK, reports_errors
-from tracker.cli import LOG_HELP
+from tracker.common.command_line import OK, reports_errors
+from tracker.common.parser import LOG_HELP
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import Log, Opener
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(
         prog="python -m tracker.replay", description="Log a store to a new run (W&B by default), every step once."
@@ -52,7 +52,7 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", 
     """
     from tracker.loggers import announce, opened
     from tracker.loggers.protocol import LoggedRun, Row
-    from tracker.results import Store, require_steps
+    from tracker.store.results import Store, require_steps
 
     store = Store(results)
     steps = require_steps(store)

@@ -12,8 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.cli import OK, reports_errors
-from checkpoints.files import write_atomic
+from tracker.common.command_line import OK, reports_errors
+from tracker.common.files import write_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,7 +111,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
 
 
 def _grid(grid: "xr.Dataset", at: dict[str, Any]) -> str:
-    from checkpoints.words import counted
+    from tracker.common.text import counted
     from vit.figures import coupling_label
 
     decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
@@ -137,7 +137,7 @@ def _figure(key: str, picture: bytes) -> str:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import Parser
+    from tracker.common.parser import Parser
 
     parser = Parser(
         prog="python -m vit.analysis",
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--token", type=str, help="position: 'class token' or 'last patch'; default: the last patch")
     parsed = parser.parse_args(arguments)
-    from tracker.errors import UsageError
+    from tracker.common.errors import UsageError
     from vit.results import read_grid
     from vit.statistics import correlations, primary
 

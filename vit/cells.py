@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import Lock, differences, read_json, write_atomic
+from tracker.common.files import Lock, differences, read_json, write_atomic
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json

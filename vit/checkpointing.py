@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from checkpoints.errors import first_line
-from checkpoints.files import write_atomic
+from tracker.common.files import write_atomic
+from tracker.common.text import first_line
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from checkpoints.cli import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
+from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from vit.cells import BusyError, is_done
 from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recipe_file
 from vit.training import train
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def recipe_of(arguments: Sequence[str] | None) -> Recipe:
     """Return the recipe given on a command line."""
-    from tracker.cli import Parser, summary
+    from tracker.common.parser import Parser, summary
     from tracker.measures.options import add_flags
 
     parser = Parser(prog="python -m vit.train", description=summary(Recipe))

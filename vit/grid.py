@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoints.cli import FAILED, OK, reports_errors
-from tracker.values import as_path
+from tracker.common.command_line import FAILED, OK, reports_errors
+from tracker.common.values import as_path
 from vit import processes
 from vit.cells import check_settings, is_done, read
 from vit.command import parse
@@ -72,7 +72,7 @@ class Grid:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.cli import Parser, summary
+    from tracker.common.parser import Parser, summary
     from tracker.measures.options import add_flags
 
     parser = Parser(prog="python -m vit.grid", description=summary(Grid))

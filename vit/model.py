@@ -11,7 +11,7 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import VisionTransformer, create_model, is_model, list_models
 from torch import nn
 
-from tracker.device_errors import raise_device_errors
+from tracker.devices import raise_device_errors
 from vit.recipe import Recipe
 
 

@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 from torch import nn
 
-from tracker.training.averaging import measured_module
+from tracker.training.target import measured_module
 from vit.cells import read, write
 from vit.data import Data
 from vit.images import balanced

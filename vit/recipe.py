@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from tracker.common.values import INTEGERS, ValueTypeError, as_path
 from tracker.measures.options import given_options, settings_from
 from tracker.measures.settings import Settings
-from tracker.values import INTEGERS, ValueTypeError, as_path
 
 RECIPES = Path(__file__).parent / "recipes"
 # --precision is Lightning's, so the precision of the measurement is --measure_precision. The default positions are the class

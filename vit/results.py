@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from checkpoints.files import write_atomic
-from tracker.analysis.miscouplings import read_miscouplings
-from tracker.errors import UsageError
+from tracker.analysis.reduction import read_miscouplings
+from tracker.common.errors import UsageError
+from tracker.common.files import write_atomic
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.results import Store
+from tracker.store.results import Store
 from vit.cells import read
 
 POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}

@@ -12,8 +12,8 @@ from jaxtyping import Int, UInt8
 from torch import Tensor
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from checkpoints.errors import first_line
-from checkpoints.files import cache_root
+from tracker.common.files import cache_root
+from tracker.common.text import first_line
 from vit.images import DataError, Source, Split, balanced, square, stretched
 from vit.recipe import Recipe
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checkpoints.files import write_atomic
+from tracker.common.files import write_atomic
 
 SCHEMA = 1
 FINISHED = ("ok",)  # statuses of steps that are not repeated unless `--steps` names them

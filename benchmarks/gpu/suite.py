@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.gpu import process
 from benchmarks.gpu.arguments import parse
-from checkpoints.files import write_atomic
+from tracker.common.files import write_atomic
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("tests/gpu",)

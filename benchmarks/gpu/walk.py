@@ -58,7 +58,7 @@ def walk(out: Path, given: Given, steps: Sequence[int]) -> tuple[float, dict[int
         RuntimeError: if the walk fails.
     """
     from tracker import pythia
-    from tracker.results import Store
+    from tracker.store.results import Store
 
     prompts = out.with_suffix(".txt")
     prompts.write_text("import os\nThe function raises\nfor name in sorted(names):\\n    print(\n")

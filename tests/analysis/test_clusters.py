@@ -9,14 +9,13 @@ import pytest
 from scipy import stats
 
 from tests.stores import unit
-from tracker.analysis.across_models import compare_models
-from tracker.analysis.clusters import assign_clusters, cluster_labels, independence_note
+from tracker.analysis.across_models import assign_clusters, cluster_labels, compare_models, independence_note
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.figures.write import main
 from tracker.report.write import main as report
-from tracker.results import Store, open_results
+from tracker.store.results import Store, open_results
 
 NAMES = ["70m", "70m-deduped", "160m", "160m-deduped", "410m", "1b", "1b-seed3"]
 LABELS = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]

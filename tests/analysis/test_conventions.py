@@ -3,8 +3,8 @@ import pytest
 import xarray as xr
 
 from tracker.analysis.across_models import compare_models
-from tracker.analysis.conventions import CONVENTIONS, differing_conventions, require_same_conventions
-from tracker.errors import UsageError
+from tracker.analysis.doubts import CONVENTIONS, differing_conventions, require_same_conventions
+from tracker.common.errors import UsageError
 
 ALIKE = {"final_norm": "include", "dtype": "float32", "precision": "float32", "tokens": "last", "inputs_sha256": "ab"}
 

@@ -6,7 +6,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tracker.analysis.statistics import (
 )
 from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.results import Store, open_results
+from tracker.store.results import Store, open_results
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from tests.models import neox, tokens
 from tests.stores import generated
 from tracker.analysis.reduction import reduced
 from tracker.analysis.summary import summary_of_reduced
-from tracker.errors import UsageError
-from tracker.results import Store, open_results
+from tracker.common.errors import UsageError
+from tracker.store.results import Store, open_results
 
 STEPS = [0, 64, 512, 4096]
 

@@ -17,7 +17,7 @@ import tracker
 from tests import brute_force
 from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, images, neox, tokens
 from tracker.blocks.find import find_blocks
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 K = 4
 COMMON: dict[str, Any] = {

@@ -12,7 +12,7 @@ import tracker
 from tests import brute_force, home_made
 from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
 from tests.models import WIDTH, images, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 K = 4
 

@@ -14,7 +14,7 @@ from tests import home_made
 from tests.home_made import VOCABULARY
 from tests.models import WIDTH, tokens
 from tests.sweep import of_packages
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 K = 2
 

@@ -18,13 +18,13 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.models import Size, language, tokens
 from tracker.blocks.find import find_blocks
+from tracker.capture import weights
 from tracker.capture.inputs import batches
-from tracker.capture.replicas import sharded
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
-from tracker.training import measurement
+from tracker.training import ranks
 
 RANKS = 2
 SETTINGS = Settings(k=(2,), measures=("coupling",), dtype="float64", memory_budget=1 << 20)
@@ -40,7 +40,7 @@ def make():
 def measure(model) -> list[float]:
     """Return the singular values of all blocks."""
     calls = batches(model, tokens(2, 6), None, None)
-    measure = measurement._measure_with_less_memory
+    measure = ranks._measure_with_less_memory
     samples = measure(model, find_blocks(model), calls, SETTINGS, torch.device("cpu"))
     return np.array([sample.values["singular_value"] for sample in samples]).ravel().tolist()
 
@@ -76,8 +76,8 @@ CASES = {
     "error": lambda: failing(Jacobians, "__call__", RuntimeError("planted"), after=1),
     "not finite": lambda: failing(Jacobians, "__call__", FloatingPointError("planted"), after=1),
     "memory": lambda: failing(Jacobians, "__call__", torch.OutOfMemoryError("planted"), after=1),
-    "memory of a gather": lambda: failing(sharded, "_reserve", RuntimeError(NO_MEMORY), after=30),
-    "memory, always": lambda: failing(sharded, "_reserve", RuntimeError(NO_MEMORY), times=1000),
+    "memory of a gather": lambda: failing(weights, "_reserve", RuntimeError(NO_MEMORY), after=30),
+    "memory, always": lambda: failing(weights, "_reserve", RuntimeError(NO_MEMORY), times=1000),
     "after the last gather": lambda: failing(Sample, "add_token", ValueError("planted")),
     "another path": reading_more,
     "mistake": lambda: failing(Jacobians, "__call__", TypeError("planted"), after=1),
@@ -94,7 +94,7 @@ def main():
     for layer in model.gpt_neox.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    results, real = {}, measurement.measure_samples
+    results, real = {}, ranks.measure_samples
     for case, plant in CASES.items():
         budgets = []
 
@@ -102,7 +102,7 @@ def main():
             budgets.append(settings.memory_budget)
             return real(model, blocks, calls, settings, device)
 
-        with plant(), patch.object(measurement, "measure_samples", recording):
+        with plant(), patch.object(ranks, "measure_samples", recording):
             try:
                 found = measure(model)
             except Exception as error:

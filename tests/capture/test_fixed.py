@@ -17,7 +17,7 @@ from tests.models import tokens
 from tests.nanochat import DEPTH, GPT, norm
 from tracker.blocks.boundaries import as_python, read_spans
 from tracker.blocks.find import find_blocks
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Rows
 from tracker.training.target import find_target
 

@@ -15,7 +15,7 @@ from torch import nn
 import tracker
 from tests.jacobians.test_rows import Attention, Stack, random
 from tests.models import tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 
 class Writer(nn.Module):

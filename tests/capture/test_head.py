@@ -14,8 +14,8 @@ from tests.models import Encoder, images, timm_vit, tokens, torchvision_vit
 from tests.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
 from tracker.blocks.find import find_blocks
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
+from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
 
 OPTIONS = {"k": 4, "dtype": torch.float64}
 MEASURES = (

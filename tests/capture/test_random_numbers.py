@@ -11,7 +11,7 @@ from torch import nn
 
 import tracker
 from tests.home_made import WIDTH, Flat
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 DEPTH, PROBE = 3, torch.randn(3, 12, WIDTH, generator=torch.Generator().manual_seed(1))
 

@@ -12,7 +12,7 @@ from tests.brute_force import couplings
 from tests.jacobians.test_rows import Attention, random
 from tests.models import build, tokens
 from tracker.blocks.find import find_blocks
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 
 class Sharing(nn.Module):

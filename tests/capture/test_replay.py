@@ -18,8 +18,8 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
+from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
 from tracker.jacobians.batch_mixing import separating_sets
 from tracker.jacobians.rows import Jacobians, Rows
 

@@ -9,7 +9,7 @@ from torch import nn
 import tracker
 from tests.brute_force import couplings
 from tests.jacobians.test_rows import Attention, Stack, random
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 
 class Fused(nn.Module):

@@ -16,9 +16,9 @@ from tests.lightning_runs import Classifier, fit, trainer
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import Blocks, find_blocks
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.training.target import find_target
 

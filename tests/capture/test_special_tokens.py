@@ -12,8 +12,8 @@ from torch import nn
 import tracker
 from tests.models import Encoder, build, images, timm_vit
 from tracker import pythia
-from tracker.errors import UsageError
-from tracker.results import Store
+from tracker.common.errors import UsageError
+from tracker.store.results import Store
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the blocks of this model end in a norm", "ignore:.*computed over the full sequence"

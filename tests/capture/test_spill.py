@@ -23,8 +23,8 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
-from tracker.capture.spill import Spill
+from tracker.capture.recording import Spill
+from tracker.capture.replica import Replica
 
 CPU = torch.device("cpu")
 
@@ -145,8 +145,8 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 FULL = """
 import sys
 import torch
-from tracker.errors import UsageError
-from tracker.capture.spill import Spill
+from tracker.common.errors import UsageError
+from tracker.capture.recording import Spill
 try:
     Spill(0).keep(torch.randn(int(sys.argv[1])))
 except UsageError as error:

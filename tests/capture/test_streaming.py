@@ -10,9 +10,9 @@ import torch
 import tracker
 from tests.models import Size, language, tokens
 from tracker.blocks.find import find_blocks
+from tracker.capture import weights as streaming
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.replicas import streaming
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 
 WIDTH, DEPTH = 64, 4
 OPTIONS = {"k": 5, "measures": "coupling", "svd": "krylov", "final_norm": "exclude"}

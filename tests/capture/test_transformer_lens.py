@@ -12,7 +12,7 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
 from tracker.blocks.find import unwrap
-from tracker.capture import hooked_attention
+from tracker.capture import attention
 from tracker.capture.attention import Formula, row_positions
 from tracker.jacobians.rows import PATHS
 
@@ -168,14 +168,12 @@ def test_planted_errors_are_found(monkeypatch, planted):
     model = hooked("as Llama")
     expected = tracker.measure(model, IDS, k=4, tokens=[2, -1], dtype=torch.float64)
     if planted == "position":
-        monkeypatch.setattr(
-            hooked_attention, "row_positions", lambda: None if (p := row_positions()) is None else p + 1
-        )
+        monkeypatch.setattr(attention, "row_positions", lambda: None if (p := row_positions()) is None else p + 1)
     elif planted == "scale":
-        monkeypatch.setattr(hooked_attention._Hooks, "formula", lambda hooks: Formula(1.0))
+        monkeypatch.setattr(attention._Hooks, "formula", lambda hooks: Formula(1.0))
         monkeypatch.delitem(PATHS, "own code")
     else:
-        monkeypatch.setattr(hooked_attention, "_mask", lambda plain, final: None)
+        monkeypatch.setattr(attention, "_mask", lambda plain, final: None)
     with pytest.warns(UserWarning, match="computed over the full sequence"):
         ds = tracker.measure(model, IDS, k=4, tokens=[2, -1], dtype=torch.float64)
     assert not ds.diagnostics_sliced.any()

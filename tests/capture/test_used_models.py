@@ -17,7 +17,7 @@ from torch import nn
 import tracker
 from tests.brute_force import run
 from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 HEAD = WIDTH // HEADS
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tracker
 from tests.models import build
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 FAMILY = "llama, grouped keys"
 

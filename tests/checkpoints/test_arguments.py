@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from checkpoints import __main__ as checkpoints
-from checkpoints.arguments import Parser
 from tests.conftest import ROOT
+from tracker.common.parser import Parser
 from tracker.measures.settings import OPTIONS
 from tracker.walk.command import Walk, parse
 from vit.command import recipe_of

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from checkpoints import cli
-from checkpoints.cli import FAILED, INTERRUPTED, USAGE, CommandFailure, reports_errors
+from tracker.common import command_line
+from tracker.common.command_line import FAILED, INTERRUPTED, USAGE, CommandFailure, reports_errors
 
 
 @reports_errors(interrupted="stopped", usage=(KeyError, ValueError))
@@ -46,7 +46,7 @@ def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
             with warnings.catch_warnings():
                 warnings.simplefilter("default")
             for text in ("3 prompts are cut", f"step {step} is suspect"):
-                warnings.warn_explicit(text, UserWarning, cli.__file__, 1, registry={})
+                warnings.warn_explicit(text, UserWarning, command_line.__file__, 1, registry={})
             warnings.warn_explicit("a library's", UserWarning, "/lib/torch/nn.py", 1, registry={})
         return 0
 
@@ -54,5 +54,5 @@ def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
     err = capsys.readouterr().err.splitlines()
     assert err == ["warning: 3 prompts are cut", *(f"warning: step {step} is suspect" for step in range(3))]
     assert shown == ["a library's"] * 3
-    warnings.warn_explicit("after the command", UserWarning, cli.__file__, 1, registry={})
+    warnings.warn_explicit("after the command", UserWarning, command_line.__file__, 1, registry={})
     assert shown[-1] == "after the command"

@@ -15,10 +15,10 @@ import pytest
 
 from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
-from checkpoints.errors import CheckpointError, Unreachable
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_files
 from tests.hub_server import Handler, Hub, blob, serve
+from tracker.common.errors import CheckpointError, Unreachable
 
 REPO = "org/toy"
 STEPS = (0, 1, 2, 4)
@@ -341,7 +341,7 @@ def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher
 
 FETCH = """
 import sys
-from checkpoints.errors import CheckpointError
+from tracker.common.errors import CheckpointError
 from checkpoints.hub import list_branches, list_files
 from checkpoints.fetch import fetch
 from pathlib import Path

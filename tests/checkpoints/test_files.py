@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from checkpoints import files
-from checkpoints.files import remove_stale_temporaries, write_atomic
+from tracker.common import files
+from tracker.common.files import remove_stale_temporaries, write_atomic
 
 WRITE = """
 import sys, threading
 from pathlib import Path
-from checkpoints.files import write_atomic
+from tracker.common.files import write_atomic
 
 def work(letter):
     for i in range(60):
@@ -30,7 +30,7 @@ for letter in sys.argv[2]:
 HALF_WRITTEN = """
 import os, sys, time
 from pathlib import Path
-from checkpoints.files import write_atomic
+from tracker.common.files import write_atomic
 
 def wait(descriptor):
     print("half", flush=True)

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import nano, scores
-from checkpoints.errors import CheckpointError
 from checkpoints.load import load_tokenizer
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
 from tests.conftest import TINY
+from tracker.common.errors import CheckpointError
 
 
 def test_pythia_publishes_154_checkpoints():

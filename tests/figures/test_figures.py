@@ -22,8 +22,8 @@ from tracker.figures.selection import draw
 from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
-from tracker.results import Store
-from tracker.results import open_results as read_results
+from tracker.store.results import Store
+from tracker.store.results import open_results as read_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 

@@ -13,7 +13,7 @@ from tracker.figures.overview import coupling_pictures
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
 from tracker.measures.registry import VARIANTS
-from tracker.results import Store
+from tracker.store.results import Store
 
 
 @pytest.fixture(scope="module")

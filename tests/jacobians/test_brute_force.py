@@ -16,7 +16,7 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians, Rows
 
 K = 6

@@ -10,7 +10,7 @@ from torch import nn
 
 import tracker
 from tests.models import FAMILIES, build
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.independent import compare_rows
 from tracker.jacobians.slicing import Rows
 

@@ -15,8 +15,8 @@ from tests.models import WIDTH, build, images, timm_vit, tokens
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.recorder import record
-from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
+from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.precision import switches

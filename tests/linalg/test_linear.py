@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tracker.linalg import identity, linear
-from tracker.linalg.identity import identity_matrix, rows_of_identity
+from tracker.linalg import linear
 from tracker.linalg.jacobian import dense_jacobian, linearize
-from tracker.linalg.linear import FrozenLinear
+from tracker.linalg.linear import FrozenLinear, identity_matrix, rows_of_identity
 
 
 @pytest.fixture
@@ -280,4 +279,4 @@ def test_rows_of_an_identity_are_told_from_others():
     assert rows_of_identity(I) is None, "no longer one"
     address = I.untyped_storage().data_ptr()
     del I, others
-    assert address not in identity._identities, "forgotten with its memory"
+    assert address not in linear._identities, "forgotten with its memory"

@@ -24,7 +24,7 @@ from tracker.loggers.protocol import LoggedRun, Row
 from tracker.loggers.selection import chosen
 from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.headline import MEAN_OFFDIAG, headline_names
-from tracker.results import Store
+from tracker.store.results import Store
 
 STEPS = (0, 2, 8)
 OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log

@@ -13,7 +13,7 @@ from tests.models import neox, tokens
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia, replay
 from tracker.analysis.statistics import scalars
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row
@@ -21,7 +21,7 @@ from tracker.loggers.selection import chosen, parsed
 from tracker.loggers.wandb import NAMING, WandbRun, resolve_mode
 from tracker.measures import names
 from tracker.measures.headline import headline_names
-from tracker.results import Store
+from tracker.store.results import Store
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import pytest
 
 import tracker
 from tests.models import neox, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import choices
 from tracker.measures.options import settings_from
-from tracker.results import Store
+from tracker.store.results import Store
 
 
 def test_all_leaves_out_what_is_expensive():

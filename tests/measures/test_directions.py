@@ -8,7 +8,7 @@ import torch
 
 import tracker
 from tests.models import build, images, timm_vit
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import directions
 
 MEASURES = ["coupling", "directions"]

@@ -8,7 +8,7 @@ import torch
 
 import tracker
 from tests.models import images, neox, timm_vit, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.choices import choices
 from tracker.measures.cost import Cost

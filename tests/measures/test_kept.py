@@ -9,7 +9,7 @@ import tracker
 from tests import brute_force
 from tests.models import build
 from tracker.blocks.find import find_blocks
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import kept
 
 BOTH = ("jacobian", "singular_vectors")

@@ -14,7 +14,7 @@ from tests.test_measure import PROMPTS, tokenizer
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.labels import labelled
 from tracker.measures.registry import MEASURES
-from tracker.results import Store
+from tracker.store.results import Store
 
 SAID = ("long_name", "units", "formula", "reference")
 

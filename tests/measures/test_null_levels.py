@@ -8,7 +8,7 @@ import xarray as xr
 import tracker
 from tests.models import Size, build
 from tracker.analysis.null_levels import null_level, null_spread
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import null_levels
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.null_levels import Moments, Overlap

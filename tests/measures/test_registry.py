@@ -19,7 +19,7 @@ from tracker.measures.registry import BY_NAME, MEASURES
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
-from tracker.results import Store, join, open_results
+from tracker.store.results import Store, join, open_results
 
 ASSETS = Path(tracker.__file__).parent / "report" / "assets"
 WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")

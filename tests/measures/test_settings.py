@@ -9,7 +9,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS, Options
 from tracker.provenance import settings_digest

@@ -8,7 +8,7 @@ from tests.stores import generated
 from tracker.analysis.onset import onset
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
-from tracker.report.findings import findings
+from tracker.report.texts import findings
 
 STEPS = (0, 1, 8, 2000)
 

@@ -26,7 +26,7 @@ from tracker.figures.selection import draw
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents
 from tracker.report.write import main, write_report
-from tracker.results import Store, distinct_names
+from tracker.store.results import Store, distinct_names
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser_test = [

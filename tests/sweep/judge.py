@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import tracker
 from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 KS = (3, 6)
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}

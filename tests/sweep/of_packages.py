@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 MEASURED, WITH_LINE, REFUSED, NOT_BUILT = "measured", "measured with the proposed line", "refused", "not built"
 LINE_FAILED, RAISED = "the proposed line failed", "raw exception"

@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.lightning_runs import Classifier, fit, trainer
 from tracker import CouplingCallback
-from tracker.results import Store
-from tracker.training import measurement, run
+from tracker.store.results import Store
+from tracker.training import ranks, run
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
 Fault = tuple[int, Exception]  # the rank that fails, and how
@@ -67,7 +67,7 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     watch.run.given_probe = plant("probe", watch, faults, lambda *_: PROBE)
     watch.run.on_measure = plant("on_measure", watch, faults, lambda unit: seen.append(int(unit.step)))
     places = {
-        "samples": (measurement, "measure_samples"),
+        "samples": (ranks, "measure_samples"),
         "dataset": (run, "to_dataset"),
         "float64": (run, "has_float64"),
         "write": (Store, "write"),

@@ -14,11 +14,11 @@ import pytorch_lightning
 import tracker
 from tests.lightning_runs import Classifier, fit
 from tests.training.test_callback import Watch, assert_same_units, offline_records
-from tracker.errors import UsageError
-from tracker.lightning_packages import classes
+from tracker.common.errors import UsageError
+from tracker.common.lightning_packages import classes
 from tracker.loggers.lightning import LightningAdapter
-from tracker.results import Store
-from tracker.training.averaging import check_readable
+from tracker.store.results import Store
+from tracker.training.target import check_readable
 
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 

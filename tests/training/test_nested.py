@@ -31,10 +31,18 @@ import tracker
 from tests.lightning_runs import Classifier, trainer
 from tests.models import neox, tokens
 from tests.training.test_callback import Watch, assert_same_units
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.provenance import digest
-from tracker.training.nested import CLASS, from_plain, to_plain
-from tracker.training.probe import as_first, cpu_copy, first_samples, inputs_digest, sample_count
+from tracker.training.probe import (
+    CLASS,
+    as_first,
+    cpu_copy,
+    first_samples,
+    from_plain,
+    inputs_digest,
+    sample_count,
+    to_plain,
+)
 
 Pair = namedtuple("Pair", "x y")
 

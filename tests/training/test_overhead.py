@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from tracker.training import overhead
-from tracker.training.overhead import Overhead
+from tracker.training import schedule
+from tracker.training.schedule import Overhead
 
 LIMIT = 0.05
 
@@ -15,7 +15,7 @@ class Run:
 
     def __init__(self, monkeypatch, limit: float | None = LIMIT):
         self.now = 0.0
-        monkeypatch.setattr(overhead.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(schedule.time, "perf_counter", lambda: self.now)
         self.overhead = Overhead(limit)
 
     def measure(self, seconds: float, after: float = 0.0) -> str:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import tracker
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.training.penalty import Jacobian, pair_penalty
 
 D = 16

@@ -10,14 +10,14 @@ import pytest
 
 import tracker
 from tests.models import neox, tokens
-from tracker.errors import UsageError
-from tracker.results import Store
-from tracker.training.run_lock import hold, release
+from tracker.common.errors import UsageError
+from tracker.store.results import Store
+from tracker.training.run_store import hold, release
 
 HOLD = """
 import os, sys, time
-from tracker.results import Store
-from tracker.training.run_lock import hold
+from tracker.store.results import Store
+from tracker.training.run_store import hold
 hold(Store(sys.argv[1]))
 worker = os.fork() if "fork" in sys.argv else None
 if worker == 0:

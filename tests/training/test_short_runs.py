@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from tests.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.training.test_callback import Watch
-from tracker.errors import UsageError
-from tracker.results import Store
+from tracker.common.errors import UsageError
+from tracker.store.results import Store
 
 
 class Tuned(Classifier):

@@ -57,7 +57,7 @@ def timed(tmp_path_factory):
     data, clock, written = load(recipe), SimpleNamespace(now=0.0), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vit.pace.time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: clock.now))
-        patch.setattr("tracker.training.overhead.time", SimpleNamespace(perf_counter=lambda: clock.now))
+        patch.setattr("tracker.training.schedule.time", SimpleNamespace(perf_counter=lambda: clock.now))
         patch.setattr("vit.pace.write", lambda directory, name, content: written.append((name, content)))
         for target, seconds in (
             ("vit.module.Classifier.training_step", 1.0),

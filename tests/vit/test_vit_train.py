@@ -17,7 +17,7 @@ import xarray as xr
 
 import tracker
 from tests import processes
-from tracker.results import VOLATILE, Store
+from tracker.store.results import VOLATILE, Store
 from vit import cells, grid
 from vit.checkpointing import AtomicCheckpoints
 from vit.command import main

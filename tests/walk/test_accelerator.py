@@ -12,14 +12,14 @@ import torch
 import tracker
 from benchmarks import shapes
 from checkpoints import integrity
-from checkpoints.errors import CheckpointError
 from checkpoints.load import load_model
 from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots
 from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
+from tracker.common.errors import CheckpointError
 from tracker.measures.memory import weights_memory
-from tracker.walk import memory, plan, unit
+from tracker.walk import plan, unit
 from tracker.walk.command import parse
 
 GB = 10**9
@@ -150,12 +150,12 @@ def pythia_12b():
 )
 def test_12b_stays_on_a_device_beside_the_default_budget(monkeypatch, pythia_12b, total, budget, stays):
     device = torch.device("cuda")
-    monkeypatch.setattr(memory, "_free_and_total", lambda device: (total * GB * 0.99, total * GB))
+    monkeypatch.setattr(plan, "_free_and_total", lambda device: (total * GB * 0.99, total * GB))
     weights = weights_memory(pythia_12b, find_blocks(pythia_12b), torch.float32)
     assert 23.7 * GB < weights < 27.5 * GB  # in float16, and in float32 what is outside the blocks, and one block
-    found = memory.default_budget(device, weights)
+    found = plan.default_budget(device, weights)
     assert found == pytest.approx(budget * GB, rel=0.01)
-    assert memory.stays_on_device(device, weights, found) == stays
+    assert plan.stays_on_device(device, weights, found) == stays
 
 
 @pytest.mark.slow

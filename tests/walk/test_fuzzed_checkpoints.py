@@ -21,7 +21,7 @@ from tests.hub_server import Hub, serve
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import shard
 from tracker import pythia
-from tracker.results import Store
+from tracker.store.results import Store
 
 CHANGED = range(1, 26)  # steps
 SOUND = (0, 1000)

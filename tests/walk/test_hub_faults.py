@@ -15,7 +15,7 @@ from checkpoints import __main__ as command_line
 from tests.hub_server import serve
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tracker import pythia
-from tracker.results import Store
+from tracker.store.results import Store
 
 REPO = "org/faulty"
 ALWAYS = 10**6

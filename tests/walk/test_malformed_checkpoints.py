@@ -15,7 +15,7 @@ from checkpoints.configuration import code_digest
 from tests.walk.malformed import FAULTS, FOREIGN, configured, with_code
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tracker import pythia
-from tracker.results import Store
+from tracker.store.results import Store
 
 SOUND = (1, 1000)  # before and after the malformed ones
 STEP_OF = {name: step for step, name in enumerate(FAULTS, SOUND[0] + 1)}

@@ -8,10 +8,10 @@ import sys
 import pandas as pd
 import pytest
 
-from checkpoints.files import cache_root
 from tests.conftest import ROOT
 from tests.hub_server import serve
-from tracker.walk import openllm
+from tracker.common.files import cache_root
+from tracker.walk import prompts
 from tracker.walk.prompts import load_prompts
 
 FIRST = {  # of each set: a row as published, and the prompt made of it
@@ -41,9 +41,9 @@ FIRST = {  # of each set: a row as published, and the prompt made of it
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     root = tmp_path_factory.mktemp("hub")
-    for source in (*openllm.OPENLLM, *openllm.EASY2HARD, *openllm.WIKITEXT):
+    for source in (*prompts.OPENLLM, *prompts.EASY2HARD, *prompts.WIKITEXT):
         row, _ = FIRST[source.repository]
-        rows = [row] + ([{"text": f"{i} " + "word " * openllm.PARAGRAPH} for i in range(300)] if "text" in row else [])
+        rows = [row] + ([{"text": f"{i} " + "word " * prompts.PARAGRAPH} for i in range(300)] if "text" in row else [])
         repository = root / f"datasets--{source.repository.replace('/', '--')}"
         snapshot = repository / "snapshots" / "c0ffee"
         folder = source.config or "data"
@@ -85,7 +85,7 @@ def test_wikitext_draws_the_same_hundred_paragraphs(served, tmp_path):
         for which in ("one", "another")
     ]
     assert sets[0] == sets[1] and len({text for text, *_ in sets[0]}) == 100
-    assert all(len(text.split()) > openllm.PARAGRAPH for text, *_ in sets[0])
+    assert all(len(text.split()) > prompts.PARAGRAPH for text, *_ in sets[0])
 
 
 @pytest.mark.slow
@@ -115,8 +115,8 @@ def test_missing_package_is_reported_in_one_sentence(tmp_path, monkeypatch):
 
 def test_cached_set_without_sources_gets_them_from_its_order(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
-    file = cache_root() / "prompts" / f"openllm-v{openllm.VERSION}.json"
+    file = cache_root() / "prompts" / f"openllm-v{prompts.VERSION}.json"
     file.parent.mkdir(parents=True)
-    for count, expected in ((1200, [source.repository for source in openllm.OPENLLM]), (1199, [None])):
+    for count, expected in ((1200, [source.repository for source in prompts.OPENLLM]), (1199, [None])):
         file.write_text(json.dumps({"prompts": [f"p{i}" for i in range(count)], "seed": 0}))
         assert list(dict.fromkeys(prompt.source for prompt in load_prompts("openllm"))) == expected

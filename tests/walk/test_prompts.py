@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tracker.walk.openllm import SETS, Prompt
-from tracker.walk.prompts import load_prompts, prompts_digest
+from tracker.walk.prompts import SETS, Prompt, load_prompts, prompts_digest
 
 
 def load(text, path):

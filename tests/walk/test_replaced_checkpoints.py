@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 import tracker
 from checkpoints import identity
 from checkpoints.configuration import code_digest
-from checkpoints.errors import CheckpointError
 from checkpoints.identity import load_copy, unchanged
 from tests import processes
 from tests.walk.malformed import FOREIGN
@@ -23,7 +22,8 @@ from tests.walk.test_malformed_checkpoints import rename_head
 from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
-from tracker.results import Store
+from tracker.common.errors import CheckpointError
+from tracker.store.results import Store
 from tracker.walk import unit
 
 MEASURED = "was {} while this checkpoint was measured, and its results are not kept"

@@ -17,16 +17,15 @@ import tracker
 from tests.models import neox, tokens
 from tests.stores import unit
 from tests.walk.test_walk import commit, snapshots
-from tracker import pythia, results
+from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
-from tracker.report.contents import contents
-from tracker.report.notes import provenance
-from tracker.report.quantize import carried
-from tracker.report.reader import Reader
-from tracker.results import Store
+from tracker.report.contents import Reader, carried, contents
+from tracker.report.texts import provenance
+from tracker.store import results
+from tracker.store.results import Store
 from tracker.walk.units import Units
 
 
@@ -201,7 +200,7 @@ REMEASURE = """
 import sys
 from tests.walk.test_units import small_unit
 from tracker.walk.units import Units
-from tracker.results import Store
+from tracker.store.results import Store
 
 measured = Units(Store(sys.argv[1]), with_rows=False)
 sys.stdin.readline()
@@ -218,7 +217,7 @@ import sys
 from types import SimpleNamespace
 from tracker import pythia
 from tracker.walk.units import Units
-from tracker.results import Store
+from tracker.store.results import Store
 
 store, task = Store(sys.argv[1]), sys.argv[2]
 measured = Units(store, with_rows=False)

@@ -17,15 +17,15 @@ import torch
 import xarray as xr
 
 import tracker
-from checkpoints.errors import CheckpointError
 from checkpoints.load import load
 from tests import processes
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
+from tracker.common.errors import CheckpointError
 from tracker.measures.families import CERTIFICATE
 from tracker.report.contents import contents
-from tracker.results import VOLATILE, Store
+from tracker.store.results import VOLATILE, Store
 from tracker.walk.failures import unwritable
 
 STEPS = [0, 1, 2, 4, 8]

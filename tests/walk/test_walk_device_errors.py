@@ -7,7 +7,7 @@ import torch
 
 from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
-from tracker.results import Store
+from tracker.store.results import Store
 
 ERRORS = {
     "device": torch.AcceleratorError(

@@ -1,4 +1,10 @@
-"""Comparison of several results: one point per result, after its last step, and fits of one property on another.
+"""Clusters of results that are not independent. A fit over models is repeated with one point per cluster, its mean.
+
+Variants of one model form a cluster: same class, depth, width, parameter count, and name up to `-deduped`, `-seedN`,
+`-data-seedN` or `-weight-seedN` (Pythia 70m and 70m-deduped; one model measured twice). Models of one suite also share data and
+recipe, which their names do not show: the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
+
+Comparison of several results: one point per result, after its last step, and fits of one property on another.
 
     coupling = null level - mis-coupling; the score is the mean over the benchmarks that all results share
 
@@ -10,6 +16,7 @@ are distances from them.
 coupling are over its prompts.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +24,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.clusters import cluster_labels, independence_note
-from tracker.analysis.conventions import require_same_conventions
+from tracker.analysis.doubts import require_same_conventions
 from tracker.analysis.jsonable import jsonable
 from tracker.analysis.regression import (
     MIN_POINTS,
@@ -30,8 +36,58 @@ from tracker.analysis.regression import (
 )
 from tracker.analysis.statistics import correlations, sources
 from tracker.analysis.variables import PAIRS
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures.registry import VARIANTS
+
+VARIANT = re.compile(r"[-_](deduped|((data|weight)[-_])?seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
+
+
+def cluster_labels(results: Mapping[str, xr.Dataset]) -> np.ndarray:
+    """Return a label for each result: its attribute `cluster`, else the name of the first variant of the same model."""
+    first: dict[tuple, str] = {}
+    return np.array(
+        [str(ds.attrs.get("cluster") or first.setdefault(_model(name, ds), name)) for name, ds in results.items()]
+    )
+
+
+def _model(result: str, ds: xr.Dataset) -> tuple:
+    """Return a key that variants of one model share; a model without a name has no variants."""
+    name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "").rstrip("/").rpartition("/")[2].lower()
+    if not name:
+        return (result,)
+    sizes = (ds.attrs.get("model_class"), ds.sizes.get("layer"), ds.attrs.get("width"), ds.attrs.get("parameters"))
+    return (VARIANT.sub("", name), *map(str, sizes))
+
+
+def independence_note(results: Mapping[str, xr.Dataset]) -> str:
+    """State, for readers of a fit over these results, how independent they are and which of them are averaged."""
+    classes, labels = {ds.attrs.get("model_class") for ds in results.values()}, cluster_labels(results)
+    plural = "s" if len(classes) > 1 else ""
+    note = (
+        f"{len(results)} models of {len(classes)} architecture{plural}: p and intervals treat models as independent, although "
+        "models of one suite share data and training recipe."
+    )
+    names = np.array(list(results))
+    clusters = [names[labels == label] for label in dict.fromkeys(labels)]
+    averaged = "; ".join(", ".join(members) for members in clusters if len(members) > 1)
+    return f"{note} Clusters averaged in the second fit: {averaged}." if averaged else note
+
+
+def assign_clusters(results: Mapping[str, xr.Dataset], given: str | None) -> dict[str, xr.Dataset]:
+    """Set the attribute `cluster` of results as "NAME=CLUSTER,NAME=CLUSTER" gives it; the others are returned as they are.
+
+    Raises:
+        UsageError: for an entry not of this form, or with a name that is not among the results.
+    """
+    pairs = [pair.strip().rpartition("=") for pair in (given or "").split(",") if pair.strip()]
+    for name, equals, cluster in pairs:
+        if not (equals and cluster and name in results):
+            raise UsageError(
+                f"--clusters {given}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
+            )
+    labels = {name: cluster for name, _, cluster in pairs}
+    return {name: ds.assign_attrs(cluster=labels[name]) if name in labels else ds for name, ds in results.items()}
+
 
 Results = Mapping[str, xr.Dataset]
 Property = Callable[[xr.Dataset], float]

@@ -8,9 +8,9 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.null_levels import null_level
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures.registry import BY_NAME
-from tracker.results import open_results
+from tracker.store.results import open_results
 
 ROWS = 50_000_000  # at most
 POSITIONS = {  # a dimension that is an index: the variable of the position in the sequence that it stands for

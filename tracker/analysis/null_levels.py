@@ -10,7 +10,7 @@ import xarray as xr
 from torch import Tensor
 
 from tracker.analysis.variables import coordinates, in_float64
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures import null_levels
 from tracker.measures.dataset import compared_layers, compared_tokens, pair_layers
 from tracker.measures.families import NORMED

@@ -2,16 +2,32 @@
 
 A unit of a large model has coupling matrices of every prompt; reduced it has a hundredth of the size, so that the units of a
 whole walk fit in memory. A Dataset with a `step` dimension gives the same values.
+
+Read the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
+
+`tracker.open_results` reads and labels every variable of a unit; here each file is opened as HDF5, and only what is averaged
+is read.
 """
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.null_levels import levels
-from tracker.analysis.statistics import CURVES, SAMPLES, curves, middle_layers, points_of_layer_pairs
-from tracker.analysis.variables import coordinates, in_float64, mean, median, over_pairs, quartiles
+from tracker.analysis.null_levels import READ, levels, levels_of_several
+from tracker.analysis.statistics import (
+    CURVES,
+    SAMPLES,
+    curves,
+    labelled_over_pairs,
+    middle_layers,
+    points_of_layer_pairs,
+)
+from tracker.analysis.variables import PAIRS, coordinates, in_float64, mean, median, over_pairs, quartiles
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
+from tracker.store.results import Store, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -128,3 +144,36 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     counts = {"jacobians": there, **{name: (checks[name] == 1) & there for name in ("sliced", "complete", "formed")}}
     found = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
     return found | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
+
+
+COORDINATES = ("k", "layer", "layer_other")
+
+
+def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
+    """Return the curve points of each mis-coupling, for each token by itself.
+
+    Args:
+        measures: those of the blocks alone; those that the store lacks are left out.
+
+    Returns:
+        `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
+        `tracker.analysis.statistics.curves`.
+
+    Raises:
+        FileNotFoundError: if there are no units.
+        ValueError: if a unit is damaged, or units differ in prompts, tokens, blocks, K or measures.
+    """
+    store = Store(directory)
+    steps = require_steps(store)
+    read = store.curve(steps, {*measures, *READ, *COORDINATES})
+    names = [name for name in measures if name in read]
+    if not names:
+        raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
+    levels = levels_of_several(read, names)
+    parts = {
+        "miscoupling": [labelled_over_pairs(read[name].astype(np.float64)) for name in names],
+        "null": [labelled_over_pairs(xr.DataArray(levels[name], read[name].coords)) for name in names],
+    }
+    means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
+    dims = ("step", "token", "measure", "k", "pairs")
+    return xr.Dataset(means).assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)

@@ -133,7 +133,7 @@ def quartiles(values: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
     return _labelled(variables.quartiles(values.variable, over), values)
 
 
-def over_pairs(matrices: xr.DataArray) -> xr.DataArray:
+def labelled_over_pairs(matrices: xr.DataArray) -> xr.DataArray:
     """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
     return _labelled(variables.over_pairs(matrices.variable), matrices)
 

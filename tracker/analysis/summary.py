@@ -21,16 +21,14 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from checkpoints.words import counted
-from tracker.analysis.conventions import describe_differences, differing_conventions
-from tracker.analysis.doubts import doubts
-from tracker.analysis.miscouplings import read_miscouplings
+from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.onset import coupled, pairs_of_blocks
-from tracker.analysis.reduction import OF_PATHS, reduced
+from tracker.analysis.reduction import OF_PATHS, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.analysis.statistics import curves, sources
-from tracker.errors import UsageError
-from tracker.results import Store, distinct_names, require_steps, short_name
+from tracker.common.errors import UsageError
+from tracker.common.text import counted
+from tracker.store.results import Store, distinct_names, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}

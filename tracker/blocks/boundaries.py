@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from tracker.blocks.proposals import Proposal
-from tracker.blocks.towers import has_matrices, named_attention
-from tracker.errors import UsageError
+from tracker.blocks.towers import Proposal, has_matrices, named_attention
+from tracker.common.errors import UsageError
 
 SIDES = ("input", "output")
 

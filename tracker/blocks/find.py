@@ -3,19 +3,33 @@
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
 the list that a Hugging Face model's config declares (`huggingface`); the only run of modules of one class that each contain
 an attention module (`towers`). It does not guess between several towers or stages. If no attention is recognised by name, the
-only list of modules of one class (`candidates`), which a forward pass has to confirm (`tracker.capture.mixing`). Blocks that
+only list of modules of one class (`candidates`), which a forward pass has to confirm (`tracker.capture.confirm`). Blocks that
 are no modules are named by their boundaries (`boundaries`).
+
+List the modules that may be blocks of a model in which no attention module is recognised by its name.
+
+A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
+layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
+Stacks of MLPs are candidates too: `tracker.capture.confirm` tells blocks from them in a forward pass.
 """
 
-from collections.abc import Iterable, Sequence, Sized
+import re
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
 
 from torch import nn
 
-from tracker.blocks.boundaries import Boundary, Span, chain, read_fixed, read_spans
-from tracker.blocks.candidates import candidate_runs, nothing_found, outermost
+from tracker.blocks.boundaries import (
+    Boundary,
+    Span,
+    chain,
+    is_list_of_lists,
+    propose_boundaries,
+    read_fixed,
+    read_spans,
+)
 from tracker.blocks.huggingface import (
     declared_blocks,
     huggingface_owner,
@@ -24,11 +38,13 @@ from tracker.blocks.huggingface import (
     token_embedding,
 )
 from tracker.blocks.huggingface import unembedding as find_unembedding
-from tracker.blocks.proposals import BlocksNotFound
 from tracker.blocks.towers import (
+    BlocksNotFound,
+    Proposal,
     Run,
     class_token_parameter,
     find_runs,
+    has_matrices,
     is_class_attention,
     nested,
     norms_around,
@@ -36,7 +52,7 @@ from tracker.blocks.towers import (
     related,
 )
 from tracker.blocks.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 __all__ = ["Blocks", "Named", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
 
@@ -276,3 +292,87 @@ def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> BlocksNotFound:
 
 def _top_level(model: nn.Module) -> str:
     return ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+
+
+RECOGNISED = (
+    "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
+    "attn, attention, self_attn or self_attention that contains a Linear. Without such names, a list of modules of one class "
+    "is recognised in the forward pass of a measurement: each module takes and returns (batch, tokens, width), takes the "
+    "output of the one before it, and its output at one token depends on other tokens."
+)
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def candidate_runs(model: nn.Module) -> list[Run]:
+    """Return all candidates, those inside other candidates included, in the order in which the model registers them."""
+    return [run for name, module in model.named_modules() for run in _runs_of(name, module)]
+
+
+def outermost(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that are not inside a module of another run."""
+    return [run for run in runs if not any(nested(run, other.names) for other in runs)]
+
+
+def nothing_found(
+    model: nn.Module, runs: Sequence[Run], findings: Sequence[str] | None = None, pairs: Sequence[Proposal] = ()
+) -> BlocksNotFound:
+    """Return the error for a model without blocks: how they are recognised, which lists were seen, and what may be named.
+
+    Args:
+        model: the model that was searched.
+        runs: its candidates.
+        findings: for each candidate, why a forward pass showed that it is no chain of blocks.
+        pairs: blocks that a forward pass suggests.
+    """
+    parts = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+    seen = [] if runs else [f"The model has no list of such modules; its parts are {parts}."]
+    if runs and findings is not None:
+        lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
+        seen.append(f"Its lists of modules of one class are no blocks:{lines}")
+    boundaries = propose_boundaries(model)
+    if boundaries:
+        seen.append("It calls attention and MLP separately, so that no module is a block.")
+    elif any(map(is_list_of_lists, model.children())):
+        seen.append(
+            "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
+            "returns, which has a name only inside another module: measure a model that contains this one."
+        )
+    found = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
+    return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
+
+
+def _runs_of(container: str, module: nn.Module) -> Iterator[Run]:
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    stretch: list[tuple[str, nn.Module]] = []
+    for name, child in children:
+        if stretch and not _follows(module, *stretch[-1], name, child):
+            yield from _run(container, stretch, children)
+            stretch = []
+        stretch.append((name, child))
+    yield from _run(container, stretch, children)
+
+
+def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second: nn.Module) -> bool:
+    """Whether two children that were registered one after the other are of one class and in one list."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(holder, _LISTS):
+        return True
+    a, b = (re.fullmatch(r"(.*?)(\d+)", entry) for entry in (before, name))
+    return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
+
+
+def _run(
+    container: str, stretch: Sequence[tuple[str, nn.Module]], children: Sequence[tuple[str, nn.Module]]
+) -> Iterator[Run]:
+    modules = [child for _, child in stretch]
+    if (
+        len(modules) < 2
+        or isinstance(modules[0], (nn.ModuleList, nn.ModuleDict))
+        or not all(map(has_matrices, modules))
+    ):
+        return
+    prefix = f"{container}." if container else ""
+    first = {id(child): name for name, child in reversed(stretch)}  # a module may be in a list several times
+    names = tuple(f"{prefix}{name}" for name, child in stretch if first[id(child)] == name)
+    yield Run(container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch))

@@ -1,4 +1,9 @@
-"""Find the runs of blocks in a model's module tree, and the tower that each belongs to, without a forward pass.
+"""Lines that a message proposes for `blocks=`, when the blocks are not found or several lists of them fit.
+
+A line from the module tree is a guess: only a forward pass shows whether the blocks form a chain. Where inputs are known
+(`tracker.measure`), each line is tried, and those that fail are listed with the reason instead.
+
+Find the runs of blocks in a model's module tree, and the tower that each belongs to, without a forward pass.
 
 A *run* is a sequence of consecutive modules in a ModuleList or Sequential that each contain an attention module. If the
 modules of a run contain runs themselves, they are stages, and the inner runs replace the outer one. A *tower* is the largest
@@ -6,12 +11,85 @@ module that contains one run and no other: the vision tower of a vision-language
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
-from tracker.blocks.proposals import Proposal
+from tracker.common.errors import UsageError
+
+HOW_TO_NAME = (
+    "Name the blocks, if the model has any: blocks='path.to.list', or a list of modules, or, if no module is a block, the "
+    "boundaries between them, blocks=[('input of A', 'output of B'), ...]"
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Blocks that a caller may mean."""
+
+    argument: str  # of `blocks=`, as a Python expression
+    blocks: Any  # its value
+    where: str  # the list that holds them, or their boundaries
+    what: str  # in words
+
+    def __str__(self) -> str:
+        return f"\n  blocks={self.argument}  # {self.what}"
+
+
+class BlocksNotFound(UsageError):
+    """No blocks, or several lists of blocks, were found.
+
+    Args:
+        found: what was found instead, and what blocks need.
+        proposals: blocks that the caller may mean. They have not been tried.
+    """
+
+    def __init__(self, found: str, proposals: Sequence[Proposal] = ()) -> None:
+        self.found = found
+        self.proposals = proposals
+        untried = (
+            "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries "
+            f"them and says which work:{''.join(map(str, proposals))}"
+        )
+        super().__init__(f"{found}\n{untried if proposals else HOW_TO_NAME}")
+
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
+        return UsageError, (str(self),)
+
+    def tried(self, failure: Callable[[Any], Exception | None]) -> UsageError:
+        """Return the error after trying every proposal, and those of their errors instead of them.
+
+        Args:
+            failure: returns why the blocks can't be measured, or None if they can.
+        """
+        lines = {one.argument: one for one in self.proposals}
+        pending, work, failed = list(lines), "", ""
+        for line in pending:
+            one, error = lines[line], failure(lines[line].blocks)
+            closer = [
+                other
+                for other in (error.proposals if isinstance(error, BlocksNotFound) else ())
+                if other.argument not in lines
+            ]
+            lines |= {other.argument: other for other in closer}
+            pending += [other.argument for other in closer]
+            if error is None:
+                work += str(one)
+            elif not closer:
+                failed += f"\n  {one.where} ({one.what}): {_in_one_line(error)}"
+        found = f"{self.found}\nTried on these inputs, and not measurable:{failed}" if failed else self.found
+        remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
+        return UsageError(f"{found}\n{remedy}")
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an error's message without the remedy that it may end with."""
+    if isinstance(error, BlocksNotFound):
+        return " ".join(error.found.split())
+    text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.removesuffix(HOW_TO_NAME).split())
 
 
 @dataclass(frozen=True)
@@ -110,7 +188,7 @@ _CLASS_TOKENS = {"cls_token", "class_token", "class_embedding", "cls_embed", "cl
 def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) -> str | None:
     """Return the class token's parameter in these blocks' tower; None if the tower has none, or pools over the patches.
 
-    A measurement checks that the token comes first and reaches the output (`tracker.capture.reachability`).
+    A measurement checks that the token comes first and reaches the output (`tracker.capture.confirm`).
     """
     path = tower_of(names, runs)
     tower = model.get_submodule(path)

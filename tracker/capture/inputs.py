@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.capture.random_numbers import seed_of
-from tracker.errors import UsageError
-from tracker.notices import warn_caller
-from tracker.values import whole_numbers
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
+from tracker.common.values import whole_numbers
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.inputs import Batch
-from tracker.capture.noise import noise_like
+from tracker.capture.random_numbers import noise_like
 from tracker.capture.recording import Recording
+from tracker.common.notices import warn_caller
 from tracker.linalg.comparison import TOLERANCE, relative_error
-from tracker.notices import warn_caller
 
 HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
 OTHER_MASKS = ("memory", "cross", "encoder", "context")  # in the names of masks of what a decoder reads

@@ -3,6 +3,8 @@
 A model may draw random numbers in eval mode too: the masks of a masked autoencoder, the noise and the time steps of a diffusion
 model. Before every pass all generators that it may draw from are seeded from a digest of its inputs: those of the process and
 those that the model's modules hold. So the numbers depend neither on what was drawn before nor on the process that measures.
+
+Noise for checks by forward passes: added to a value, it changes whatever depends on that value.
 """
 
 import copy
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tracker.linalg.transfer import SEED
 from tracker.provenance import digest
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
@@ -115,3 +118,10 @@ def _accelerator_generators(device: torch.device) -> list[tuple[Any, Any, tuple[
     # MPS has one device, which its functions do not name.
     places = [()] if accelerator.type == "mps" else [(i,) for i in range(module.device_count())]
     return [(module.get_rng_state, module.set_rng_state, place) for place in places]
+
+
+def noise_like(values: Tensor) -> Tensor:
+    """Return noise of the size of these values (1 if they are all zero), the same at every call with the same shape."""
+    generator = torch.Generator().manual_seed(SEED)
+    noise = torch.randn(values.shape, generator=generator, dtype=values.dtype).to(values.device)
+    return noise * (1 + values.square().mean().sqrt())

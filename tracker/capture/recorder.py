@@ -15,19 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.boundaries import as_python, chain
-from tracker.blocks.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
-from tracker.capture import outputs, residual_pair
-from tracker.capture.arguments import bind_arguments
+from tracker.blocks.towers import HOW_TO_NAME, BlocksNotFound, Proposal
+from tracker.capture import residual_pair
 from tracker.capture.attention import OriginalAttention, intercept_attention
-from tracker.capture.head import Head
-from tracker.capture.norms import NormWatch
-from tracker.capture.outputs import hidden_state
-from tracker.capture.recording import AttentionCall, BlockCall, Recording, recording_kernels
-from tracker.capture.replicas.copies import copy_nested
-from tracker.capture.replicas.module_state import STATELESS, ModuleState, irreproducible
-from tracker.capture.replicas.replica import Replica
-from tracker.capture.spill import Spill
-from tracker.errors import UsageError
+from tracker.capture.guard import copy_nested
+from tracker.capture.head import Head, NormWatch
+from tracker.capture.hidden_state import ACCEPTED_FORMS, bind_arguments, check_finite, describe_output, hidden_state
+from tracker.capture.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
+from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
+from tracker.common.errors import UsageError
 from tracker.linalg.transfer import standard_normal
 
 
@@ -101,7 +97,7 @@ class _Recorder:
         x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
-            outputs.check_finite(x, f"the model, before its first block ({name}),")
+            check_finite(x, f"the model, before its first block ({name}),")
             x = self.spill.keep(x.clone())
         elif self.is_last_output(x):
             x = self.calls[-1].y
@@ -188,7 +184,7 @@ class _Recorder:
         assert call is not None
         y = hidden_state(output)
         if not isinstance(y, Tensor):
-            raise UsageError(f"block {call.name} returns {outputs.describe_output(output)}; {outputs.ACCEPTED_FORMS}")
+            raise UsageError(f"block {call.name} returns {describe_output(output)}; {ACCEPTED_FORMS}")
         if id(block) not in self.replica.ends_in_norm:
             self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
@@ -202,7 +198,7 @@ class _Recorder:
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape. "
                 f"{HOW_TO_NAME}"
             )
-        outputs.check_finite(y, f"block {call.layer} ({call.name})")
+        check_finite(y, f"block {call.layer} ({call.name})")
         call.y = self.spill.keep(y.clone())
         if self.state_before is not None and self.state_before.changed():
             self.check_stateless(call, self.state_before)
@@ -277,5 +273,5 @@ class _Recorder:
             return Recording(self.calls, None, None, logits, unembedding)
         name, module, normed = self.head.norm
         normed = normed.to(self.replica.dtype)
-        outputs.check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
+        check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
         return Recording(self.calls, (name, module), normed, logits, unembedding)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracker.blocks.proposals import HOW_TO_NAME
-from tracker.errors import UsageError
+from tracker.blocks.towers import HOW_TO_NAME
+from tracker.common.errors import UsageError
 from tracker.linalg.transfer import standard_normal
 
 

@@ -15,7 +15,7 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.regression import holm, linear_fit
-from tracker.analysis.statistics import over_pairs, sources
+from tracker.analysis.statistics import labelled_over_pairs, sources
 from tracker.figures.drawing import (
     at_step,
     equation,
@@ -173,7 +173,7 @@ def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.DataArray:
 
 
 def _by_prompt(matrices: xr.DataArray) -> xr.DataArray:
-    return -over_pairs(matrices.astype(float)).sel(pairs=PAIRS).mean("token")
+    return -labelled_over_pairs(matrices.astype(float)).sel(pairs=PAIRS).mean("token")
 
 
 def _label(k: int, measure: str = MEASURE) -> str:

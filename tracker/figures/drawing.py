@@ -10,7 +10,7 @@ import xarray as xr
 
 from tracker.analysis.regression import mean_interval
 from tracker.analysis.statistics import quartiles
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.figures.palette import GREY, ORANGE, SEQUENTIAL
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import BY_NAME

@@ -1,6 +1,10 @@
 """Figures of the blocks' Jacobians: grids of coupling matrices A (Figs 3, 4, 17 to 23) and singular values (Figs 33, 34).
 
 A tile of a grid is the (K, K) matrix A of a pair of layers, or of a pair of tokens in two layers.
+
+Figures of the products of blocks: singular values by depth, and Lyapunov exponents.
+
+Residual alignment of attention and MLP (Li and Papyan, 2023): their Jacobians in the singular bases of the block.
 """
 
 from collections.abc import Mapping
@@ -13,7 +17,8 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import inverse_fit, middle_layers
-from tracker.figures.drawing import FEWEST_POINTS, at_step, colour_map, logarithmic_y, panels, shades
+from tracker.common.errors import UsageError
+from tracker.figures.drawing import FEWEST_POINTS, at_step, colour_map, evenly_spaced, logarithmic_y, panels, shades
 from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
@@ -139,3 +144,97 @@ def singular_values(
             panel.set_xlabel("Block l", fontsize=8)
             panel.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tracker.figures.drawing import Plotted
+
+SAMPLES = ("prompt", "token")
+
+
+def spectra(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+    """Draw singular values of the product of blocks 1 to l against l, and the exponents of all blocks.
+
+    At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
+    """
+    shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
+    figure, axes = panels(2 * len(shown), given)
+    rows = []
+    for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
+        step = ds["step"].values[i]
+        at = ds["from_first_singular_value"].isel(step=i).median(SAMPLES).dropna("layer", how="all")
+        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
+        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
+            s = at.sel(rank=rank)
+            values.plot(s["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": s["layer"], "value": s}))
+        of_all = ds["lyapunov_exponent"].isel(step=i).stack(sample=SAMPLES).transpose("sample", "exponent").values
+        share = np.arange(1, of_all.shape[-1] + 1) / of_all.shape[-1]
+        low, middle, high = np.nanquantile(of_all, [0.25, 0.5, 0.75], axis=0)
+        exponents.fill_between(share, low, high, color=BLUE, alpha=0.2, lw=0)
+        exponents.plot(share, middle, color=BLUE)
+        exponents.axhline(0, color="grey", lw=0.8, ls=":")
+        rows.append(
+            pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
+        )
+        values.set_yscale("log")
+        values.tick_params(which="minor", labelsize=7)
+        values.set_title(at_step(name, ds, i), fontsize=8)
+        exponents.set_title(at_step(name, ds, i), fontsize=8)
+        values.set_xlabel("Block l", fontsize=8)
+        values.set_ylabel("Singular value of\n(I + Jˡ) … (I + J¹)", fontsize=8)
+        exponents.set_xlabel("k / d", fontsize=8)
+        exponents.set_ylabel("Lyapunov exponent, ln(sₖ) / L", fontsize=8)
+        values.legend(fontsize=6)
+    return figure, pd.concat(rows, ignore_index=True)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from tracker.figures.drawing import Plotted
+
+HALVES = {"attention": "attention", "mlp": "MLP"}
+TICKS = 10  # at most, along an axis
+
+
+def residual_alignment(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+    """Draw |U^T J V| of both halves of an early, a middle and a late block, of the first prompt, at the last step.
+
+    U and V are the block's singular vectors. Colours are relative to the largest singular value of the block.
+
+    Raises:
+        UsageError: for a result whose blocks do not show their halves.
+    """
+    shown = []
+    for name, ds in results.items():
+        at = ds.isel(step=-1, prompt=0, token=0)
+        layers = at["layer"].values[at["attention_gain"].notnull().values]
+        if not len(layers):
+            raise UsageError(f"the blocks of {name} do not show attention and MLP as modules; choose another figure")
+        shown += [(name, ds, at.sel(layer=layers[i]), half) for half in HALVES for i in evenly_spaced(len(layers), 3)]
+    figure, axes = panels(
+        len(shown), given, per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]})
+    )
+    tables = []
+    for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
+        A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
+        s = at["singular_value"]
+        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), cmap=colour_map(), vmin=0, vmax=1)
+        panel.grid(False)
+        ticks = np.arange(0, len(A), -(-len(A) // TICKS))
+        panel.set_xticks(ticks, ticks + 1)
+        panel.set_yticks(ticks, ticks + 1)
+        panel.set_title(f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}", fontsize=8)
+        panel.set_xlabel("vₖ of the block", fontsize=8)
+        panel.set_ylabel("uₖ of the block", fontsize=8)
+        row, column = np.indices(A.shape).reshape(2, -1) + 1
+        columns = {"half": half, "layer": layer, "row": row, "column": column, "value": A.ravel()}
+        tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[-1], **columns}))
+    label = "|Uᵀ J V|, J of the half, relative to the\nlargest singular value of the block"
+    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
+    bar.ax.tick_params(labelsize=7)
+    bar.ax.yaxis.label.set_fontsize(8)
+    return figure, pd.concat(tables, ignore_index=True)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from checkpoints.extras import require
-from tracker.errors import UsageError
-from tracker.figures.selection import draw, resolve
-from tracker.figures.wording import PYTHON
+from tracker.common.errors import UsageError
+from tracker.common.extras import require
+from tracker.figures.selection import PYTHON, draw, resolve
 from tracker.measures.names import require_version
-from tracker.results import distinct_names, open_results, short_name
+from tracker.store.results import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,12 +1,115 @@
-"""The declarations of all figures."""
+"""What is declared of a figure.
 
+The declarations of the figures of measures that are not the paper's: products of blocks, normality of Jacobians.
+
+The declarations of all figures.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from tracker.analysis.conventions import CONVENTIONS
-from tracker.figures import coupling, jacobians, model_comparisons, model_table, overview, states
-from tracker.figures.beyond import BEYOND
+from tracker.analysis.doubts import CONVENTIONS
+from tracker.figures import coupling, jacobians, model_comparisons, overview, states
 from tracker.figures.coupling import MEASURE
-from tracker.figures.declaration import AT_STEPS, MEDIANS, Declaration
+
+if TYPE_CHECKING:
+    from tracker.figures.drawing import Plotted
+
+MEDIANS = "medians and quartiles over prompts and tokens"
+AT_STEPS = "at most four steps, evenly spaced"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A figure that can be drawn.
+
+    Attributes:
+        number: its name on the command line, for figures of the paper their number.
+        draw: the function that draws it from results, K and the axes to draw into, if the caller gives them; that of an
+            adjustable figure also takes a measure and a step, or None for those it shows by default.
+        differs: how it differs from the paper's figure.
+        needs: variables that each result must have.
+        also: numbers of further figures of the paper that show the same.
+        results: the least number of results.
+        steps: the least number of steps of a result.
+        untrained: whether the first step must be step 0.
+        may_differ: those of `CONVENTIONS` in which results may differ.
+        adjustable: whether it shows any measure of pairs of blocks and any step, and sets results beside each other that were
+            measured by different conventions, with a warning.
+    """
+
+    number: str
+    title: str
+    draw: "Callable[..., Plotted]"
+    differs: str
+    needs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    results: int = 1
+    steps: int = 1
+    untrained: bool = False
+    may_differ: tuple[str, ...] = ()
+    adjustable: bool = False
+
+
+NORM_LEFT_OUT = "the last block without the final norm"
+_PRODUCTS = tuple(
+    f"{form}_{name}" for name in ("effective_rank", "amplification") for form in ("from_first", "to_last")
+)
+_USE = ("block_influence", "update_cosine", "jacobian_gain", "linear_error")
+_HALVES = tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
+
+BEYOND = (
+    Declaration(
+        "products",
+        "What the blocks do together to a small change of the state",
+        jacobians.spectra,
+        f"not in the paper; {MEDIANS}, at the first and the last step; the other tokens held fixed; {NORM_LEFT_OUT}; singular "
+        "values at the depths that are decomposed, exponents of all blocks",
+        ("from_first_singular_value", "lyapunov_exponent"),
+    ),
+    Declaration(
+        "effective_rank",
+        "How many directions survive, and how much the strongest grows",
+        partial(states.by_depth, variables=_PRODUCTS),
+        f"not in the paper; {MEDIANS}; Roy and Vetterli's effective rank, at most the width; the other tokens held fixed; "
+        f"{NORM_LEFT_OUT}; {AT_STEPS}",
+        _PRODUCTS,
+    ),
+    Declaration(
+        "depth_use",
+        "How much each block is used",
+        partial(states.by_depth, variables=_USE),
+        f"not in the paper; {MEDIANS}; block influence as in ShortGPT, whose least are the first to remove; states before the "
+        f"final norm; {NORM_LEFT_OUT}; {AT_STEPS}",
+        _USE,
+    ),
+    Declaration(
+        "halves",
+        "Attention and MLP apart, by depth",
+        partial(states.by_depth, variables=_HALVES),
+        f"not in the paper; {MEDIANS}; mis-coupling of each half in the bases of the other, null levels dotted; "
+        f"{NORM_LEFT_OUT}; {AT_STEPS}",
+        _HALVES,
+    ),
+    Declaration(
+        "residual_alignment",
+        "Residual alignment of attention and MLP",
+        jacobians.residual_alignment,
+        "not in the paper (Li and Papyan, 2023); the first prompt at the last step; an early, a middle and a late block; the "
+        f"smallest K; in the singular bases of the whole block, {NORM_LEFT_OUT}",
+        ("attention_matrix", "mlp_matrix"),
+    ),
+    Declaration(
+        "normality",
+        "Symmetry of the Jacobians by depth",
+        partial(states.by_depth, variables=("symmetric_share", "mean_alignment")),
+        f"not in the paper; {MEDIANS}; symmetric share 1/2 and alignment 0 for unrelated directions; {NORM_LEFT_OUT}; {AT_STEPS}",
+        ("symmetric_share", "mean_alignment"),
+    ),
+)
+
 
 _against_score = partial(Declaration, needs=("miscoupling", "score"), results=4)
 
@@ -254,7 +357,7 @@ _DECLARATIONS = (
     Declaration(
         "table1",
         "The models",
-        model_table.table_of_models,
+        model_comparisons.table_of_models,
         "with architecture and number of blocks; the score is the mean over the benchmarks that all scored results have, "
         f"{LAST}",
         may_differ=CONVENTIONS,

@@ -11,7 +11,7 @@ import pandas as pd
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.statistics import quartiles, sources
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.figures.drawing import (
     at_step,
     axis_label,

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from checkpoints.cli import OK, reports_errors
-from tracker.analysis.across_models import Results
-from tracker.analysis.clusters import assign_clusters
-from tracker.errors import UsageError
-from tracker.results import distinct_names, open_results
+from tracker.analysis.across_models import Results, assign_clusters
+from tracker.common.command_line import OK, reports_errors
+from tracker.common.errors import UsageError
+from tracker.store.results import distinct_names, open_results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.cli import CLUSTERS_HELP, Parser
+    from tracker.common.parser import CLUSTERS_HELP, Parser
 
     parser = Parser(
         prog="python -m tracker.figures",

@@ -32,8 +32,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.capture.recording import BlockCall, recording_kernels
-from tracker.capture.replicas.module_state import irreproducible
-from tracker.errors import UsageError
+from tracker.capture.replica import irreproducible
+from tracker.common.errors import UsageError
 from tracker.jacobians.independent import Comparison, compare_rows
 from tracker.jacobians.restriction import (
     RowAttention,

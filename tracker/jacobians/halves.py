@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.capture.spans.calls import SpanCall
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians
 from tracker.linalg.comparison import tolerance

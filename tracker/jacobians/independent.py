@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from tracker.capture.recording import BlockCall
-from tracker.device_errors import raise_device_errors
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.devices import raise_device_errors
 from tracker.jacobians.restriction import (
     FAILURES,
     full_sequence,

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.recording import AttentionCall, BlockCall
-from tracker.device_errors import raise_device_errors
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.devices import raise_device_errors
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FreeBuffers, FrozenLinear

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tracker.capture.guard import contains_tensors
 from tracker.capture.recording import AttentionCall, BlockCall
-from tracker.capture.replicas.copies import contains_tensors
 from tracker.linalg.transfer import to_device
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position", "shortformer_pos_embed")

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from tracker.device_errors import raise_device_errors
-from tracker.errors import UsageError
-from tracker.linalg.identity import identity_matrix
+from tracker.common.errors import UsageError
+from tracker.devices import raise_device_errors
+from tracker.linalg.linear import identity_matrix
 from tracker.linalg.precision import float32_products
 
 with warnings.catch_warnings():  # `make_dual` imports it, and warns of what torch itself uses

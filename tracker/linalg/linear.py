@@ -1,4 +1,10 @@
-"""Products with frozen weights: y = x W^T (rows x) forward, g W backward.
+"""Identity matrices whose rows are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic.
+
+The cotangents of a dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to
+both terms, so they reach a block's last linear layer unchanged, unless a norm or a scale follows that layer. Rows are
+recognised by their memory address, so a copy of them is not.
+
+Products with frozen weights: y = x W^T (rows x) forward, g W backward.
 
 Rows of an identity (`identity`) select rows of W. Float32 on a CPU goes to oneDNN, everything else to PyTorch, which on a CPU
 calls BLAS. Measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4
@@ -11,14 +17,40 @@ products, the first copy, into fresh memory, as long as thirty; it halves the ti
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tracker.linalg.identity import rows_of_identity
+_identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # the matrices in use, by memory address
+
+
+def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
+    """Return an identity matrix whose rows `rows_of_identity` recognises. Do not write to it."""
+    matrix = torch.eye(d, dtype=like.dtype, device=like.device)
+    _identities[matrix.untyped_storage().data_ptr()] = matrix
+    return matrix
+
+
+def rows_of_identity(x: Tensor) -> slice | None:
+    """Return the rows of an identity that x (C, *B, d) consists of, x[c] being the same row for all B; None if it does not."""
+    if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
+        return None
+    found = _identities.get(x.untyped_storage().data_ptr())
+    if found is None or x.dtype != found.dtype or x.device != found.device or x.is_neg():
+        return None
+    if found._version != 0:  # written to
+        return None
+    C, *B, d = x.shape
+    along_C, *over_B, along_d = x.stride()
+    repeated = not any(stride for stride, size in zip(over_B, B, strict=True) if size > 1)
+    if d != len(found) or along_d != 1 or (C > 1 and along_C != d) or not repeated or x.storage_offset() % d:
+        return None
+    start = x.storage_offset() // d
+    return slice(start, start + C)
+
 
 FEW = 64  # rows up to which reading the weights dominates; above, both ways take equally long
 LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache

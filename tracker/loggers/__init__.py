@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from checkpoints.errors import first_line
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.common.text import first_line
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import LoggedRun, Logger, Opener, Row

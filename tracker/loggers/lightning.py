@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tracker.lightning_packages import is_lightning
+from tracker.common.lightning_packages import is_lightning
 from tracker.loggers.protocol import Row
 from tracker.loggers.wandb import AXIS, define_metrics
 

@@ -1,6 +1,8 @@
 """The protocol of experiment loggers: one `Row` per step, reduced from a measured Dataset.
 
 The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step.
+
+A function of the caller as `protocol.Logger`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,7 @@ import xarray as xr
 
 from tracker.analysis.statistics import headlines, scalars, scalars_by_step
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.results import Store
+from tracker.store.results import Store
 
 SAMPLES = ("prompt", "token")
 # Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named (`selection`).
@@ -119,3 +121,30 @@ class Opener:
 
     open: Callable[[LoggedRun], Logger]
     where: Callable[[LoggedRun], str]
+
+
+LogTo = Callable[[dict[str, float], int], object]
+
+
+class FunctionLogger:
+    """Passes the scalars of each step to a function, `function(metrics, step)`.
+
+    Args:
+        prefix: put before the name of each metric, such as "val/".
+    """
+
+    def __init__(self, function: LogTo, prefix: str = ""):
+        self.function, self.prefix = function, prefix
+
+    def images(self, row: Row) -> None:
+        """Do nothing: a function takes no pictures."""
+
+    def log(self, row: Row) -> None:
+        """Pass the scalars on."""
+        self.function(
+            {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}, row.step
+        )
+
+    def finish(self) -> str:
+        """Do nothing: the caller closes what the function writes to."""
+        return ""

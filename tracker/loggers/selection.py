@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import cast, get_args
 
 from tracker.analysis.statistics import noise_label
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.loggers.protocol import Choice, Log, Row
 from tracker.measures.declaration import Measure
 from tracker.measures.headline import UNDEFINED

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from checkpoints.errors import first_line
-from checkpoints.files import read_json, write_atomic
+from tracker.common.files import read_json, write_atomic
+from tracker.common.text import first_line
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
 from tracker.measures import names
 from tracker.measures.headline import MEAN_OFFDIAG

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from tracker.capture.confirm import check_reachability
 from tracker.capture.inputs import Batch
-from tracker.capture.reachability import check_reachability
 from tracker.capture.recording import Recording
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
+from tracker.common.progress import Progress
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures.calls import record_call
 from tracker.measures.dataset import Sample
@@ -17,7 +18,6 @@ from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, samples_at_once, tokenwise_couplings, tokenwise_steps
-from tracker.progress import Progress
 
 Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 

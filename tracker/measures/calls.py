@@ -5,14 +5,14 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tracker.capture.confirm import chosen_positions
 from tracker.capture.inputs import Batch
 from tracker.capture.padding import read_padding
 from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
-from tracker.capture.special_tokens import chosen_positions
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample

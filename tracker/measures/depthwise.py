@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.spill import host_memory
+from tracker.capture.recording import BlockCall, Recording, host_memory
+from tracker.common.values import Method
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import PROBES, Jacobians, Rows
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
@@ -41,7 +41,6 @@ from tracker.measures.layers import SQUARES, Layer, dense_layers, layer_on_host,
 from tracker.measures.null_levels import overlap
 from tracker.measures.of_blocks import measure_blocks, scalars_of_row, steps
 from tracker.measures.registry import MISCOUPLINGS, NORMED
-from tracker.values import Method
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import drawn, to_device

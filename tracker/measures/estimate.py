@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
 from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
+from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size

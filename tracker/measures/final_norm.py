@@ -2,9 +2,9 @@
 
 from tracker.blocks.find import Blocks
 from tracker.capture.recording import Recording
-from tracker.errors import UsageError
-from tracker.notices import warn_caller
-from tracker.values import FinalNorm
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
+from tracker.common.values import FinalNorm
 
 
 def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) -> tuple[str, str]:

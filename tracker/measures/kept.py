@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from tracker.capture.recording import Recording
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 from tracker.measures.cost import size
 from tracker.measures.layers import Layer
 from tracker.measures.settings import Settings

@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tracker.capture.spill import to_host
+from tracker.capture.recording import to_host
+from tracker.common.values import Method
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures.null_levels import Moments, moments
-from tracker.values import Method
 
 SQUARES = 16  # random products J z that estimate the trace of J^2
 

@@ -7,7 +7,7 @@ levels are computed from the moments and overlaps of blocks. Datasets of other v
 from collections.abc import Mapping
 from typing import Any
 
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 ATTRIBUTE, VERSION = "names_version", 3
 

@@ -10,9 +10,9 @@ from numbers import Integral
 from textwrap import fill
 from typing import Any, TypeVar, get_args
 
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
+from tracker.common.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
 from tracker.measures.settings import OPTIONS, USUAL, Options, Settings
-from tracker.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
 
 CHOICES = {
     "final_norm": FinalNorm,

@@ -1,7 +1,7 @@
 """Blocks that end in a norm (post-norm), whose mis-couplings and trajectories read differently."""
 
 from tracker.capture.recording import Recording
-from tracker.notices import warn_caller
+from tracker.common.notices import warn_caller
 
 
 def is_post_norm(recording: Recording) -> bool:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from tracker import values
-from tracker.errors import UsageError
+from tracker.common import values
+from tracker.common.errors import UsageError
+from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
 from tracker.measures import choices
-from tracker.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
 
 if TYPE_CHECKING:
     import torch

@@ -14,14 +14,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
-from tracker.capture.replicas.replica import Replica
-from tracker.errors import UsageError
+from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import trajectory
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import DIMS, STATES
 from tracker.measures.settings import Settings
-from tracker.notices import warn_caller
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 

@@ -28,6 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import Recording
+from tracker.common.values import Method
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -38,7 +39,6 @@ from tracker.measures.depthwise import of_null_levels, pairs
 from tracker.measures.layers import Layer, triplets_of_jacobians
 from tracker.measures.null_levels import Moments, moments
 from tracker.measures.registry import DIMS, KINDS
-from tracker.values import Method
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
 Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name with the kind left open

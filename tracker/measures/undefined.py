@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import xarray as xr
 
+from tracker.common.notices import warn_caller
 from tracker.measures.registry import MEASURES
-from tracker.notices import warn_caller
 
 NAMED = 3  # measures that the warning names
 VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block

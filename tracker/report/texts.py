@@ -1,10 +1,28 @@
-"""The texts, charts and colours of the page, from the registry of measures and the palette; JSON-able."""
+"""The texts, charts and colours of the page, from the registry of measures and the palette; JSON-able.
 
+The picture at the top of the page: what coupling is, and how it looks in the charts.
+
+Two coupling matrices A = U'ᵀ J V', of a block in the basis of an unrelated block and of a coupled one, and a mis-coupling that
+falls below its null level. The numbers are made up.
+
+How the numbers of the page were measured, as a table, and what its stores lack.
+
+What the curves of one store say, in a sentence: when coupling begins, when it is strongest, and what is left at the end.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import xarray as xr
+
+from tracker.analysis.statistics import layers_in_words
 from tracker.figures.coupling import MEASURE
 from tracker.figures.palette import DIVERGING, SEQUENTIAL, SERIES
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, VARIANTS, Measure
+from tracker.measures import registry
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, VARIANTS, Measure
+from tracker.report.contents import carried
+from tracker.store.results import Store
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
 LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}
@@ -59,3 +77,149 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
         "variants": {"alone": measure.name, "normed": normed or measure.name},
         "both": normed is not None,
     }
+
+
+K, CELL = 6, 14  # rows of a matrix, pixels of an entry
+SIDE = K * CELL
+NULL, FALLING = 14, ((4, 14), (24, 14), (36, 20), (48, 44), (60, 58), (80, 62), (116, 58))  # of the sketched curve
+WIDTH = 120
+
+
+def picture() -> str:
+    """Return the three drawings as HTML, in the colours of the page."""
+    random = np.random.default_rng(1)
+    values = np.diag(np.linspace(1, 0.4, K))
+    unrelated = abs(random.normal(0, 0.33, (K, K)))
+    curve = " ".join(f"{x},{y}" for x, y in FALLING)
+    sketch = (
+        f'<line x1="4" y1="{NULL}" x2="{WIDTH - 4}" y2="{NULL}" class="null"/><polyline points="{curve}"/>'
+        f'<path d="M4 2V{SIDE - 2}H{WIDTH - 4}" class="axes"/>'
+    )
+    return "".join(
+        f'<div><svg viewBox="0 0 {width} {SIDE}" width="{width}" height="{SIDE}" aria-hidden="true">{drawing}</svg>'
+        f"<p>{words}</p></div>"
+        for width, drawing, words in (
+            (SIDE, _matrix(unrelated), "<b>Unrelated blocks:</b> A is spread out, mis-coupling is at its null level."),
+            (
+                SIDE,
+                _matrix(values + abs(random.normal(0, 0.05, (K, K)))),
+                "<b>Coupled blocks:</b> A is close to S, mis-coupling is near 0.",
+            ),
+            (
+                WIDTH,
+                sketch,
+                "<b>In the charts:</b> mis-coupling (line) falls below its null level (dotted) when coupling sets in.",
+            ),
+        )
+    )
+
+
+def _matrix(values: np.ndarray) -> str:
+    return "".join(
+        f'<rect x="{CELL * j}" y="{CELL * i}" width="{CELL - 1}" height="{CELL - 1}" fill-opacity="{min(1, value):.2f}"/>'
+        for (i, j), value in np.ndenumerate(values)
+    )
+
+
+def lacking(ds: xr.Dataset) -> list[str]:
+    """List what these results lack, and the command that adds it."""
+    again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
+    usual = ",".join(registry.defaults())
+    missing = [option for option in registry.OPTIONS if not _has(ds, option.name)]
+    lines = [
+        f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
+        for option in sorted(missing, key=lambda option: option.default)
+    ]
+    if ds.sizes.get("layer") == 1:
+        lines.append("pairs of layers: one block was measured")
+    return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
+
+
+def _has(ds: xr.Dataset, option: str) -> bool:
+    """Whether a summary has something that this choice of `measures=` adds."""
+    names = tuple(measure.name for measure in registry.MEASURES if measure.option == option)
+    return any(str(name) in names or str(name).startswith(tuple(f"{n}_" for n in names)) for name in ds.data_vars)
+
+
+def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
+    """Return the rows of the table: settings, attributes, certificates, counts of undefined values, commits."""
+    rows = [("results", store.path.resolve().name)]
+    if store.settings.is_file():
+        rows += [(f"asked for: {name}", str(value)) for name, value in store.read_settings().items()]
+    # Sorted, as files give attributes back in an order of their own.
+    rows += [(name.replace("_", " "), str(value)) for name, value in sorted(ds.attrs.items()) if name != "blocks"]
+    if "pair_position" in ds:
+        rows.append(("layers compared across tokens", layers_in_words(ds)))
+    if "jacobians_count" in ds:
+        names = ("jacobians", "sliced", "complete", "formed")
+        count, sliced, complete, formed = (int(ds[f"{name}_count"].sum()) for name in names)
+        rows += [
+            ("block Jacobians", f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence"),
+            (
+                "complete top-K sets",
+                f"{complete:,} of {count:,}; certified by Cholesky where the Jacobian was formed, {formed:,} times",
+            ),
+            ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
+            ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
+            ("largest error of a derivative check", f"{float(ds['derivative_error_max'].max()):.1e}"),
+        ]
+    totals = {str(q): int(ds[registry.UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
+    rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
+    if "commit" in ds.coords:
+        commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)
+        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits if commit)))
+    return rows
+
+
+def precision_of_arrays(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Describe the precision of the page's arrays, and the steps that it leaves out for its size."""
+    arrays = list(carried(models))
+    errors = [array["error"] for array in arrays if array["bits"] == 16]
+    said = "Curves are the store's own numbers in float64; values by depth and prompt are float32."
+    if errors:
+        said += (
+            " Matrices are whole numbers of 16 bits over each step's range: the largest relative error on this page is "
+            f"{max(errors):.1e}."
+        )
+    if any(array["bits"] == 8 for array in arrays):
+        said += " |A| is 8 bits over each matrix's own range: at most 0.2 % of that range off."
+    for name, data in models.items():
+        fewest = min((len(array["steps"]) for array in carried(data)), default=len(data["steps"]))
+        if fewest < len(data["steps"]):
+            said += (
+                f" To keep the page small, it carries the largest arrays of {name} at {fewest} or more of {len(data['steps'])} "
+                "steps, evenly spaced; a chart says where it shows an earlier step than the one chosen."
+            )
+    return said
+
+
+def findings(contents: Mapping[str, Any]) -> str:
+    """Describe the curve that the page shows first: the first measure, the smallest K, pairs of different blocks.
+
+    Args:
+        contents: what `tracker.report.contents.contents` returns.
+
+    Returns:
+        A sentence, "" where fewer than two steps have a value.
+    """
+    name = next((name for name in MISCOUPLINGS if name in contents["curves"]), None)
+    if name is None or contents["layers"] < 2:
+        return ""
+    k = min(contents["ks"])
+    curve = contents["curves"][name][k]["mean_offdiag"]
+    value, null = (np.array(curve[part], float) for part in ("value", "null"))
+    steps = np.array(contents["steps"])
+    defined = np.isfinite(value) & np.isfinite(null)
+    steps, value, null = steps[defined], value[defined], null[defined]
+    if len(steps) < 2:
+        return ""
+    begins = contents["onset"][name][k]
+    if not np.isfinite(np.array(begins["later"], float)):
+        return f"Mis-coupling (K = {k}, mean over pairs of different blocks): onset of coupling {begins['words']}."
+    strongest = int((null - value).argmax())
+    said = f"Coupling begins {begins['words'].partition(' (')[0]}"
+    said += f" and is strongest at step {steps[strongest]:,}: mis-coupling is {value[strongest]:.2f} there, "
+    said += f"the null level {null[strongest]:.2f}"
+    if strongest < len(steps) - 1:
+        said += f"; at the last step, {steps[-1]:,}, they are {value[-1]:.2f} and {null[-1]:.2f}"
+    return f"{said} (K = {k}, mean over pairs of different blocks)."

@@ -15,12 +15,12 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.cli import OK, reports_errors
-from checkpoints.extras import require
-from checkpoints.files import write_atomic
-from checkpoints.words import counted
-from tracker.errors import UsageError
-from tracker.report.reader import Reader, Signature, signature
+from tracker.common.command_line import OK, reports_errors
+from tracker.common.errors import UsageError
+from tracker.common.extras import require
+from tracker.common.files import write_atomic
+from tracker.common.text import counted
+from tracker.report.contents import Reader, Signature, signature
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -69,8 +69,8 @@ def write_page(
     """Write the page of these stores; with `refresh`, it reloads itself after so many seconds."""
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
-    from tracker.analysis.clusters import assign_clusters
-    from tracker.results import distinct_names
+    from tracker.analysis.across_models import assign_clusters
+    from tracker.store.results import distinct_names
 
     names = distinct_names(directories)
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
@@ -122,7 +122,7 @@ def _rewritten(
 
 
 def _units(directory: Path) -> dict[Path, Signature]:
-    from tracker.results import Store
+    from tracker.store.results import Store
 
     store = Store(directory)
     return {store.file(step): signature(store.file(step)) for step in store.steps()}
@@ -131,14 +131,10 @@ def _units(directory: Path) -> dict[Path, Signature]:
 def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
     from plotly.offline import get_plotlyjs
 
-    from tracker.analysis.conventions import describe_differences
-    from tracker.analysis.doubts import doubts
-    from tracker.report import notes, quantize
-    from tracker.report.contents import contents
-    from tracker.report.findings import findings
-    from tracker.report.picture import picture
-    from tracker.report.texts import texts
-    from tracker.results import Store
+    from tracker.analysis.doubts import describe_differences, doubts
+    from tracker.report.contents import carried, contents
+    from tracker.report.texts import findings, lacking, picture, precision_of_arrays, provenance, texts
+    from tracker.store.results import Store
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
@@ -154,24 +150,24 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         "refresh": refresh,
     }
     arrays = []  # the large ones, apart from the curves
-    for array in quantize.carried(data):
+    for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
         f"<div class=scroll {_region(f'How {name} was measured')}><table><tbody>"
-        f"{_rows(notes.provenance(ds, stores[name]))}</tbody></table></div></details>"
+        f"{_rows(provenance(ds, stores[name]))}</tbody></table></div></details>"
         for name, ds in summaries.items()
     ]
-    first, lacking = (
+    first, missing = (
         [f"{f'{name}: ' if several else ''}{line}" for name, lines in remarks.items() for line in lines]
         for remarks in (
             {name: doubts(ds, stores[name].skipped()) for name, ds in summaries.items()},
-            {name: notes.lacking(ds) for name, ds in summaries.items()},
+            {name: lacking(ds) for name, ds in summaries.items()},
         )
     )
-    lacking += [f"Fits between results: {reason}"] if reason else []
+    missing += [f"Fits between results: {reason}"] if reason else []
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
@@ -188,8 +184,8 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         ),
         numbers=_numbers(summaries),
         doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>" if first else "",
-        lacking=f"<ul>{_items(lacking)}</ul>" if lacking else "<p>Nothing that the page has a place for.</p>",
-        carried=_text(notes.carried(models)),
+        lacking=f"<ul>{_items(missing)}</ul>" if missing else "<p>Nothing that the page has a place for.</p>",
+        carried=_text(precision_of_arrays(models)),
         css=_css(),
         script="\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
         plotly=get_plotlyjs(),
@@ -275,7 +271,7 @@ def _text(value: Any) -> str:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    from tracker.cli import CLUSTERS_HELP, Parser
+    from tracker.common.parser import CLUSTERS_HELP, Parser
 
     parser = Parser(prog="python -m tracker.report", description="Write the page of walks' and training runs' results.")
     parser.add_argument(
@@ -289,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.results import distinct_names
+    from tracker.store.results import distinct_names
 
     if parsed.out is None and len(parsed.results) > 1:
         raise ValueError(

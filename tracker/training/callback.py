@@ -17,19 +17,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from tracker.blocks.find import Blocks, Named
-from tracker.errors import UsageError
-from tracker.lightning_packages import classes
+from tracker.common.errors import UsageError
+from tracker.common.lightning_packages import classes
+from tracker.common.notices import warn_caller
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import Log
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
-from tracker.notices import warn_caller
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
-from tracker.training.averaging import check_readable, measured_module, replaces_raw_weights
-from tracker.training.run import Run
-from tracker.training.skipped import Skipped
-from tracker.training.target import Forward
+from tracker.training.run import Run, Skipped
+from tracker.training.target import Forward, check_readable, measured_module, replaces_raw_weights
 
 
 class CouplingCallback(Callback):

@@ -34,13 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from tracker.blocks.find import Blocks, Named, find_blocks, unwrap
 from tracker.blocks.wrappers import innermost
-from tracker.capture.activation_checkpointing import checkpointing_disabled
-from tracker.capture.arguments import bind_arguments
+from tracker.capture.global_state import checkpointing_disabled
+from tracker.capture.hidden_state import bind_arguments, describe_output, hidden_state
 from tracker.capture.inputs import batches, positions
-from tracker.capture.outputs import describe_output, hidden_state
-from tracker.capture.replicas.configs import adjust_configs
-from tracker.capture.replicas.replica import StopForward
-from tracker.errors import UsageError
+from tracker.capture.replica import StopForward, adjust_configs
+from tracker.common.errors import UsageError
 
 Products = Callable[[Tensor], Tensor]  # (B, d) -> (B, d)
 Pairs = int | Sequence[tuple[int, int]]

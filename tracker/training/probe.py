@@ -1,23 +1,234 @@
-"""The probe of a training run: one fixed batch that is measured at every chosen step.
+"""Batches of any type that a loader yields: their parts, copies of the same type, and what a checkpoint contains of them.
+
+A batch is taken apart at tuples, lists, dictionaries and records. A record is a dataclass, a mapping, an object with `.to`, which
+Lightning moves to a device, or an object that holds tensors or nothing but plain data. Any other object is kept as it is.
+
+The probe of a training run: one fixed batch that is measured at every chosen step.
 
 The probe is a copy on the CPU of the type that the loader yields (`nested`). A checkpoint contains it as tensors, numbers and
 text, so that a resumed run measures the same inputs.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
+from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from tracker.capture.guard import SCALARS, is_data
 from tracker.capture.inputs import Batch, batches, check_tokenizer
-from tracker.errors import UsageError
-from tracker.notices import warn_caller
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
 from tracker.provenance import digest
-from tracker.training.nested import contents, from_plain, is_texts, leaves, map_leaves, named_parts
 from tracker.training.target import Forward, WithForward
+
+CLASS = "tracker.class"  # key of a class's name in what a checkpoint contains
+PLAIN = (*SCALARS, Tensor, torch.Size, torch.dtype, torch.device)  # classes that `torch.load` reads by default
+ARRAYS = (np.ndarray, np.generic)
+
+
+def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+    """Copy a batch with `change` applied to every tensor, array, list of texts and object that is not taken apart.
+
+    Args:
+        memo: copies made so far, by the original's `id`.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(batch, SCALARS):
+        return batch
+    if id(batch) in memo:
+        return memo[id(batch)]
+    if is_texts(batch) or not (isinstance(batch, (tuple, list, dict)) or is_record(batch)):
+        return memo.setdefault(id(batch), change(batch))
+    if isinstance(batch, tuple):
+        entries = [map_leaves(entry, change, memo) for entry in batch]
+        return memo.setdefault(id(batch), _tuple_like(batch, entries))
+    new = memo[id(batch)] = copy(batch)
+    if isinstance(batch, (list, dict)):
+        for key in list(batch) if isinstance(batch, dict) else range(len(batch)):
+            new[key] = map_leaves(batch[key], change, memo)
+    for name, entry in attributes(batch).items():
+        object.__setattr__(new, name, map_leaves(entry, change, memo))  # of a frozen dataclass as well
+    return new
+
+
+def leaves(batch: Any) -> list[Any]:
+    """Return the tensors, arrays, lists of texts and objects that are not taken apart."""
+    found: list[Any] = []
+
+    def keep(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_leaves(batch, keep)
+    return found
+
+
+def named_parts(batch: Any) -> Mapping[Any, Any]:
+    """Return the entries of a mapping, or the attributes of another record; those of anything else have no names."""
+    return batch if isinstance(batch, Mapping) else attributes(batch) if is_record(batch) else {}
+
+
+def is_texts(value: Any) -> bool:
+    """Whether a value is a list or tuple of texts, without names."""
+    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
+        return False
+    return bool(value) and all(isinstance(entry, str) for entry in value)
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is taken apart by its attributes."""
+    if isinstance(value, (Tensor, nn.Module, Enum, type, *ARRAYS, *SCALARS)) or not (held := attributes(value)):
+        return False
+    return (
+        is_dataclass(value)
+        or isinstance(value, Mapping)
+        or hasattr(value, "to")
+        or is_data(value)
+        or any(isinstance(entry, (Tensor, np.ndarray)) for entry in held.values())
+    )
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those in slots."""
+    state: Any = object.__getstate__(value)  # a dictionary, None, or a pair of these if the class has slots
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return (own or {}) | (slots or {})
+
+
+# What is hashed, and what a checkpoint contains.
+
+
+def contents(batch: Any) -> Any:
+    """Return a batch without the types of its parts, for `tracker.provenance.digest`: equal inputs have equal contents."""
+    if isinstance(batch, Enum):
+        return batch.name
+    if isinstance(batch, (Tensor, *SCALARS)):
+        return batch
+    if isinstance(batch, ARRAYS):
+        return None if batch.dtype.hasobject else (batch.dtype.str, batch.shape, _bytes(batch))
+    if isinstance(batch, (tuple, list)):
+        return [contents(entry) for entry in batch]
+    if isinstance(batch, Mapping) or is_record(batch):
+        return {name: contents(entry) for name, entry in named_parts(batch).items()}
+    return None  # the text of an object may be its address
+
+
+def to_plain(batch: Any) -> Any:
+    """Return a batch as tensors, numbers and text in dictionaries, lists and tuples, which `torch.load` reads with
+    `weights_only=True`, its default. `from_plain` returns the batch.
+
+    A part of another type is a dictionary with its class, entries and attributes; one of which these are not known has its
+    class alone.
+    """
+    kind = type(batch)
+    if kind in PLAIN:
+        return batch
+    if kind in (list, tuple):
+        return kind(to_plain(entry) for entry in batch)
+    if kind is dict and all(type(key) in (bool, int, float, str) for key in batch):
+        return {key: to_plain(entry) for key, entry in batch.items()}
+    part = {CLASS: f"{kind.__module__}:{kind.__qualname__}"}
+    if isinstance(batch, ARRAYS):
+        if batch.dtype.hasobject or batch.dtype.names:
+            return part
+        return {**part, "entries": _bytes(batch), "attributes": {"dtype": batch.dtype.str, "shape": batch.shape}}
+    if isinstance(batch, Enum) and batch.name in type(batch).__members__:
+        return {**part, "entries": batch.name, "attributes": {}}
+    if isinstance(batch, str):
+        return str.__str__(batch)
+    if isinstance(batch, (int, float)):
+        return int(batch) if isinstance(batch, int) else float(batch)
+    own = attributes(batch)
+    if isinstance(batch, Tensor):
+        entries: Any = batch.as_subclass(Tensor)
+    elif isinstance(batch, dict):
+        entries = to_plain([list(batch), list(batch.values())])
+    elif isinstance(batch, (list, tuple)):
+        entries = to_plain(list(batch))
+    elif is_record(batch):
+        entries = None
+    else:
+        return part
+    return {**part, "entries": entries, "attributes": to_plain(own)}
+
+
+def from_plain(plain: Any, lost: set[str]) -> Any:
+    """Return the batch that `to_plain` was given. No code of its classes runs, as a checkpoint may name any class.
+
+    Args:
+        lost: receives the classes of objects that a checkpoint can't contain; None is in their places.
+
+    Raises:
+        UsageError: for a class that this program does not have.
+    """
+    if type(plain) in (list, tuple):
+        return type(plain)(from_plain(entry, lost) for entry in plain)
+    if type(plain) is not dict:
+        return plain
+    if CLASS not in plain:
+        return {key: from_plain(entry, lost) for key, entry in plain.items()}
+    if "attributes" not in plain:
+        lost.add(plain[CLASS].rpartition(".")[2].rpartition(":")[2])
+        return None
+    kind = _class(plain[CLASS])
+    entries, own = from_plain(plain["entries"], lost), from_plain(plain["attributes"], lost)
+    if issubclass(kind, ARRAYS):
+        array = np.frombuffer(entries.numpy().tobytes(), own["dtype"]).reshape(own["shape"])
+        return array.copy() if kind is np.ndarray else array[()]
+    new = _new(kind, entries)
+    for name, entry in own.items():
+        object.__setattr__(new, name, entry)
+    return new
+
+
+def _new(kind: type, entries: Any) -> Any:
+    """Return a new object of a class with the entries of a container; attributes are yet to be set."""
+    if issubclass(kind, Enum):
+        return kind.__members__[entries]
+    if issubclass(kind, Tensor):
+        return entries.as_subclass(kind)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, entries)
+    base: Any = next(base for base in (OrderedDict, dict, list, SimpleNamespace, object) if issubclass(kind, base))
+    new: Any = base.__new__(kind)
+    if issubclass(base, list):
+        list.extend(new, entries)
+    elif issubclass(base, dict):
+        for key, entry in zip(*entries, strict=True):
+            base.__setitem__(new, key, entry)
+    return new
+
+
+def _class(name: str) -> type:
+    """Return a class by the name that `to_plain` gave it, if its module is imported."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or hasattr(found, "__del__"):
+        raise UsageError(
+            f"the checkpoint's probe contains a {path}, and this program has no such class in {module}; define it there, outside "
+            "functions, or give the samples to measure: probe=..."
+        )
+    return found
+
+
+def _tuple_like(batch: tuple, entries: list[Any]) -> tuple:
+    return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
+
+
+def _bytes(array: Any) -> Tensor:
+    return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
 
 
 def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:

@@ -8,21 +8,31 @@ maximum of one number:
 
 If it is not DONE, they exchange their reasons, and all raise: `Failure`, after which the training continues, or an error that
 ends it on every rank. Numbers and reasons are exchanged by the CPUs (gloo), as a rank whose device is lost can use no other way.
+
+Measure the probe on the ranks of a training run.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from checkpoints.errors import panics_as_errors
-from tracker.capture.replicas.sharded import FAILURES, ON_RANK
-from tracker.device_errors import is_device_error
-from tracker.errors import UsageError
+from tracker.blocks.find import Blocks
+from tracker.capture.inputs import Batch
+from tracker.capture.weights import FAILURES, ON_RANK
+from tracker.common.errors import UsageError, panics_as_errors
+from tracker.devices import is_allocation_failure, is_device_error
+from tracker.measurement import measure_samples
+from tracker.measures.dataset import Sample
+from tracker.measures.memory import release_memory
+from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
+from tracker.training import probe as probes
 
 DONE, FAILED, MISTAKE, LOST = range(4)
 Result = TypeVar("Result")
@@ -139,3 +149,56 @@ def _report(error: Exception, rank: int) -> Report:
         message += f" ({Path(line.filename).name}, line {line.lineno})"
     told = [note for note in getattr(error, "__notes__", ()) if note.startswith(ON_RANK)]
     return Report(outcome, type(error).__name__, message, told[0] if told else f"{ON_RANK}{rank}")
+
+
+ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
+
+
+def measure_probe(
+    ranks: Ranks,
+    together: Callable[..., list[Sample]],
+    model: nn.Module,
+    blocks: Blocks,
+    probe: Any,
+    tokenizer: Any,
+    settings: Settings,
+    device: torch.device,
+) -> list[Sample]:
+    """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
+
+    Args:
+        together: `ranks.together`, for this measurement.
+
+    Raises:
+        Failure: on every rank, if any rank fails.
+        Exception: as `Ranks.together`.
+    """
+    # All ranks gather sharded weights together, block by block: each measures all samples.
+    shared = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    def measure_own() -> list[Sample]:
+        if shared and ranks.rank >= probes.sample_count(probe):
+            return []
+        part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
+        calls = probes.forward_calls(model, part, tokenizer)
+        return _measure_with_less_memory(model, blocks, calls, settings, device)
+
+    samples = together(measure_own, gathers=not shared)
+    return probes.interleave(ranks.gather(samples)) if shared else samples
+
+
+def _measure_with_less_memory(
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
+) -> list[Sample]:
+    """Measure; if memory runs out, again with half the memory budget, and a quarter."""
+    message = ""
+    for attempt in range(ATTEMPTS):
+        smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
+        try:
+            return measure_samples(model, blocks, calls, smaller, device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_allocation_failure(error):
+                raise
+            message = str(error)
+        release_memory(device)
+    raise torch.OutOfMemoryError(message)

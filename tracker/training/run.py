@@ -1,13 +1,19 @@
-"""The measurements of one training run, whatever program trains the model.
+"""The scheduled steps of a training run that could not be measured or recorded, and why.
+
+Where a measured unit of a training run goes: loggers, the trainer's metrics, the store, the caller.
+
+The measurements of one training run, whatever program trains the model.
 
 `CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `Run`:
 
     find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,25 +24,141 @@ from torch import nn
 
 from tracker.analysis.summary import summary
 from tracker.blocks.find import Blocks, Named
-from tracker.errors import UsageError
-from tracker.loggers.protocol import Log, Logger
-from tracker.loggers.selection import checked
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
+from tracker.loggers.protocol import Log, Logger, Row
+from tracker.loggers.selection import checked, chosen
 from tracker.measurement import to_dataset
 from tracker.measures.memory import release_memory
 from tracker.measures.options import settings_from
 from tracker.provenance import has_float64, settings_digest
-from tracker.results import Store
+from tracker.store.results import Store
 from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
-from tracker.training.measurement import measure_probe
-from tracker.training.nested import contents, to_plain
-from tracker.training.overhead import Overhead
-from tracker.training.publisher import Metrics, Publisher
-from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
-from tracker.training.run_lock import release
-from tracker.training.skipped import Skipped
+from tracker.training.probe import contents, to_plain
+from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
+from tracker.training.run_store import release
+from tracker.training.schedule import Overhead
 from tracker.training.target import Forward, Target, find_target
+
+
+class Skipped:
+    """Reasons by step, the same on every rank. Each type of error is named in one warning; the store keeps all reasons.
+
+    Args:
+        store: where to record them; None: nowhere.
+        warns: whether to warn, on one of the ranks.
+    """
+
+    def __init__(self, store: Store | None, warns: bool = True) -> None:
+        self.store, self.warns = store, warns
+        self.reasons: dict[int, str] = {}
+        self.warned: set[tuple[str, str]] = set()
+
+    def add(self, step: int, failure: Failure, part: str = "") -> None:
+        """Record a step; warn of the first error of its type.
+
+        Args:
+            part: what failed after the step was measured, such as "not stored".
+        """
+        reason = f"{part}: {failure}" if part else str(failure)
+        known = self.reasons.get(step, "")
+        if reason not in known:
+            self.reasons[step] = f"{known}; {reason}" if known else reason
+        if (part, failure.kind) not in self.warned:
+            self.warned.add((part, failure.kind))
+            result = f"is measured but {part}" if part else "is not measured"
+            self._warn(f"step {step} {result} ({failure}); training continues")
+        if self.store is not None:
+            try:
+                self.store.write_skipped(self.store.skipped() | {step: self.reasons[step]})
+            except (OSError, ValueError) as why:
+                self._warn(f"{self.store.path} can't record that step {step} was skipped: {why}")
+
+    def summarize(self) -> None:
+        """Warn, at the end of the training, of all steps if more were skipped than were named."""
+        if len(self.reasons) > len(self.warned):
+            steps, last = ", ".join(map(str, self.reasons)), list(self.reasons.values())[-1]
+            self._warn(f"{len(self.reasons)} steps were skipped: {steps} (the last: {last})")
+
+    def _warn(self, message: str) -> None:
+        if self.warns:
+            warn_caller(message)
+
+
+COST = ("coupling/seconds", "coupling/share")
+SKIPPED = "coupling/skipped"
+Metrics = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Sends the units of one training.
+
+    Args:
+        loggers: receive the chosen metrics on every rank.
+        metrics: receives all finite metrics, on every rank.
+        log: which metrics the loggers receive, besides `COST` and `SKIPPED`.
+        prefix: of all metrics.
+        heatmaps: whether loggers that take pictures receive those of the coupling matrices.
+        store, on_measure: receive every unit.
+    """
+
+    loggers: Sequence[Logger]
+    metrics: Metrics | None
+    log: Log
+    prefix: str
+    heatmaps: bool
+    store: Store | None
+    on_measure: Callable[[xr.Dataset], None] | None
+
+    def row(self, unit: xr.Dataset) -> Row:
+        """Return the row of a unit.
+
+        Raises:
+            UsageError: if a name in `log` is no metric.
+        """
+        row = Row.from_unit(unit)
+        self._chosen(row)
+        return row
+
+    def update_metrics(self, row: Row) -> None:
+        """Hand out the metrics; an undefined value would make Lightning's EarlyStopping end the run."""
+        if self.metrics is not None:
+            self.metrics({self.prefix + name: x for name, x in row.scalars.items() if math.isfinite(x)})
+
+    def store_unit(self, row: Row, unit: xr.Dataset) -> None:
+        """Write a unit to the store."""
+        if self.store is not None:
+            self.store.write(row.step, unit)
+
+    def call(self, row: Row, unit: xr.Dataset) -> None:
+        """Call the user's function."""
+        if self.on_measure is not None:
+            self.on_measure(unit)
+
+    def log_row(self, row: Row, unit: xr.Dataset) -> None:
+        """Log the chosen metrics, and the pictures."""
+        logged = self._chosen(row)
+        for logger in self.loggers:
+            if self.heatmaps:
+                logger.images(row)
+            logger.log(logged)
+
+    def sinks(self) -> dict[str, Callable[..., None]]:
+        """Return the places that a unit is sent to, by what to say if one fails."""
+        return {"not logged": self.log_row, "not stored": self.store_unit, "on_measure failed": self.call}
+
+    def report_cost(self, step: int, seconds: float, share: float, skipped: int) -> None:
+        """Log what a measurement took, and the number of skipped steps once there is one."""
+        values = dict(zip(COST, (seconds, share), strict=True)) | ({SKIPPED: skipped} if skipped else {})
+        for logger in self.loggers:
+            logger.log(Row(step, values, headline=tuple(values)))
+
+    def _chosen(self, row: Row) -> Row:
+        """Return the row with the metrics to log."""
+        return chosen(row, self.log, (*COST, SKIPPED))
 
 
 class Run:

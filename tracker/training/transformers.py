@@ -10,16 +10,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tracker.blocks.find import Blocks, Named
-from tracker.capture.replicas.weights import check_whole
-from tracker.errors import UsageError
-from tracker.loggers.function import FunctionLogger
-from tracker.loggers.protocol import Log
+from tracker.capture.weights import check_whole
+from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
+from tracker.loggers.protocol import FunctionLogger, Log
 from tracker.measures.options import accepts_options, documented
 from tracker.measures.settings import Options
-from tracker.notices import warn_caller
 from tracker.training import schedule as schedules
-from tracker.training.run import Run
-from tracker.training.skipped import Skipped
+from tracker.training.run import Run, Skipped
 from tracker.training.target import Forward
 
 

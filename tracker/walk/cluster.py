@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tracker.walk.command import Walk
-from tracker.walk.openllm import SETS
+from tracker.walk.prompts import SETS
 
 RETRIES = 3  # of a worker that died
 PATIENCE = 30.0  # seconds to wait for the GPUs of this machine that other work on the cluster holds

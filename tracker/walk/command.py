@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.values import BYTE_SIZE
+from tracker.common.values import BYTE_SIZE
 
 # A walk measures language models unless told otherwise, and takes the memory budget from the machine.
 DEFAULTS = {"tokens": "last", "memory_budget": None, "measures": None}
@@ -105,7 +105,7 @@ class Walk:
 
 def parse(arguments: Sequence[str] | None) -> Walk:
     """Read a command line."""
-    from tracker.cli import LOG_HELP, Parser, summary
+    from tracker.common.parser import LOG_HELP, Parser, summary
     from tracker.measures.options import add_flags, given_options
 
     parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))

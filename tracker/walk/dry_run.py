@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import integrity
 from checkpoints.configuration import require_size, runs_own_code, weights_in
 from checkpoints.disk import missing_files
-from checkpoints.errors import CheckpointError, panics_as_errors, printable
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.shapes import Shape
-from checkpoints.suites import Checkpoint, join_names
-from checkpoints.words import counted
-from tracker.errors import UsageError
+from checkpoints.suites import Checkpoint
+from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
+from tracker.common.text import counted, join_names, printable
 from tracker.walk.failures import reason
 from tracker.walk.plan import Plan, Selection
 
@@ -171,7 +170,7 @@ def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
     from tracker.capture.inputs import batches
     from tracker.measurement import estimate_cost
     from tracker.measures.memory import weights_memory
-    from tracker.walk.memory import default_budget, stays_on_device
+    from tracker.walk.plan import default_budget, stays_on_device
 
     measurement, small, whole = plan.measurement, timed.small, timed.whole
     device, settings = measurement.device, measurement.settings

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoints.disk import missing_files
-from checkpoints.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, printable
 from checkpoints.hub import repo_dir
-from checkpoints.suites import Checkpoint, join_names
-from tracker.errors import UsageError
+from checkpoints.suites import Checkpoint
+from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, UsageError
+from tracker.common.text import join_names, printable
 from tracker.walk.plan import Selection
 
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"

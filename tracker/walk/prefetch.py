@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
-from checkpoints.errors import CheckpointError
 from checkpoints.fetch import fetch
-from checkpoints.files import Lock
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
+from tracker.common.errors import CheckpointError
+from tracker.common.files import Lock
 from tracker.walk.plan import Selection
 from tracker.walk.progress import Progress
 
 if TYPE_CHECKING:
-    from tracker.results import Store
+    from tracker.store.results import Store
 
 WAIT = 0.5  # seconds between checks of other walks
 

@@ -1,12 +1,154 @@
-"""Prompt sets: the built-in one, those of the hub, and a user's files."""
+"""Prompt sets from the hub: the six benchmarks of the Open LLM Leaderboard, two of their own, and WikiText-2.
+
+The paper draws prompts from the test sets of ARC, GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande (section 4.2; 1,200 in
+Fig. 5), from GSM8K alone (Fig. 15), from Easy2Hard-Bench, whose questions are rated by difficulty (Fig. 9; of its six parts,
+rated on scales of their own, we take GSM8K's), and 100 from WikiText-2 (Fig. 26), and prints no format. These are the
+zero-shot forms of the leaderboard's own harness: what a model reads before it answers. Sets whose test answers are secret
+give their validation split.
+
+A set is drawn once, by a fixed seed, and kept: later runs need no network, and measure the same prompts.
+
+Prompt sets: the built-in one, those of the hub, and a user's files.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tracker.walk.openllm import SETS, Prompt, hub_prompts
+from tracker.common.files import cache_root, write_atomic
+from tracker.common.text import first_line
+
+SEED = 0
+VERSION = 1  # of formats and sampling: raised when a set comes to mean other prompts
+PARAGRAPH = 40  # words: what is shorter in WikiText is a heading or a fragment
+CHOICES = "ABCD"
+
+Row = Mapping[str, Any]
+
+
+class Prompt(NamedTuple):
+    """What a model reads, how hard it is, where somebody has rated that, and the benchmark or file it was drawn from."""
+
+    text: str
+    difficulty: float | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of a data set on the hub, and what becomes of one."""
+
+    repository: str
+    config: str | None
+    split: str
+    prompt: Callable[[Row], str]
+    count: int
+    wanted: Callable[[Row], bool] = lambda row: True
+    difficulty: Callable[[Row], float | None] = lambda row: None
+
+
+def _multiple_choice(row: Row) -> str:
+    options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(CHOICES, row["choices"], strict=True))
+    return f"{row['question'].strip()}\n{options}Answer:"
+
+
+def _question(row: Row) -> str:
+    return f"Question: {row['question']}\nAnswer:"
+
+
+def _activity(row: Row) -> str:
+    text = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return re.sub(r"\[.*?\]", "", text.replace(" [title]", ". ")).replace("  ", " ").strip()
+
+
+OPENLLM = (
+    Source("allenai/ai2_arc", "ARC-Challenge", "test", _question, 200),
+    Source("openai/gsm8k", "main", "test", _question, 200),
+    Source("Rowan/hellaswag", None, "validation", _activity, 200),
+    Source("cais/mmlu", "all", "test", _multiple_choice, 200),
+    Source("truthfulqa/truthful_qa", "generation", "validation", lambda row: f"Q: {row['question']}\nA:", 200),
+    Source("allenai/winogrande", "winogrande_xl", "validation", lambda row: row["sentence"].split("_")[0].strip(), 200),
+)
+WIKITEXT = (
+    Source(
+        "Salesforce/wikitext",
+        "wikitext-2-raw-v1",
+        "test",
+        lambda row: row["text"].strip(),
+        100,
+        lambda row: len(row["text"].split()) >= PARAGRAPH,
+    ),
+)
+GSM8K = (OPENLLM[1],)
+EASY2HARD = (
+    Source(
+        "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", "eval", _question, 200, difficulty=lambda row: row["rating"]
+    ),
+)
+SETS = {"openllm": OPENLLM, "gsm8k": GSM8K, "easy2hard": EASY2HARD, "wikitext": WIKITEXT}
+
+
+def hub_prompts(name: str) -> list[Prompt]:
+    """Return the prompts of a set, from the cache or drawn anew.
+
+    Raises:
+        ValueError: if a data set can't be fetched, or the package that does it is not installed.
+    """
+    file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
+    try:
+        kept = json.loads(file.read_text())
+        texts = kept["prompts"]
+        rated = kept.get("difficulty", [None] * len(texts))
+        return [Prompt(*p) for p in zip(texts, rated, kept.get("source", _in_order(name, len(texts))), strict=True)]
+    except (OSError, ValueError, KeyError):
+        pass  # not drawn yet, or not readable: draw it
+    prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    texts, difficulty, sources = zip(*prompts, strict=True)
+    said = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
+    write_atomic(file, json.dumps(said).encode())
+    return prompts
+
+
+def _in_order(name: str, count: int) -> list[str | None]:
+    """Return the sources of a set whose file does not state them: each in turn, where no prompt is missing."""
+    sources = [source.repository for source in SETS[name] for _ in range(source.count)]
+    return [*sources] if len(sources) == count else [None] * count
+
+
+def _drawn(name: str, source: Source) -> list[Prompt]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"--prompts {name} needs the package datasets: pip install 'block-coupling-tracker[prompts]'"
+        ) from error
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        rows: Any = datasets.load_dataset(source.repository, source.config, split=source.split)
+    except (DatasetNotFoundError, OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"--prompts {name}: {source.repository} can't be fetched ({first_line(error)}); go online once, or give a "
+            "file of prompts"
+        ) from error
+    try:
+        wanted = [
+            Prompt(source.prompt(row), source.difficulty(row), source.repository) for row in rows if source.wanted(row)
+        ]
+    except KeyError as error:
+        raise ValueError(
+            f"--prompts {name}: rows of {source.repository} have no {error} any more; give a file"
+        ) from error
+    candidates = [prompt for prompt in wanted if prompt.text]
+    return random.Random(SEED).sample(candidates, min(source.count, len(candidates)))
+
 
 BUILTIN = Path(__file__).parent / "data" / "prompts.txt"
 

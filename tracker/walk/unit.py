@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
 from checkpoints.configuration import OWN_CODE, code_digest
-from checkpoints.errors import first_line, panics_as_errors
 from checkpoints.identity import load_copy, unchanged
 from checkpoints.suites import UNTRAINED, Checkpoint
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError, panics_as_errors
+from tracker.common.text import first_line
 from tracker.measures.settings import Settings
 from tracker.walk.plan import Measurement, Plan, Selection, untrained
 
@@ -104,10 +104,10 @@ def _measure(
         UsageError: if memory runs out.
     """
     from tracker.blocks.find import find_blocks
-    from tracker.device_errors import is_allocation_failure
+    from tracker.devices import is_allocation_failure
     from tracker.measurement import measure
     from tracker.measures.memory import weights_memory
-    from tracker.walk.memory import default_budget, stays_on_device
+    from tracker.walk.plan import default_budget, stays_on_device
 
     device = measurement.device
     blocks = find_blocks(model)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 
-from checkpoints.errors import CheckpointError
+from tracker.common.errors import CheckpointError
 from tracker.loggers.protocol import Row
-from tracker.measures.alike import likeness, require_one_curve
 from tracker.measures.labels import unlabelled
-from tracker.netcdf import DamagedFile, file_content
-from tracker.results import Store
+from tracker.store.alike import likeness, require_one_curve
+from tracker.store.netcdf import DamagedFile, file_content
+from tracker.store.results import Store
 
 
 @dataclass(frozen=True)

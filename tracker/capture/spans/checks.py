@@ -25,13 +25,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.boundaries import Boundary, as_python
-from tracker.blocks.proposals import BlocksNotFound, Proposal
-from tracker.capture.outputs import hidden_state
-from tracker.capture.replicas.module_state import STATELESS, ModuleState, irreproducible
-from tracker.capture.replicas.replica import Replica
-from tracker.capture.spans.calls import BoundaryHook, SpanCall, hold, replace_with, run, stop_at
-from tracker.capture.spans.dependents import InputDependents
-from tracker.errors import UsageError
+from tracker.blocks.towers import BlocksNotFound, Proposal
+from tracker.capture.hidden_state import hidden_state
+from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
+from tracker.capture.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
+from tracker.common.errors import UsageError
 from tracker.linalg.comparison import TOLERANCE, relative_error
 from tracker.linalg.transfer import SEED
 

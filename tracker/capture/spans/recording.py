@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from tracker.blocks.boundaries import Boundary
-from tracker.capture.head import Head
-from tracker.capture.norms import NormWatch
+from tracker.capture.head import Head, NormWatch
 from tracker.capture.random_numbers import seed_of
-from tracker.capture.recording import Recording
-from tracker.capture.replicas.module_state import ModuleState, irreproducible
-from tracker.capture.replicas.replica import Replica
+from tracker.capture.recording import Recording, Spill
+from tracker.capture.replica import ModuleState, Replica, irreproducible
 from tracker.capture.spans.calls import SpanCall, run
 from tracker.capture.spans.checks import WholeStateCheck, check_stateless
-from tracker.capture.spill import Spill
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 
 def record_spans(

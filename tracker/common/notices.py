@@ -4,9 +4,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from tracker.lightning_packages import PREFIXES
+from tracker.common.lightning_packages import PREFIXES
 
-WITHIN = str(Path(__file__).parent) + "/"
+WITHIN = str(Path(__file__).parents[1]) + "/"
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
 FRAMEWORKS = (*PREFIXES, "torch.", "contextlib.", "jaxtyping.", "beartype.")
 

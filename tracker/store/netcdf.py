@@ -14,7 +14,7 @@ import netCDF4
 import numpy as np
 import xarray as xr
 
-from tracker.errors import UsageError
+from tracker.common.errors import UsageError
 
 # What the libraries raise for bytes that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)

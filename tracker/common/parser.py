@@ -1,4 +1,7 @@
-"""The argument parser of all command lines: one spelling of flags, and one message for an argument that is not allowed."""
+"""The argument parser of all command lines, and texts of their help.
+
+It has one spelling of flags, and one message for an argument that is not allowed.
+"""
 
 import re
 import sys
@@ -8,7 +11,16 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from checkpoints.cli import USAGE
+from tracker.common.command_line import USAGE
+
+CLUSTERS_HELP = (
+    "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "
+    "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
+)
+LOG_HELP = (
+    "metrics that loggers receive: headline (about a dozen numbers), workspace (also what the saved workspace of W&B draws), "
+    "all, or names with commas between them, such as coupling/mean_offdiag,trajectory/*"
+)
 
 
 class Parser(ArgumentParser):
@@ -77,3 +89,8 @@ def _with_underscores(arguments: Sequence[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     flags = (re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), one) for one in arguments[:end])
     return [*flags, *arguments[end:]]
+
+
+def summary(command: type) -> str:
+    """Return the description of a command: the docstring of its dataclass, without the arguments."""
+    return (command.__doc__ or "").split("Args:")[0]

@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from checkpoints.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
 from checkpoints.integrity import find_repeats
-from tracker.errors import UsageError
-from tracker.measures.alike import likeness, require_one_curve
+from tracker.common.errors import UsageError
+from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled, unlabelled
 from tracker.measures.names import require_version
 from tracker.measures.settings import Settings
-from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.store.alike import likeness, require_one_curve
+from tracker.store.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 
 ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "

@@ -1,4 +1,4 @@
-"""Exit statuses, errors and warnings of all command lines, also those of `tracker` and `vit`."""
+"""Exit statuses, errors and warnings of all command lines."""
 
 import io
 import os
@@ -10,14 +10,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from checkpoints.errors import CheckpointError
-from checkpoints.extras import MissingExtraError, missing_extra
+from tracker.common.errors import CheckpointError
+from tracker.common.extras import MissingExtraError, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
 
 # Modules whose lines tell the user of a command nothing.
-OWN = tuple(f"{Path(__file__).parent.parent / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
+OWN = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
 
 P = ParamSpec("P")
 

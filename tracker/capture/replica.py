@@ -1,0 +1,479 @@
+"""Give a replica configs of its own, changed where its forward passes need it.
+
+Save and restore the attributes of modules besides weights and buffers: counters, cached keys, tables of sines.
+
+A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
+attributes are saved before a call and restored before another.
+
+A replica's buffers are those of the caller's model at every use, so what a module writes to them is lost. So are, then, its
+attributes since: a rotary embedding whose tables are buffers keeps their length as an attribute.
+
+Copy a model's module tree.
+
+The copy has no hooks and no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold
+are copied (`copies`); tensors share the caller's memory until a forward pass writes to them (`guard`).
+
+What a library attaches to a model at its first use is copied as any other attribute, except hooks. The attribute by which
+transformers knows that it has attached them is dropped with them, so that it attaches them to the copy when it needs them.
+
+Give a copy of a model's module tree the model's weights, in the measuring dtype, only while they are needed.
+
+So bf16 and fp16 weights are measured in float32, hooks on the caller's modules never fire, and nothing has to be restored
+when measuring raises.
+
+Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an accelerator, the next
+block's in the dtype they are stored in (`streaming`). Weights that have the measuring dtype and device already are shared, not
+copied.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from itertools import zip_longest
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.blocks.find import Blocks
+from tracker.blocks.wrappers import path_inside
+from tracker.capture.attention import hook_attn_method, hook_methods
+from tracker.capture.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
+from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
+from tracker.capture.weights import (
+    Gather,
+    Streaming,
+    Tensors,
+    check_whole,
+    gather_alone,
+    is_plain,
+    plain_class,
+    plain_tensor,
+)
+from tracker.common.errors import UsageError
+
+
+def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the configs in a replica's modules by changed copies.
+
+    Args:
+        replica: of a Hugging Face or TransformerLens model, or any other, which stays as it is.
+        dtype: the measuring dtype.
+        device: where the replica runs.
+    """
+    copies: dict[int, Any] = {}
+
+    def replace(part: nn.Module, name: str, change: Callable[[Any], None]) -> None:
+        config = part.__dict__[name]
+        if id(config) not in copies:
+            copies[id(config)] = config, copy(config)  # the original is kept alive, so that its id is not reused
+            change(copies[id(config)][1])
+        part.__dict__[name] = copies[id(config)][1]
+
+    def of_transformer_lens(config: Any) -> None:
+        config.dtype = dtype  # norms cast to it
+        if hasattr(config, "device"):
+            config.device = str(device)  # each block moves its input there
+        if hasattr(config, "n_devices"):
+            config.n_devices = 1
+
+    for part in replica.modules():
+        if hasattr(part.__dict__.get("config"), "_attn_implementation"):
+            replace(part, "config", _of_huggingface)
+        if isinstance(getattr(part.__dict__.get("cfg"), "dtype", None), torch.dtype):
+            replace(part, "cfg", of_transformer_lens)
+
+
+def _of_huggingface(config: Any) -> None:
+    """Turn off the cache, where a replay would find the block's own keys, and attention that lacks float32 or derivatives.
+
+    Experts are computed one by one, as the grouped kernels support neither float64 nor vmap.
+    """
+    config.use_cache = False
+    if config._attn_implementation not in (None, "eager", "sdpa"):
+        config._attn_implementation = "sdpa"
+    if getattr(config, "_experts_implementation", None) not in (None, "eager"):
+        config._experts_implementation = "eager"
+
+
+STATELESS = 1e-6  # relative to the largest entry: two runs of the same code may differ in rounding on some devices
+NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+
+
+class ModuleState:
+    """A copy of the attributes of a module and of all modules in it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        self._attributes = [(part, _copy(_attributes(part), memo)) for part in block.modules()]
+
+    def changed(self) -> bool:
+        """Whether an attribute was replaced, or its contents changed, since it was saved."""
+        return any(not _equal(_attributes(part), saved) for part, saved in self._attributes)
+
+    def restore(self) -> None:
+        """Restore the saved attributes and remove those added since; may be called more than once."""
+        memo: dict[int, Any] = {}
+        for part, saved in self._attributes:
+            for name in _attributes(part).keys() - saved.keys():
+                del part.__dict__[name]
+            part.__dict__.update(_copy(saved, memo))
+
+
+class WeightHolder:
+    """A part of the replica that holds weights, and its attributes before.
+
+    What it writes to its buffers ends with the weights. Then so do its attributes: they may say what the buffers have, such as
+    the length of a table.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self.part = part
+        self.before = dict(part.__dict__)
+        self.given: list[tuple[str, int, int]] | None = None  # the buffers as given; None before
+
+    def note_buffers(self) -> None:
+        """Note the buffers that the part was given, to see whether it writes to them."""
+        self.given = _versions(self.part)
+
+    def release(self, written: "list[WeightHolder] | None") -> None:
+        """Take the weights; restore the part, or put it into the list, if it wrote to its buffers."""
+        if self.given is None or self.given == _versions(self.part):
+            self.part.__dict__.update(_parameters=self.before["_parameters"], _buffers=self.before["_buffers"])
+        elif written is None:
+            self.restore()
+        else:
+            self.part.__dict__["_parameters"] = self.before["_parameters"]
+            written.append(self)
+
+    def restore(self) -> None:
+        """Restore all attributes."""
+        self.part.__dict__.clear()
+        self.part.__dict__.update(self.before)
+
+
+def _versions(part: nn.Module) -> list[tuple[str, int, int]]:
+    """Identify a part's buffers and what was written to them."""
+    return [(name, id(t), t._version) for name, t in part.__dict__["_buffers"].items() if t is not None]
+
+
+def irreproducible(observation: str) -> UsageError:
+    """Return the error for a model whose repeated call gave another result."""
+    return UsageError(f"{observation}: it is random or keeps state between calls, so it has no Jacobian to measure")
+
+
+def _attributes(part: nn.Module) -> dict[str, Any]:
+    computed = {
+        getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__.get("_weight_hooks", ())
+    }
+    return {
+        name: value
+        for name, value in part.__dict__.items()
+        if name not in NOT_STATE and name not in computed and not name.endswith(("_hooks", "_hooks_with_kwargs"))
+    }
+
+
+def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    return {name: copy_nested(value, clone_if_tensor, memo) for name, value in attributes.items()}
+
+
+def _equal(now: Any, saved: Any) -> bool:
+    if now is saved:
+        return True
+    if type(now) is not type(saved):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == saved.shape and now.dtype == saved.dtype and torch.equal(now, saved)
+    if isinstance(now, dict):
+        return now.keys() == saved.keys() and all(_equal(now[key], saved[key]) for key in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(saved) and all(map(_equal, now, saved))
+    if isinstance(now, (*SCALARS, set)):
+        return now == saved or now != now  # NaN
+    return is_data(now) and _equal(vars(now), vars(saved))
+
+
+class ModuleCopier:
+    """Copy a module tree: own dictionaries and containers, shared tensors, no hooks, eval mode, no compiled wrappers."""
+
+    def __init__(self, shared: SharedTensors, generators: Generators) -> None:
+        self.shared = shared
+        self.generators = generators
+        self.memo: dict[int, Any] = {}  # by id of the original
+
+    def copy(self, module: nn.Module) -> nn.Module:
+        """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
+        steps, module = path_inside(module)
+        new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
+        for step in steps:
+            if not hasattr(new, step):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
+                new.__dict__[step] = new
+        return new
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
+        state = new.__dict__
+        for name, value in module.__dict__.items():
+            if name == _HOOKS_INSTALLED:
+                continue
+            if name in _HOOKS:
+                state[name] = OrderedDict()
+            elif name in ("_parameters", "_buffers", "_modules"):
+                state[name] = {key: None if entry is None else self.copy_leaf(entry) for key, entry in value.items()}
+            else:
+                state[name] = copy_nested(value, self.copy_attribute, self.memo)
+        state.update(training=False, _compiled_call_impl=None)
+        # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
+        state["_weight_hooks"] = [
+            h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")
+        ]
+        _rebind_methods(module, new)
+        return new
+
+    def copy_attribute(self, value: Any) -> Any:
+        """Copy what a module holds besides weights. Inference tensors are copied; those in weights, when a pass uses them."""
+        if isinstance(value, Tensor) and value.is_inference():
+            return self.shared.share(value.clone())
+        return self.copy_leaf(value)
+
+    def copy_leaf(self, value: Any) -> Any:
+        """Copy a module, or a generator, share a plain tensor, keep anything else; `copy_nested` has handled containers."""
+        if isinstance(value, nn.Module):
+            return self.copy(value)
+        if isinstance(value, Tensor) and is_plain(value):
+            if id(value) not in self.memo:  # tied weights stay tied
+                self.memo[id(value)] = self.shared.share(value)
+            return self.memo[id(value)]
+        if isinstance(value, Generator):
+            self.generators.held.append(copy_generator(value))
+            return self.generators.held[-1]
+        return value
+
+
+_HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # of transformers.utils.output_capturing
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
+
+
+def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
+    """Bind methods stored on the instance to its copy, and drop the forwards that accelerate and `torch.compile` installed.
+
+    Raises:
+        UsageError: if anything else replaced the forward on the instance.
+    """
+    state = new.__dict__
+    for name, value in list(state.items()):
+        if isinstance(value, MethodType) and value.__self__ is module:
+            state[name] = MethodType(value.__func__, new)
+    if "_original_forward" in state:  # what accelerate wrapped in autocast
+        state["forward"] = state.pop("_original_forward")
+    if "_hf_hook" in state or hasattr(state.get("forward"), "_torchdynamo_orig_callable"):
+        state.pop("forward", None)
+    if "forward" in state and not isinstance(state["forward"], MethodType):
+        raise UsageError(
+            f"the forward of {type(module).__name__} was replaced on the instance by {state['forward']!r}, and what that "
+            "computes is not known: measure the model without it, or make it a method or a subclass"
+        )
+
+
+class StopForward(BaseException):
+    """Raised by a hook to end a forward pass (`Replica.run`) with a value. A model's code may catch any Exception."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Replica:
+    """A copy of a model's module tree whose modules hold weights, in `dtype` on `device`, only inside `materialize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Gather = gather_alone,
+    ):
+        check_whole(model)
+        self._shared = SharedTensors()
+        self.generators = Generators(device)
+        self.module = ModuleCopier(self._shared, self.generators).copy(model)
+        for part in self.module.modules():
+            hook_attn_method(part)
+            hook_methods(part)
+            if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # LightningModule's own record of dtype and device
+                part.__dict__.update(_dtype=dtype, _device=device)
+        adjust_configs(self.module, dtype, device)
+        self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
+        self.description = blocks
+        self.dtype = dtype
+        self.device = device
+        self.gather = gather  # reads a weight that is sharded over ranks
+        self._streaming = Streaming(device, dtype.itemsize)
+        self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
+        self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
+        self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
+        self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
+
+    def guard(self) -> WriteGuard:
+        """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
+        return WriteGuard(self._shared)
+
+    def forward(self, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Run the forward pass on copies of these inputs, which seed its random numbers."""
+        copies = self.copy_inputs((list(arguments), dict(keywords)))
+        return self.run(*copies, seed=seed_of(arguments, keywords))
+
+    def run(self, arguments: Sequence[Any], keywords: Mapping[str, Any], seed: int) -> Any:
+        """Run the forward pass under `guard`; return its output, or the value of the `StopForward` that ended it.
+
+        Args:
+            seed: of the random numbers that the pass may draw.
+        """
+        self.generators.seed(seed)
+        with self.guard():
+            try:
+                return self.module(*arguments, **keywords)
+            except StopForward as stopped:
+                return stopped.value
+
+    @contextmanager
+    def watch_writes(self, module: nn.Module) -> Iterator[None]:
+        """Undo on exit what `module` wrote to its weights, and remember that it writes to them."""
+        self._shared.begin_call()
+        yield
+        self._undo_writes(module)
+
+    def _undo_writes(self, module: nn.Module) -> None:
+        if self._shared.undo_writes():
+            self._writers.add(id(module))
+
+    def fresh_weights(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for one call of a block that holds its weights: copies of them, if it writes to them."""
+        return self.materialize(block) if id(block) in self._writers else nullcontext()
+
+    @contextmanager
+    def stream_blocks(
+        self, enter: Callable[..., None] | None = None, leave: Callable[..., Any] | None = None
+    ) -> Iterator[None]:
+        """Hold the weights outside the blocks throughout, and each block's weights while that block runs.
+
+        Args:
+            enter: a forward pre-hook (with keywords) for every block, called before the block's weights are loaded.
+            leave: a forward hook for every block, called before they are released, when the block's writes to them are
+                undone. It may call the block again: that runs neither hook.
+        """
+        running: list[tuple[nn.Module, ExitStack | None]] = []  # with no stack: called again while it runs
+        # Parts of blocks that wrote to their buffers, which a later call in this pass may read.
+        written: list[WeightHolder] = []
+
+        def load(block: nn.Module, args: tuple, kwargs: dict) -> None:
+            if any(block is other for other, _ in running):
+                running.append((block, None))
+                return
+            if enter is not None:
+                enter(block, args, kwargs)
+            weights = ExitStack()
+            running.append((block, weights))
+            weights.enter_context(self.materialize(block, written=written))
+            self._shared.begin_call()
+
+        def release(block: nn.Module, args: tuple, output: Any) -> Any:
+            _, weights = running[-1]
+            changed = None
+            if weights is not None:
+                self._undo_writes(block)
+                changed = leave(block, args, output) if leave is not None else None
+                weights.close()
+            running.pop()
+            return changed
+
+        with ExitStack() as stack:
+            stack.enter_context(self.materialize(self.module, exclude=self.blocks))
+            stack.callback(lambda: [part.restore() for part in reversed(written)])
+            stack.callback(lambda: [weights.close() for _, weights in reversed(running) if weights is not None])
+            for block in self.blocks:
+                stack.callback(block.register_forward_pre_hook(load, with_kwargs=True).remove)
+                stack.callback(block.register_forward_hook(release).remove)
+            yield
+
+    @contextmanager
+    def materialize(
+        self,
+        module: nn.Module | None,
+        exclude: Sequence[nn.Module] = (),
+        dtype: torch.dtype | None = None,
+        written: list[WeightHolder] | None = None,
+    ) -> Iterator[None]:
+        """Give `module`, except the parts in `exclude`, its weights on the device, in the measuring dtype or in `dtype`.
+
+        Args:
+            written: collects the parts that wrote to their buffers, instead of restoring them on exit.
+        """
+        dtype = dtype or self.dtype
+        copied = id(module) in self._writers
+        skipped = {id(part) for excluded in exclude for part in excluded.modules()}
+        moved = self._streaming.take(module) if module is not None and id(module) in self._next else {}
+        converted: Tensors = {}  # tied weights stay tied
+        held: list[WeightHolder] = []
+        try:
+            for part in module.modules() if module is not None else ():
+                if id(part) in skipped:
+                    continue
+                held.append(WeightHolder(part))
+                for store in ("_parameters", "_buffers"):
+                    part.__dict__[store] = {
+                        name: self._materialize(part, name, t, dtype, copied, moved, converted)
+                        for name, t in part.__dict__[store].items()
+                    }
+                held[-1].note_buffers()
+                for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
+                    hook(part, ())
+            if following := self._next.get(id(module)):
+                self._streaming.start(following)
+            with self._shared.watch(converted.values()):
+                yield
+        finally:
+            for part in held:
+                part.release(written)
+
+    def _materialize(
+        self,
+        part: nn.Module,
+        name: str,
+        tensor: Tensor | None,
+        dtype: torch.dtype,
+        copied: bool,
+        moved: Tensors,
+        converted: Tensors,
+    ) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in converted:
+            if id(tensor) in moved:
+                plain = self.convert(moved.pop(id(tensor)), dtype)
+            else:
+                plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
+            converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
+        return converted[id(tensor)]
+
+    def copy_inputs(self, value: Any) -> Any:
+        """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""
+
+        def leaf(entry: Any) -> Any:
+            if isinstance(entry, Generator):
+                return copy_generator(entry)
+            converted = self.convert(entry) if isinstance(entry, Tensor) else entry
+            return clone_if_tensor(converted) if converted is entry else converted
+
+        return copy_nested(value, leaf, {})
+
+    def convert(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Move a tensor to the device; cast it to the measuring dtype, or to `dtype`, if it is floating."""
+        dtype = (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype
+        if dtype.itemsize > tensor.itemsize:
+            tensor = tensor.to(self.device)  # cast there: on the host it would grow before it is copied
+        tensor = tensor.to(self.device, dtype)
+        return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph

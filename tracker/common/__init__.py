@@ -1,0 +1,1 @@
+"""What every package needs: errors, texts, values of options, files and locks, command lines."""

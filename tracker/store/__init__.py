@@ -1,0 +1,1 @@
+"""Results on disk: files of measured Datasets, and the store of many."""
