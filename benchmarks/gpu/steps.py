@@ -120,15 +120,6 @@ STEPS = (
         least=60,
     ),
     Step("walk", "a walk over checkpoints", "benchmarks.gpu.walk", limit=90),
-    Step(
-        "vit",
-        "training throughput of a DeiT-Ti",
-        "benchmarks.vit_throughput",
-        tuple("--batch_size 512 --batches 40".split()),
-        tuple("--batch_size 4 --batches 2 --workers 1".split()),
-        limit=90,
-        least=45,
-    ),
     _coupling(
         "12b-tf32-32",
         "shape of Pythia 12b, 32 prompts in TF32",

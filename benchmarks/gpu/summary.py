@@ -61,8 +61,6 @@ def _coupling(result: Result) -> str:
 
 def _rows(result: Result) -> str:
     rows = result["rows"]
-    if rows and "images_per_second" in rows[0]:
-        return ", ".join(f"{row['augment']} {row['images_per_second']:.0f}/s" for row in rows if row["trained"])
     return f"{len(rows)} rows"
 
 
