@@ -109,7 +109,6 @@ STEPS = (
         "--shape deit-ti-224 --blocks 1 --prompts 2",
         60,
     ),
-    Step("decompositions", "SVD, eigenvalues, Cholesky and QR alone", "benchmarks.gpu.decompositions", limit=90),
     Step(
         "streaming",
         "weights streamed from files",

@@ -38,7 +38,6 @@ def headline(outcome: Result) -> str:
         ),
         "ways": lambda r: ", ".join(f"{name} {way['seconds']:.1f} s" for name, way in r["ways"].items()),
         "differences": lambda r: f"{r['seconds']:.1f} s; from the CPU {max(r['differences'].values()):.1e}",
-        "rows": _rows,
     }
     for key, form in kinds.items():
         if key in result:
@@ -57,11 +56,6 @@ def _coupling(result: Result) -> str:
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in ours["stages"].items())
     ratio = f"; published {result['ratio']['whole']:.0f} times" if "ratio" in result else ""
     return f"{ours['seconds']:.2f} s ({stages}){ratio}"
-
-
-def _rows(result: Result) -> str:
-    rows = result["rows"]
-    return f"{len(rows)} rows"
 
 
 def share_of_steps(result: Result, steps: int = 1000) -> float:
