@@ -13,6 +13,5 @@ measured is in the JSON file already.
 | `hardware` | step: rates of matrix products and of copies, latencies |
 | `suite`, `outcomes` | step: pytest, started again after a test that ends its process |
 | `synchronizations` | step: where the host waits for the device |
-| `walk` | step: a walk over checkpoints, compared with the CPU |
 | `summary` | tables of the results |
 """

@@ -118,7 +118,6 @@ STEPS = (
         limit=120,
         least=60,
     ),
-    Step("walk", "a walk over checkpoints", "benchmarks.gpu.walk", limit=90),
     _coupling(
         "12b-tf32-32",
         "shape of Pythia 12b, 32 prompts in TF32",
