@@ -109,15 +109,6 @@ STEPS = (
         "--shape deit-ti-224 --blocks 1 --prompts 2",
         60,
     ),
-    Step(
-        "streaming",
-        "weights streamed from files",
-        "benchmarks.streaming",
-        tuple("--shape 1b --memory_budget 1000000000".split()),
-        tuple("--shape 14m --blocks 2 --memory_budget 1000000 --prompts 1".split()),
-        limit=120,
-        least=60,
-    ),
     _coupling(
         "12b-tf32-32",
         "shape of Pythia 12b, 32 prompts in TF32",

@@ -36,7 +36,6 @@ def headline(outcome: Result) -> str:
         "share": lambda r: (
             f"{r['seconds_of_a_measurement']:.2f} s a measurement; {share_of_steps(r):.1%} every 1,000 steps"
         ),
-        "ways": lambda r: ", ".join(f"{name} {way['seconds']:.1f} s" for name, way in r["ways"].items()),
     }
     for key, form in kinds.items():
         if key in result:
