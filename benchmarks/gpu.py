@@ -173,7 +173,8 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
 
 
 def _last_line(outcome: dict[str, Any]) -> str:
-    return outcome["output"].strip().rpartition("\n")[2]
+    lines = outcome["output"].strip().splitlines()
+    return next((line for line in reversed(lines) if not line.startswith("Extension modules")), "")  # of a crash
 
 
 def machine(device: str, small: bool, out: Path) -> int:
