@@ -107,12 +107,14 @@ def time_run(run: Run) -> dict:
             if repeat:  # the first pair warms up
                 seconds.append(clock.now() - started)
                 measurements += [watch.run.overhead.last] if variant == "with" else []
+    without, measurement = statistics.median(stretches["without"]), statistics.median(measurements)
     ratios = [a / b for a, b in zip(stretches["with"], stretches["without"], strict=True)]
     return {
         "run": {**asdict(run), "out": None},
         "overhead": statistics.median(ratios) - 1,
         "share": statistics.median(m / s for m, s in zip(measurements, stretches["with"], strict=True)),
-        "seconds_of_a_measurement": statistics.median(measurements),
+        "share_every_1000_steps": measurement / (measurement + without * 1000 / run.every),
+        "seconds_of_a_measurement": measurement,
         "seconds_of_a_stretch": stretches,
         "environment": environment(run.device),
     }

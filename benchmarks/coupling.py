@@ -10,11 +10,14 @@ with the square of their number.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.settings import Benchmark
+from tracker.common.command_line import OK, reports_errors
+from tracker.common.errors import UsageError
+from tracker.common.values import Method, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +26,50 @@ LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 PROMPTS = (1, 2, 4, 8, 16, 32)
 
 
+@dataclass
+class Benchmark:
+    """Time a coupling measurement, the published algorithm and plain matrix products.
+
+    Args:
+        shape: a Pythia size, deit-ti (32 x 32 images of 65 tokens) or deit-ti-224 (224 x 224, 197 tokens); random weights.
+        tokens: length of the prompts.
+        k: number of top singular vectors.
+        blocks: number of blocks, the first ones. Default: all, for which the published algorithm takes hours on large shapes.
+        prompts: number of prompts or images in a call of tracker.measure; the published algorithm takes one.
+        what: coupling compares with the published algorithm; scaling times tracker.measure over lengths and numbers of prompts.
+        svd: the method of tracker.measure for singular vectors.
+        beside: a second such method to time, in turn with it.
+        precision: of the matrix products in the Jacobians of tracker.measure, and of the plain products they are compared with.
+        weights: dtype of the model's weights; the published Pythias have float16, which the published algorithm cannot take.
+        memory_budget: bytes in addition to the weights; half of them hold Jacobians. Default: that of tracker.measure.
+        device: cpu, cuda, cuda:1 and so on.
+        repeats: number of timed runs of each; medians are reported.
+        chunk: number of cotangents per batch in the published algorithm.
+        published: whether to run the published algorithm at all.
+        memory: whether to measure the peak of memory, on the CPU in a fresh process for each algorithm.
+        out: a JSON file for the result, written after every repeat.
+    """
+
+    shape: Literal["14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b", "deit-ti", "deit-ti-224"]
+    tokens: int = 128
+    k: int = 50
+    blocks: int | None = None
+    prompts: int = 1
+    what: Literal["coupling", "scaling"] = "coupling"
+    svd: Method = "auto"
+    beside: Method | None = None
+    precision: Precision = "float32"
+    weights: Literal["float32", "float16", "bfloat16"] = "float32"
+    memory_budget: int | None = None
+    device: str = "cpu"
+    repeats: int = 5
+    chunk: int = 32
+    published: bool = True
+    memory: bool = True
+    out: Path | None = None
+
+
+@reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from tracker.common.parser import Parser
@@ -34,30 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk", "memory_budget"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            print(f"error: --{name} {value}; give at least 1", file=sys.stderr)
-            return 2
+            raise UsageError(f"--{name} {value}; give at least 1")
     if settings.weights != "float32" and settings.published:
-        print(
-            f"error: --weights {settings.weights}: the published algorithm needs float32; add --published false",
-            file=sys.stderr,
-        )
-        return 2
+        raise UsageError(f"--weights {settings.weights}: the published algorithm needs float32; add --published false")
 
-    from benchmarks import tables
     from benchmarks.machine import keep
-    from tracker.common.errors import UsageError
     from tracker.provenance import usable_device
 
-    try:
-        usable_device(settings.device, f"--device {settings.device}")
-        result = coupling(settings) if settings.what == "coupling" else scaling(settings)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(tables.coupling(result) if settings.what == "coupling" else tables.scaling(result))
+    usable_device(settings.device, f"--device {settings.device}")
+    result = coupling(settings) if settings.what == "coupling" else scaling(settings)
+    print(table(result))
     if settings.out:
         keep(result, settings.out)
-    return 0
+    return OK
 
 
 def coupling(settings: Benchmark) -> dict[str, Any]:
@@ -174,6 +210,65 @@ def scaling(settings: Benchmark) -> dict[str, Any]:
 def _header(settings: Benchmark, environment: dict[str, Any], L: int, d: int) -> dict[str, Any]:
     chosen = {name: value for name, value in asdict(settings).items() if name not in ("what", "out")}
     return {"what": settings.what, "settings": chosen, "environment": environment, "blocks": L, "width": d}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format a result for a terminal."""
+    return _comparison_table(result) if result["what"] == "coupling" else _scaling_table(result)
+
+
+def _comparison_table(result: dict[str, Any]) -> str:
+    mine, theirs = result["ours"], result.get("published", {"stages": {}})
+    given = result["settings"]
+    lines = [
+        f"{given['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {given['k']}, "
+        f"{given['prompts']} prompt(s), {given['device']}, {result['environment']['threads']} threads",
+        f"{'stage':10}{'ours, s':>10}{'published, s':>14}{'ratio':>8}{'of GEMM rate':>14}",
+    ]
+    for stage in ("whole", *mine["stages"]):
+        own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
+        other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
+        ratio, fraction = result.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
+        lines.append(f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}")
+    if "peak_bytes" in mine:
+        own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
+        lines.append(f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}")
+    certificate = result["certificate"]
+    lines.append(
+        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
+        f"Jacobian stage; residual {certificate['residual']:.1e}, complete {certificate['complete']}, "
+        f"full SVD {certificate['full_svd']:.0%}"
+    )
+    if mine["products_saved"]:
+        lines.append(
+            f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents; "
+            f"{mine['products_saved']:.0%} of their operations are skipped"
+        )
+    if "errors" in result:
+        lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
+    if "beside" in result:
+        beside = result["beside"]
+        lines.append(
+            f"{given['svd']} takes {beside['ratio']:.2f} of the time of {given['beside']} ({beside['seconds']:.3f} s)"
+        )
+        lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
+    if given["prompts"] > 1:
+        lines.append("published: one prompt; ratios are per prompt")
+    return "\n".join(lines)
+
+
+def _scaling_table(result: dict[str, Any]) -> str:
+    stages = list(result["points"][0]["stages"])
+    lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
+    for point in result["points"]:
+        cells = "".join(f"{point['stages'][stage]:10.3f}" for stage in stages)
+        lines.append(f"{point['tokens']:6}{point['prompts']:9}{point['seconds']:10.3f}{cells}")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    missing = value is None or value != value
+    return f"{'-':>{form.split('.')[0]}}" if missing else f"{value:{form}}"
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
 
+    from benchmarks.coupling import Benchmark
     from benchmarks.machine import Clock
-    from benchmarks.settings import Benchmark
 
     Run = Callable[[nn.Module, Benchmark, Clock], Any]
 

@@ -2,16 +2,13 @@
 
 import json
 import re
-import stat
-from itertools import count, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import callback, coupling, figures, machine, shapes, streaming, tables, timing, vit_throughput
+from benchmarks import callback, coupling, figures, machine, shapes, streaming, timing
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -59,7 +56,7 @@ def test_the_result_records_settings_and_environment(compared):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
     assert set(compared["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
     assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
-    printed = tables.coupling(compared)
+    printed = coupling.table(compared)
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
 
 
@@ -70,7 +67,7 @@ def test_two_methods_in_turn(directory):
     assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
     assert beside["ratio"] == result["ours"]["seconds"] / beside["seconds"]
     assert 0 < beside["differences"]["singular_value"] < 1e-5 and beside["differences"]["miscoupling"] < 1e-4
-    assert "of the time of full" in tables.coupling(result)
+    assert "of the time of full" in coupling.table(result)
 
 
 @pytest.mark.slow
@@ -126,8 +123,7 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
 
     monkeypatch.setattr(timing, "timed", twice)
     file = tmp_path / "result.json"
-    with pytest.raises(KeyboardInterrupt):
-        coupling.main([*QUICK, "--published", "false", "--repeats", "3", "--out", str(file)])
+    assert coupling.main([*QUICK, "--published", "false", "--repeats", "3", "--out", str(file)]) == 130
     result = json.loads(file.read_text())
     assert len(result["ours"]["runs"]) == 2 and result["ours"]["seconds"] > 0
 
@@ -135,7 +131,7 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
 def test_without_the_baseline(directory):
     result = run(directory, "--published", "false")
     assert "published" not in result and "ratio" not in result and "errors" not in result
-    assert "published" in tables.coupling(result)  # the column, empty
+    assert "published" in coupling.table(result)  # the column, empty
 
 
 @pytest.mark.slow  # two fresh processes that import everything
@@ -150,7 +146,7 @@ def test_memory_is_measured_in_fresh_processes(directory):
 def test_scaling(scaled):
     assert [(p["tokens"], p["prompts"]) for p in scaled["points"]] == [(4, 1), (8, 1), (6, 1), (6, 3)]
     assert all(p["seconds"] > p["stages"]["jacobian"] > 0 for p in scaled["points"])
-    assert len(tables.scaling(scaled).splitlines()) == 5
+    assert len(coupling.table(scaled).splitlines()) == 5
 
 
 def test_figures(compared, scaled, directory, capsys):
@@ -226,47 +222,6 @@ def test_the_clock_waits_for_the_device(pretend):
 def test_environment_without_the_files_of_linux(monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: False)
     assert "cpu" in machine.environment("cpu")
-
-
-class TestThroughput:
-    @pytest.mark.slow
-    def test_every_pipeline_is_timed(self, tmp_path):
-        quick = ["--batch_size", "2", "--batches", "1", "--workers", "1", "--device", "cpu"]
-        assert vit_throughput.main([*quick, "--out", str(tmp_path / "new" / "vit.json")]) == 0
-        result = json.loads((tmp_path / "new" / "vit.json").read_text())
-        assert [(row["augment"], row["trained"]) for row in result["rows"]] == [
-            *(("batched", False), ("batched", True), ("workers", False), ("workers", True))
-        ]
-        assert all(row["images_per_second"] > 0 and "gpu_busy" not in row for row in result["rows"])
-        assert result["environment"]["device"] == "cpu"
-
-    def test_time_is_taken_from_an_idle_device_to_an_idle_device(self, pretend, monkeypatch):
-        monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
-        steps = count()
-        torch.ones(1, device=pretend.device)
-        with pretend.count() as counts:
-            assert vit_throughput.seconds_of(steps, 3, pretend.device) > 0  # type: ignore[arg-type]
-        assert counts.syncs == 2 and next(steps) == 3
-        with pytest.raises(RuntimeError, match="too few batches"):
-            vit_throughput.advance(iter([]), 1)
-
-    def test_utilisation_is_sampled_beside_the_steps(self, tmp_path, monkeypatch):
-        program = tmp_path / "nvidia-smi"
-        program.write_text('#!/bin/sh\necho "$@" > "$0.given"\necho 40\necho 60\ntouch "$0.sampled"\nexec sleep 60\n')
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
-        monkeypatch.setattr(vit_throughput, "synchronize", lambda device: None)
-
-        def until_sampled():
-            while not (tmp_path / "nvidia-smi.sampled").exists():
-                pass
-            yield from repeat(None)
-
-        assert vit_throughput.gpu_utilisation(until_sampled(), 2, torch.device("cuda")) == 0.5
-        assert "--id=GPU-12ab" in (tmp_path / "nvidia-smi.given").read_text()
-        monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-        assert vit_throughput.gpu_utilisation(repeat(None), 2, torch.device("cuda")) is None
 
 
 def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monkeypatch, capsys):
