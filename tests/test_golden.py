@@ -104,7 +104,8 @@ def test_a_changed_digit_of_a_table(compared):
 
 
 def test_a_number_that_is_spelled_differently(compared):
-    assert compared(curve=CURVE.replace("0.5", "0.50")) == ["curve.csv: the order or the spelling of values differs"]
+    (line,) = compared(curve=CURVE.replace("0.5", "0.50"))
+    assert line == "curve.csv: column.lss: 1 of 2 differ, at most by 0 (0 of the largest)"
 
 
 def test_changed_entries_of_a_page(compared):

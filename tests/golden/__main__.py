@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tests.golden.comparison import compare
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 if two sets differ."""
@@ -33,13 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command == "write":
         write(given.directory, given.cases)
         return 0
+    from tests.golden.comparison import compare
+
     lines = compare(given.before, given.after, given.tolerance)
     print("\n".join([*lines, f"{len(lines)} differences"]))
     return bool(lines)
 
 
 def write(directory: Path, names: Sequence[str]) -> None:
-    # One thread, before the libraries that read these are imported: sums of several depend on their number.
+    # One thread, as rounding depends on their number; libraries read this when they are first imported.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     from tests.golden.cases import CASES
 

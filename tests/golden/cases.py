@@ -42,27 +42,23 @@ DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
 
 
 def run(directory: Path, *arguments: str) -> str:
-    """Run a command line in a directory, with the package under test; return what it prints."""
+    """Run a command line in a directory, with the package under test; return what it prints, without durations."""
     command = [sys.executable, "-P", "-m", *arguments]
     settings = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=directory, env=settings, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
-
-
-def without_durations(text: str) -> str:
-    return DURATION.sub("TIME", text)
+    return DURATION.sub("TIME", done.stdout)
 
 
 def of_dry_run(cost: Any) -> str:
-    """Return what a dry run prints without the line breaks, whose places depend on the durations' lengths."""
-    return without_durations(re.sub(r"\n {13}", " ", str(cost)))
+    """Return what a dry run prints, without durations and the line breaks, whose places depend on the durations' lengths."""
+    return DURATION.sub("TIME", re.sub(r"\n {13}", " ", str(cost)))
 
 
 def walk(directory: Path) -> None:
     """Walk nano; keep its store, curve, null level, summary and table, the page's data and the tables of all figures."""
     (directory / "prompts.txt").write_text("\n".join(prompt.replace("\n", "\\n") for prompt in PROMPTS))
     (directory / "dry_run.txt").write_text(of_dry_run(run(directory, *WALK, "--dry_run")))
-    (directory / "walk.txt").write_text(without_durations(run(directory, *WALK)))
+    (directory / "walk.txt").write_text(run(directory, *WALK))
     keep_curve(directory)
     keep_figures(directory, "store")
     keep_page(directory, directory / "store" / "report.html")
@@ -117,7 +113,7 @@ def keep_curve(directory: Path) -> None:
 
 def grid(directory: Path) -> None:
     """Train one cell of a grid of vision transformers, and analyse it."""
-    (directory / "grid.txt").write_text(without_durations(run(directory, *GRID)))
+    (directory / "grid.txt").write_text(run(directory, *GRID))
     run(directory, "vit.analysis", "grid")
     remove(directory, "*.ckpt", "log.txt", "*.png", "report.html")
 
@@ -213,7 +209,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "deit": partial(measured, lambda: build("timm deit, distilled")),
     "bfloat16": partial(measured, rounded),
     # Jacobians are computed in two passes over the blocks, and states wait in files.
-    "small memory": partial(measured, lambda: build("gpt_neox"), tokens="all", measures="all", memory_budget=40_000),
+    "small memory": partial(measured, lambda: build("gpt_neox"), measures="all", memory_budget=20_000),
     "matrix-free": partial(measured, lambda: build("gpt_neox", Size(width=128)), svd="matrix-free", k=4),
     "krylov": partial(measured, lambda: build("gpt_neox", Size(width=128)), svd="krylov", k=4),
     "spans": partial(measured, spans, blocks=SPANS),

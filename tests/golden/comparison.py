@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import io
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +16,10 @@ VARYING = {"created", "seconds", "coupling/seconds", "coupling/share", "tracker_
 
 
 class Part(NamedTuple):
-    """A variable, an attribute, a column, or the text of a file.
+    """A variable, an attribute, a column, an entry, or the lines of a text.
 
     Attributes:
-        values: numbers or texts.
+        values: numbers of a NetCDF file as they are; those of other files as text, to the digit.
         form: dimensions and type.
         resolution: the difference of numbers with neighbouring codes, for arrays that are carried as codes.
     """
@@ -36,28 +35,23 @@ def compare(before: Path, after: Path, tolerance: float = 0.0) -> list[str]:
     Args:
         tolerance: the difference of numbers that is allowed, relative to the largest absolute value of the same variable.
     """
-    files = [
-        {str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in READERS} for root in (before, after)
-    ]
-    if not files[0]:
+    files = [{str(path.relative_to(root)): path for path in root.rglob("*")} for root in (before, after)]
+    first, second = ({name: path for name, path in found.items() if path.suffix in READERS} for found in files)
+    if not first:
         raise FileNotFoundError(f"{before} holds no results")
-    lines = _apart(*files)
-    for name in sorted(files[0] & files[1]):
-        found = [read(root / name) for root in (before, after)]
-        differences = [*_apart(*found), *_differences(*found, tolerance)]
-        if not (differences or tolerance) and exact(before / name) != exact(after / name):
-            differences = ["the order or the spelling of values differs"]
-        lines += [f"{name}: {difference}" for difference in differences]
+    lines = _apart(first, second)
+    for name in sorted(first.keys() & second.keys()):
+        a, b = read(first[name]), read(second[name])
+        lines += [f"{name}: {line}" for line in (*_apart(a, b), *_different(a, b, tolerance))]
     return lines
 
 
-def _apart(before: Any, after: Any) -> list[str]:
-    return [f"{name}: missing" for name in sorted({*before} - {*after})] + [
-        f"{name}: extra" for name in sorted({*after} - {*before})
-    ]
+def _apart(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    missing, extra = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+    return [*(f"{name}: missing" for name in missing), *(f"{name}: extra" for name in extra)]
 
 
-def _differences(before: Mapping[str, Part], after: Mapping[str, Part], tolerance: float) -> Iterator[str]:
+def _different(before: Mapping[str, Part], after: Mapping[str, Part], tolerance: float) -> Iterator[str]:
     for name in before:
         if name in after and (text := difference(name, before[name], after[name], tolerance)):
             yield f"{name}: {text}"
@@ -68,53 +62,29 @@ def difference(name: str, before: Part, after: Part, tolerance: float) -> str:
     a, b = before.values, after.values
     if before.form != after.form or a.shape != b.shape:
         return f"{before.form} {a.shape} -> {after.form} {b.shape}".strip()
-    if not all(values.dtype.kind in "biuf" for values in (a, b)):
-        if not (other := a != b).any():
-            return ""
-        return f"{other.sum()} of {a.size} differ, the first {a[other][0]!r} -> {b[other][0]!r}"
-    other = (a != b) & ~((a != a) & (b != b))
+    other = (a != b) & ((a == a) | (b == b))
     if not other.any():
         return ""
-    a, b = a.astype(float), b.astype(float)
-    known = np.isfinite(a) & np.isfinite(b)
-    apart = np.abs(np.subtract(a, b, where=known, out=np.zeros(a.shape)))
-    scale = np.maximum(np.abs(a), np.abs(b))[known].max(initial=0.0)
-    # Residuals and errors are themselves relative, of size 1 where nothing is right: their last digits mean nothing.
+    text = f"{other.sum()} of {a.size} differ"
+    try:
+        x, y = a.astype(float), b.astype(float)
+    except ValueError:
+        return f"{text}, the first {a[other][0]!r} -> {b[other][0]!r}"
+    known = np.isfinite(x) & np.isfinite(y)
+    apart = np.abs(x[known] - y[known]).max(initial=0.0)
+    scale = np.maximum(np.abs(x[known]), np.abs(y[known])).max(initial=0.0)
+    # Residuals and errors are themselves relative, of size 1 where nothing is right: their own digits mean nothing.
     allowed = max(scale, 1.0) if "error" in name or "residual" in name else scale
-    if tolerance and not (other & ~known).any() and apart.max() <= tolerance * allowed + before.resolution:
+    unknown = (other & ~known).sum()
+    if tolerance and not unknown and apart <= tolerance * allowed + before.resolution:
         return ""
-    relative = apart.max() / scale if scale else 0.0
-    return f"{other.sum()} of {a.size} differ, at most by {apart.max():.3g} ({relative:.3g} of the largest)" + (
-        f", {(other & ~known).sum()} in being defined or finite" if (other & ~known).any() else ""
-    )
+    text += f", at most by {apart:.3g} ({apart / scale if scale else 0:.3g} of the largest)"
+    return text + (f", {unknown} in being defined or finite" if unknown else "")
 
 
 def read(file: Path) -> dict[str, Part]:
-    """Read the parts of a file but for those that vary."""
-    return {name: part for name, part in READERS[file.suffix](file) if not varies(name)}
-
-
-def varies(name: str) -> bool:
-    """Whether the last part of a name, such as attribute.created, is one that varies."""
-    return name.rpartition(".")[2] in VARYING
-
-
-def exact(file: Path) -> Any:
-    """Return what has to be equal to the byte in a JSON or CSV file."""
-    if file.suffix == ".json":
-        return json.dumps(_without_varying(json.loads(file.read_text())))
-    if file.suffix == ".csv":
-        columns = zip(*csv.reader(io.StringIO(file.read_text())), strict=True)
-        return [column for column in columns if not varies(column[0])]
-    return None
-
-
-def _without_varying(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_varying(entry) for entry in value]
-    if isinstance(value, dict):
-        return {name: _without_varying(entry) for name, entry in value.items() if not varies(name)}
-    return value
+    """Read the parts of a file but for those whose last name is of one that varies, such as attribute.created."""
+    return {name: part for name, part in READERS[file.suffix](file) if name.rpartition(".")[2] not in VARYING}
 
 
 def read_netcdf(file: Path) -> Iterator[tuple[str, Part]]:
@@ -130,9 +100,11 @@ def read_netcdf(file: Path) -> Iterator[tuple[str, Part]]:
 
 
 def read_csv(file: Path) -> Iterator[tuple[str, Part]]:
-    header, *rows = csv.reader(io.StringIO(file.read_text()))
+    with file.open(newline="") as opened:
+        header, *rows = csv.reader(opened)
+    yield "columns", _texts(header)
     for i, name in enumerate(header):
-        yield f"column.{name or i}", Part(_numbers_or_texts([row[i] or "nan" for row in rows]))
+        yield f"column.{name}", _texts([row[i] or "nan" for row in rows])
 
 
 def read_json(file: Path) -> Iterator[tuple[str, Part]]:
@@ -140,46 +112,37 @@ def read_json(file: Path) -> Iterator[tuple[str, Part]]:
 
 
 def read_text(file: Path) -> Iterator[tuple[str, Part]]:
-    yield "lines", Part(np.array(file.read_text().splitlines(), object))
+    yield "lines", _texts(file.read_text().splitlines())
 
 
 READERS = {".nc": read_netcdf, ".csv": read_csv, ".json": read_json, ".txt": read_text}
 
 
+def _texts(values: list) -> Part:
+    return Part(np.array(["nan" if value is None else str(value) for value in values], object))
+
+
 def _entries(name: str, value: Any) -> Iterator[tuple[str, Part]]:
     """Yield the entries of a JSON value: lists of numbers or texts as one, and the page's arrays as numbers."""
     if isinstance(value, dict) and {"codes", "bits"} <= value.keys():
+        yield f"{name}.steps", _texts(value["steps"])
         yield name, _unpacked(**value)
     elif isinstance(value, dict):
         for key, entry in value.items():
             yield from _entries(f"{name}.{key}", entry)
-    elif isinstance(value, list) and _holds_dicts(value):
+    elif isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value):
         for i, entry in enumerate(value):
             yield from _entries(f"{name}[{i}]", entry)
-    elif isinstance(value, list):
-        yield name, Part(_numbers_or_texts(value))
     else:
-        yield name, Part(_numbers_or_texts([value]))
-
-
-def _holds_dicts(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_dicts, value)))
-
-
-def _numbers_or_texts(values: list) -> np.ndarray:
-    """Return numbers, None as NaN, or else each entry as text."""
-    try:
-        return np.array(values, float)
-    except (TypeError, ValueError):
-        return np.array([str(entry) for entry in values], object)
+        yield name, _texts(value if isinstance(value, list) else [value])
 
 
 def _unpacked(codes: str, bits: int, shape: list[int], low: str = "", span: str = "", **_: Any) -> Part:
-    """Return the values of a packed array of the page."""
+    """Return the values of an array that the page holds as float32, or as integers over the range of each part."""
     data = base64.b64decode(codes)
     if bits == 32:
-        return Part(np.frombuffer(data, "<f4").reshape(shape))
+        return Part(np.frombuffer(data, "<f4").reshape(shape), "32 bits")
     lows, spans = (np.frombuffer(base64.b64decode(text), "<f4").astype(float)[:, None] for text in (low, span))
     whole = np.frombuffer(data, f"<u{bits // 8}").reshape(len(lows), -1)
     values = np.where(whole == 2**bits - 1, np.nan, lows + whole * spans / (2**bits - 2))
-    return Part(values.reshape(shape), resolution=float(spans.max(initial=0)) / (2**bits - 2))
+    return Part(values.reshape(shape), f"{bits} bits", float(spans.max(initial=0)) / (2**bits - 2))
