@@ -16,6 +16,7 @@ from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.files import hash_file
+from tracker.common.steps import describe_repeat, find_repeats
 
 
 @reports_errors()
@@ -96,9 +97,9 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
         total = len(listing.weights) if listing else "?"
         rows.append((checkpoint.name, f"{len(cached)} of {total}", verdict or _passed(cached)))
     _print_table(rows)
-    for step, earlier in integrity.find_repeats(digests).items():
+    for step, earlier in find_repeats(digests).items():
         failed |= (earlier, step) != (0, 1)
-        print(f"note: {integrity.describe_repeat(step, earlier)}")
+        print(f"note: {describe_repeat(step, earlier)}")
     return FAILED if failed else OK
 
 

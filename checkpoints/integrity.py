@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
-ZERO_RATE = (
-    "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
-)
 COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
@@ -152,23 +149,6 @@ def _without_owner(steps: Sequence[int], last: int) -> set[int]:
     if {0, 1} <= set(steps):
         return set(steps) - {0, 1}
     return set(steps) if len(steps) > 1 else set()
-
-
-def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
-    """Map each step whose weights repeat an earlier step's to the first step with these weights."""
-    first: dict[str, int] = {}
-    found = {}
-    for step, fingerprint in sorted(fingerprints.items()):
-        if fingerprint and first.setdefault(fingerprint, step) != step:
-            found[step] = first[fingerprint]
-    return found
-
-
-def describe_repeat(step: int, earlier: int) -> str:
-    """Describe in a sentence that two steps have the same weights."""
-    if (earlier, step) == (0, 1):
-        return ZERO_RATE
-    return f"steps {earlier} and {step} hold the same weights in every tensor: at least one of them is mislabelled"
 
 
 def files_digest(directory: Path, listing: Listing | None = None) -> str:

@@ -26,7 +26,6 @@ PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spel
 }
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
-UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
 UNKNOWN = 1  # the step assigned to a checkpoint of unknown step: after step 0, the untrained model
 PAPER_STEPS = (128, 256, 512, *(1000 * 2**i for i in range(8)), 143_000)  # Fig 1b
 

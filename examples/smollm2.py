@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tracker
 from checkpoints.load import init_untrained
-from checkpoints.suites import UNTRAINED
 from tracker.analysis.regression import mean_interval
+from tracker.common.steps import UNTRAINED
 from tracker.report import write_report
 
 

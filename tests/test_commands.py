@@ -1,6 +1,9 @@
 """`block-coupling COMMAND`: every subcommand is a module with a `main`, and wrong names list them."""
 
 import importlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +41,43 @@ def test_the_extras_of_missing_packages_exist():
         if extra != "all":
             named = {"sklearn": "scikit-learn"}.get(package, package).replace("_", "-")
             assert any(line.replace("_", "-").startswith(named) for line in extras[extra]), package
+
+
+# A user's own checkpoints.py or vit.py, beside the script that is run.
+SCRIPT = """
+import torch, timm, tracker
+from tracker import CouplingCallback, TransformersCallback, Watch, open_results, prompts, summary
+model = timm.create_model("deit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=2)
+print(*tracker.measure(model, torch.zeros(1, 3, 224, 224), k=2).sizes)
+"""
+
+
+@pytest.fixture
+def hidden(tmp_path):
+    for name in ("checkpoints.py", "vit.py"):
+        (tmp_path / name).write_text("")
+    return tmp_path
+
+
+def python(directory, *arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": f"{directory}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_measurements_and_callbacks_do_not_need_the_packages_that_a_users_files_hide(hidden):
+    ran = python(hidden, "-c", SCRIPT)
+    assert "\nprompt token k layer" in f"\n{ran.stdout}", ran.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("tracker.commands", "walk"), ("tracker.commands", "vit-grid"), ("tracker.pythia",)]
+)
+def test_a_command_names_the_users_file_that_hides_its_package(hidden, arguments):
+    ran = python(hidden, "-m", *arguments, "--help")
+    package = "vit" if "vit-grid" in arguments else "checkpoints"
+    assert ran.returncode and f"Python finds {hidden / package}.py: rename that" in ran.stderr

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from tracker.common.command_line import OK, USAGE, reports_errors
+from tracker.common.extras import require_own
 
 # Subcommand -> the module that `python -m` runs, and what it does.
 COMMANDS = {
@@ -26,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     name, rest = (given[0], given[1:]) if given else ("--help", [])
     if name in COMMANDS:
-        return importlib.import_module(COMMANDS[name][0]).main(rest)
+        module = COMMANDS[name][0]
+        require_own(module.partition(".")[0])
+        return importlib.import_module(module).main(rest)
     usage = "\n".join(f"  {name:13} {what}" for name, (_, what) in COMMANDS.items())
     if name in ("--help", "-h"):
         print(f"usage: block-coupling COMMAND [options]\n\n{usage}\n\nblock-coupling COMMAND --help lists the options")

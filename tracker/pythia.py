@@ -15,10 +15,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from checkpoints import nano
-from checkpoints.suites import UNTRAINED, Checkpoint
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from tracker.common.errors import UsageError
+from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line, join_names
 from tracker.walk.command import Walk, parse
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
@@ -28,6 +27,7 @@ from tracker.walk.progress import Progress, headline, print_other_tokens, print_
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
+    from checkpoints.suites import Checkpoint
     from tracker.loggers.protocol import LoggedRun, Opener, Row
     from tracker.walk.units import Units
 
@@ -91,6 +91,7 @@ def _stored(plan: Plan, with_rows: bool) -> "Units":
 
 
 def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
+    from checkpoints import nano
     from tracker.loggers import opened
 
     interrupts = _remember_interrupts()
@@ -173,7 +174,7 @@ def _check_selection(plan: Plan, units: "Units") -> None:
 
 def _measure_missing(
     plan: Plan,
-    missing: Sequence[Checkpoint],
+    missing: "Sequence[Checkpoint]",
     units: "Units",
     failures: Failures,
     shown: Progress,

@@ -1,19 +1,17 @@
-"""Clusters of results that are not independent. A fit over models is repeated with one point per cluster, its mean.
-
-Variants of one model form a cluster: same class, depth, width, parameter count, and name up to `-deduped`, `-seedN`,
-`-data-seedN` or `-weight-seedN` (Pythia 70m and 70m-deduped; one model measured twice). Models of one suite also share data and
-recipe, which their names do not show: the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
-
-Comparison of several results: one point per result, after its last step, and fits of one property on another.
+"""Comparison of several results: one point per result, after its last step, and fits of one property on another.
 
     coupling = null level - mis-coupling; the score is the mean over the benchmarks that all results share
 
 Null levels differ between models (except for offdiag_normalized, where they depend on K alone), so couplings of several models
 are distances from them.
 
+Results may depend on each other: a fit over models is repeated with one point per cluster, its mean. Variants of one model form
+a cluster: same class, depth, width, parameter count, and name up to `-deduped`, `-seedN`, `-data-seedN` or `-weight-seedN`
+(Pythia 70m and 70m-deduped; one model measured twice). Models of one suite also share data and recipe, which their names do not
+show: the attribute `cluster` of a result, or `--clusters`, assigns other clusters.
+
 `tracker.figures.model_comparisons` draws these numbers for print; the page draws those of `compare_models`. Fits are those of
-`regression`; each is repeated with one point per cluster where results are not independent (`clusters`). Intervals of a
-coupling are over its prompts.
+`regression`; intervals of a coupling are over its prompts.
 """
 
 import re

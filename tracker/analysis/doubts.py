@@ -1,9 +1,7 @@
-"""Conventions of a measurement, which must be equal in all results that are compared or drawn together.
+"""What a reader should know before trusting or comparing results, in sentences.
 
-With the final norm in the last block, measures of one model differ from those without it; so do those of another dtype, of
-other tokens and of other inputs.
-
-What a reader should know before trusting results, in sentences.
+Conventions of a measurement must be equal in all results that are compared or drawn together: with the final norm in the last
+block, measures of one model differ from those without it; so do those of another dtype, of other tokens and of other inputs.
 """
 
 import json
@@ -13,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import xarray as xr
 
-from checkpoints.integrity import describe_repeat
-from checkpoints.suites import UNTRAINED
 from tracker.analysis.statistics import suspect
 from tracker.common.errors import UsageError
+from tracker.common.steps import UNTRAINED, describe_repeat
 from tracker.measures.registry import UNDEFINED
 from tracker.store.alike import attribute_values
 

@@ -3,10 +3,7 @@
 A unit of a large model has coupling matrices of every prompt; reduced it has a hundredth of the size, so that the units of a
 whole walk fit in memory. A Dataset with a `step` dimension gives the same values.
 
-Read the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
-
-`tracker.open_results` reads and labels every variable of a unit; here each file is opened as HDF5, and only what is averaged
-is read.
+`read_miscouplings` reads the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
 """
 
 from collections.abc import Sequence

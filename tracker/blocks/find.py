@@ -3,14 +3,13 @@
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
 the list that a Hugging Face model's config declares (`huggingface`); the only run of modules of one class that each contain
 an attention module (`towers`). It does not guess between several towers or stages. If no attention is recognised by name, the
-only list of modules of one class (`candidates`), which a forward pass has to confirm (`tracker.capture.confirm`). Blocks that
+only list of modules of one class (`candidate_runs`), which a forward pass has to confirm (`tracker.capture.confirm`). Blocks that
 are no modules are named by their boundaries (`boundaries`).
 
-List the modules that may be blocks of a model in which no attention module is recognised by its name.
-
-A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
-layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
-Stacks of MLPs are candidates too: `tracker.capture.confirm` tells blocks from them in a forward pass.
+Where no attention module is recognised by its name, a candidate is a run of consecutive modules of one class, each with at
+least two matrices outside convolutions and recurrent layers: the entries of a ModuleList, Sequential or ModuleDict, or the
+numbered attributes of a module (block0, block1, ...). Stacks of MLPs are candidates too: `tracker.capture.confirm` tells blocks
+from them in a forward pass.
 """
 
 import re

@@ -1,13 +1,12 @@
-"""Lines that a message proposes for `blocks=`, when the blocks are not found or several lists of them fit.
-
-A line from the module tree is a guess: only a forward pass shows whether the blocks form a chain. Where inputs are known
-(`tracker.measure`), each line is tried, and those that fail are listed with the reason instead.
-
-Find the runs of blocks in a model's module tree, and the tower that each belongs to, without a forward pass.
+"""Find the runs of blocks in a model's module tree, and the tower that each belongs to, without a forward pass.
 
 A *run* is a sequence of consecutive modules in a ModuleList or Sequential that each contain an attention module. If the
 modules of a run contain runs themselves, they are stages, and the inner runs replace the outer one. A *tower* is the largest
 module that contains one run and no other: the vision tower of a vision-language model, an encoder, a stage.
+
+If several fit, a message proposes a line for `blocks=` for each (`Proposal`). A line from the module tree is a guess: only a
+forward pass shows whether the blocks form a chain. Where inputs are known (`tracker.measure`), each line is tried, and those
+that fail are listed with the reason instead.
 """
 
 import re

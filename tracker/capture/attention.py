@@ -5,8 +5,8 @@ o = softmax(scale q K^T + mask) V, alone. Hooks intercept it:
 
 - `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch);
 - `AttentionInterface.get_interface` of transformers, which looks up attention functions, `eager` included;
-- the `_attn` method of older transformers families (GPT-J, GPT-Neo), on the replica's own modules;
-  `tracker.capture.attention` does the same for TransformerLens.
+- the `_attn` method of older transformers families (GPT-J, GPT-Neo), and the methods of TransformerLens's
+  HookedTransformer, on the replica's own modules.
 
 Inside `intercept_attention(handler)`, every attention of this thread calls
 
@@ -17,12 +17,10 @@ causal by position when it has no mask. `attention(query, key, value, mask, caus
 scale, soft cap, sinks, window and so on; `attention.formula` is its formula, if the hook knows it. The model uses what the
 handler returns.
 
-Intercept the attention of TransformerLens's HookedTransformer, which computes it by methods of its own.
-
-`Attention.forward` calls `apply_rotary(q)`, `apply_rotary(k)`, `calculate_attention_scores(q, k)`, adds biases and a mask, calls
-the module `hook_attn_scores` and the softmax, and then `calculate_z_scores(v, pattern)`; states are (B, n, H, e). On a
-replica's own module these are replaced: the last hands queries, keys and values to the handler of `tracker.capture.attention`
-with the mask that the scores show, and rotary positions are those of the rows that run.
+`Attention.forward` of HookedTransformer calls `apply_rotary(q)`, `apply_rotary(k)`, `calculate_attention_scores(q, k)`, adds
+biases and a mask, calls the module `hook_attn_scores` and the softmax, and then `calculate_z_scores(v, pattern)`; states are
+(B, n, H, e). On a replica's own module these are replaced: the last hands queries, keys and values to the handler with the mask
+that the scores show, and rotary positions are those of the rows that run.
 """
 
 import functools

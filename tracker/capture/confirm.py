@@ -1,6 +1,6 @@
-"""Find blocks by what modules do: one forward pass tells which list of modules of one class is the chain of blocks.
+"""Confirm by forward passes what was assumed of a model: its blocks, that they reach its output, and its class token.
 
-A list is a chain of blocks if each of its modules
+Blocks are found by what modules do, where no attention is recognised by name. A list is a chain of blocks if each of its modules
 
 - takes and returns a tensor of one shape, (batch, tokens, width);
 - takes the output of the module before it, unchanged;
@@ -11,18 +11,14 @@ parameters that are all zero get other values, because a projection that starts 
 Cost: one forward pass in which each module of a list is called three to six times. Memory: the model's weights in the
 measuring dtype, and two hidden states for each list.
 
-Check by forward passes what `find_blocks` assumed: that the blocks, and the class token, reach the model's output.
-
-Two passes that differ in the last block's output alone, with noise added at the class token's position or at all positions,
-must give different model outputs. Two passes that differ in the class token's parameter alone must differ in the first
-block's input at the class token's position and nowhere else. Cost: two or three forward passes of one sample once per
-measurement, and two up to the first block; none if nothing was assumed (`Blocks.assumed`).
-
-Special tokens of text encoders: the class token at the beginning of a text, and the tokens that end it ([SEP] of BERT).
-
-The rule: in a model whose tokens attend to later ones, the last token of a sample is the last one that is not a separator,
-class or end token. These stand for no word, but in such a model they are what a tokenizer puts last. Causal models predict
-from their last token, whatever it is, and keep it.
+That blocks and the class token reach the output is seen by comparison. Two passes that differ in the last block's output alone,
+with noise added at the class token's position or at all positions, must give different model outputs. Two passes that differ in
+the class token's parameter alone must differ in the first block's input at the class token's position and nowhere else. Cost:
+two or three forward passes of one sample once per measurement, and two up to the first block; none if nothing was assumed
+(`Blocks.assumed`).  Text encoders have a class token at the beginning of a text and tokens that end it ([SEP] of BERT). In a
+model whose tokens attend to later ones, the last token of a sample is the last one that is not a separator, class or end token.
+These stand for no word, but in such a model they are what a tokenizer puts last. Causal models predict from their last token,
+whatever it is, and keep it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

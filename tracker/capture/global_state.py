@@ -1,10 +1,9 @@
-"""Run functions wrapped in `torch.utils.checkpoint` without recomputation.
+"""Process-wide PyTorch state during a measurement: set what replays need, and restore everything afterwards.
 
-A checkpointed function drops its graph and runs again in the backward pass. The reentrant implementation refuses
-`torch.autograd.grad`; the other one runs the function again when its attention is no longer intercepted. Without
-checkpointing the result is the same. Both are intercepted below `checkpoint` itself, which modules often import by name.
-
-Process-wide PyTorch state during a measurement: set what replays need, and restore everything afterwards.
+Functions wrapped in `torch.utils.checkpoint` run without recomputation. A checkpointed function drops its graph and runs again
+in the backward pass. The reentrant implementation refuses `torch.autograd.grad`; the other one runs the function again when its
+attention is no longer intercepted. Without checkpointing the result is the same. Both are intercepted below `checkpoint`
+itself, which modules often import by name.
 """
 
 import functools

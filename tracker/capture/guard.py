@@ -1,10 +1,8 @@
-"""Copy nested containers and plain data objects; a caller's function handles every other value.
+"""Keep what a forward pass writes from the caller: copies of containers, and copy-on-write of tensors that share memory.
 
 A forward pass may append to a list, fill a dictionary or write into a cache object that it was given or that a module
 holds. A replica gets copies of these, so that its writes do not reach the caller and no replay sees what a later call
-wrote.
-
-Copy-on-write for tensors that share the caller's memory.
+wrote. A caller's function handles every value that is no container or plain data object.
 
 A replica shares the memory of the caller's weights (`replica`). Some forward passes write to their weights: RWKV rescales
 them in place, normalisations update statistics. While `WriteGuard` is active, every ATen operation that would write to

@@ -1,6 +1,4 @@
-"""Norms, recognised by what they compute: they return the same for an input at every scale.
-
-What a model does with the last block's output: the norm that takes it, and the logits that follow.
+"""What a model does with the last block's output: the norm that takes it, and the logits that follow.
 
 A norm is known by its class name next to the blocks (`Blocks.final_norms`) or, in models that are not Hugging Face's, by what
 it does: a module without matrices that takes the last block's output itself, returns another tensor of its shape, and the same

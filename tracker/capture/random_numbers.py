@@ -4,7 +4,7 @@ A model may draw random numbers in eval mode too: the masks of a masked autoenco
 model. Before every pass all generators that it may draw from are seeded from a digest of its inputs: those of the process and
 those that the model's modules hold. So the numbers depend neither on what was drawn before nor on the process that measures.
 
-Noise for checks by forward passes: added to a value, it changes whatever depends on that value.
+`noise_like` is noise for checks by forward passes: added to a value, it changes whatever depends on that value.
 """
 
 import copy

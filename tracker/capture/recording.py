@@ -1,12 +1,11 @@
-"""Keep tensors in memory up to a budget, and beyond it in memory-mapped temporary files, or in the host's memory.
-
-A file is unlinked before it is used, so it disappears with its last tensor, also if the process is killed. The operating
-system writes its pages out and reads them back.
-
-The recorded forward pass: each block's call, with its arguments, states, keys and values, ready to be replayed.
+"""The recorded forward pass: each block's call, with its arguments, states, keys and values, ready to be replayed.
 
 For block l of L, `BlockCall.x` is X^{l-1} and `BlockCall.y` is X^l, both (B, n, d). Calling a `BlockCall` evaluates the block
 again on another hidden state. Memory: the L + 1 hidden states and every block's keys and values.
+
+Tensors are kept in memory up to a budget, and beyond it in memory-mapped temporary files, or in the host's memory (`Spill`). A
+file is unlinked before it is used, so it disappears with its last tensor, also if the process is killed. The operating system
+writes its pages out and reads them back.
 """
 
 import inspect

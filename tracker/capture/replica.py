@@ -1,29 +1,19 @@
-"""Give a replica configs of its own, changed where its forward passes need it.
-
-Save and restore the attributes of modules besides weights and buffers: counters, cached keys, tables of sines.
-
-A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
-attributes are saved before a call and restored before another.
-
-A replica's buffers are those of the caller's model at every use, so what a module writes to them is lost. So are, then, its
-attributes since: a rotary embedding whose tables are buffers keeps their length as an attribute.
-
-Copy a model's module tree.
-
-The copy has no hooks and no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold
-are copied (`copies`); tensors share the caller's memory until a forward pass writes to them (`guard`).
-
-What a library attaches to a model at its first use is copied as any other attribute, except hooks. The attribute by which
-transformers knows that it has attached them is dropped with them, so that it attaches them to the copy when it needs them.
-
-Give a copy of a model's module tree the model's weights, in the measuring dtype, only while they are needed.
+"""Copy a model for one measurement: its module tree, with the model's weights in the measuring dtype while they are needed.
 
 So bf16 and fp16 weights are measured in float32, hooks on the caller's modules never fire, and nothing has to be restored
-when measuring raises.
+when measuring raises. Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an
+accelerator, the next block's in the dtype they are stored in (`weights.Streaming`). Weights that have the measuring dtype and
+device already are shared, not copied.
 
-Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an accelerator, the next
-block's in the dtype they are stored in (`streaming`). Weights that have the measuring dtype and device already are shared, not
-copied.
+The copy has no hooks and no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold
+are copied, and configs that forward passes need otherwise; tensors share the caller's memory until a forward pass writes to them
+(`guard`). What a library attaches to a model at its first use is copied as any other attribute, except hooks. The attribute by
+which transformers knows that it has attached them is dropped with them, so that it attaches them to the copy when it needs them.
+
+A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
+attributes besides weights and buffers (counters, cached keys, tables of sines) are saved before a call and restored before
+another (`ModuleState`). A replica's buffers are those of the caller's model at every use, so what a module writes to them is
+lost. So are, then, its attributes since: a rotary embedding whose tables are buffers keeps their length as an attribute.
 """
 
 from collections import OrderedDict, deque

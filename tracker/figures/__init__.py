@@ -3,10 +3,10 @@
 In: stores of results or Datasets, each with a `step` dimension. Out: matplotlib figures with the numbers that they plot;
 PDF, PNG and CSV files from `python -m tracker.figures`.
 
-- `declaration`, `registry`: the declaration of each figure: number, title, function, needs, differences from the paper
+- `registry`: the declaration of each figure: number, title, function, needs, differences from the paper
 - `selection`: figures by name, and what results lack for them
 - `overview`, `coupling`, `states`, `jacobians`: figures of one result or of several
-- `model_comparisons`, `model_table`: figures with one point or row per result
+- `model_comparisons`: figures with one point or row per result
 - `drawing`: axes, panels, bands and fitted lines
 - `palette`: the colours of figures and pages
 - `write`: the command line

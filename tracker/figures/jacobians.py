@@ -1,10 +1,9 @@
-"""Figures of the blocks' Jacobians: grids of coupling matrices A (Figs 3, 4, 17 to 23) and singular values (Figs 33, 34).
+"""Figures of the blocks' Jacobians.
 
-A tile of a grid is the (K, K) matrix A of a pair of layers, or of a pair of tokens in two layers.
-
-Figures of the products of blocks: singular values by depth, and Lyapunov exponents.
-
-Residual alignment of attention and MLP (Li and Papyan, 2023): their Jacobians in the singular bases of the block.
+- grids of coupling matrices A (Figs 3, 4, 17 to 23): a tile is the (K, K) matrix A of a pair of layers, or of a pair of tokens in
+  two layers;
+- singular values (Figs 33, 34), singular values of the products of blocks by depth, and Lyapunov exponents;
+- residual alignment of attention and MLP (Li and Papyan, 2023): their Jacobians in the singular bases of the block.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,4 @@
-"""What is declared of a figure.
-
-The declarations of the figures of measures that are not the paper's: products of blocks, normality of Jacobians.
-
-The declarations of all figures.
-"""
+"""The declarations of all figures: number, title, function, what it needs, and how it differs from the paper's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

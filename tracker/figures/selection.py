@@ -1,6 +1,5 @@
-"""What to do where results do not suffice for a figure, in the terms of Python or of the command line.
-
-Figures by name: which of them results can make, and drawing one.
+"""Figures by name: which of them results can make, drawing one, and what to do where results do not suffice, in the terms of
+Python or of the command line.
 """
 
 import re

@@ -3,12 +3,11 @@
 Input: `BlockCall`s and token rows (sample, position). Output: J (R, d, d) of the residual function f = block - 1, dense or as
 products, checked against the full sequence.
 
-- `rows`: `Jacobians`, which chooses the fastest path that passes its checks.
+- `rows`: `Jacobians`, which chooses the fastest path that passes its checks, and keeps their results.
 - `restriction`: a block as a function of single rows, or of rows within full sequences.
 - `halves`: Jacobians of attention and MLP apart.
 - `slicing`: token rows, and the parts of a block's arguments that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
 - `checks`: errors of values, derivatives and adjoints, and their tolerances.
-- `check_cache`: results of checks, kept for each block and way of calling it.
 - `batch_mixing`: check that a block does not mix the samples of a batch.
 """

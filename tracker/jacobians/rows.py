@@ -1,6 +1,4 @@
-"""Cache the results of checks: a block is checked once for each way of calling it (`checks.check_key`).
-
-Jacobians of recorded blocks at token rows, by the fastest path that passes its checks.
+"""Jacobians of recorded blocks at token rows, by the fastest path that passes its checks.
 
     J_tt = d f(X)_t / d x_t,  f = block - 1        (R, d, d), row = output coordinate, column = input coordinate (eq. 8)
 
@@ -8,7 +6,8 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-The value is checked at every use, the derivative once per block and way of calling it (`checks`). `CheckResults` states the
+The value is checked at every use, the derivative once per block and way of calling it (`checks.check_key`).
+`CheckResults` states the
 path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the block's weights.
 """
 

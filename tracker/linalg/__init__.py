@@ -11,8 +11,7 @@ J V and J^T U, and their top K singular triplets, with residuals and a certifica
 - `cores`: one batch of matrices, spread over the cores.
 - `products`: singular values of products of many matrices.
 - `krylov`: block Golub-Kahan and block Lanczos iterations.
-- `linear`: products with frozen weights, on CPUs by the faster library.
-- `identity`: products with rows of an identity matrix, without arithmetic.
+- `linear`: products with frozen weights, on CPUs by the faster library; with rows of an identity, without arithmetic.
 - `precision`: switches of float32 products; detection of rounding inside a block.
 - `comparison`: relative error of a residual function, and tolerances; whether entries are finite.
 - `transfer`: copies between the host and a device, with few waits.

@@ -1,18 +1,17 @@
-"""Identity matrices whose rows are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic.
+"""Products with frozen weights: y = x W^T (rows x) forward, g W backward.
 
-The cotangents of a dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to
-both terms, so they reach a block's last linear layer unchanged, unless a norm or a scale follows that layer. Rows are
-recognised by their memory address, so a copy of them is not.
-
-Products with frozen weights: y = x W^T (rows x) forward, g W backward.
-
-Rows of an identity (`identity`) select rows of W. Float32 on a CPU goes to oneDNN, everything else to PyTorch, which on a CPU
+Float32 on a CPU goes to oneDNN, everything else to PyTorch, which on a CPU
 calls BLAS. Measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three times as long as oneDNN for 16 rows, and 1.4
 times as long for a thousand. Both multiply in float32.
 
 A product of few rows is bound by reading the weights, so it is computed as (W x^T)^T: for 16 rows that takes three quarters
 of the time of x W^T. Backward it needs the rows of W^T, which are not contiguous. A contiguous copy takes as long as six
 products, the first copy, into fresh memory, as long as thirty; it halves the time of the products that follow.
+
+Identity matrices are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic. The cotangents of a
+dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to both terms, so they
+reach a block's last linear layer unchanged, unless a norm or a scale follows that layer. Rows are recognised by their memory
+address, so a copy of them is not.
 """
 
 from collections.abc import Callable, Sequence

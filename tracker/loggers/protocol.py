@@ -1,8 +1,7 @@
 """The protocol of experiment loggers: one `Row` per step, reduced from a measured Dataset.
 
-The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step.
-
-A function of the caller as `protocol.Logger`.
+The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step. A function
+of the caller is a logger too (`FunctionLogger`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,10 @@
-"""A reader of stores for the page: it reads each unit once, unless its file is replaced, and keeps the units reduced.
+"""The values that the page draws, JSON-able, from summaries of results. Undefined values are null.
 
-Quantized arrays of the page: integers over each part's own range, in base64.
+`Reader` reads each unit once, unless its file is replaced, and keeps the units reduced.
 
-A part is what the leading axes index: one step's matrices, one matrix. Within it, value = low + code * span / (2^bits - 2), and
-the code 2^bits - 1 is an undefined value. 32 bits: float32 as they are.
-
-The values that the page draws, JSON-able, from summaries of results. Undefined values are null.
+Arrays are quantized: integers over each part's own range, in base64. A part is what the leading axes index: one step's
+matrices, one matrix. Within it, value = low + code * span / (2^bits - 2), and the code 2^bits - 1 is an undefined value. 32
+bits: float32 as they are.
 """
 
 import base64

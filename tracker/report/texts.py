@@ -1,13 +1,10 @@
-"""The texts, charts and colours of the page, from the registry of measures and the palette; JSON-able.
+"""The texts of the page; JSON-able.
 
-The picture at the top of the page: what coupling is, and how it looks in the charts.
-
-Two coupling matrices A = U'ᵀ J V', of a block in the basis of an unrelated block and of a coupled one, and a mis-coupling that
-falls below its null level. The numbers are made up.
-
-How the numbers of the page were measured, as a table, and what its stores lack.
-
-What the curves of one store say, in a sentence: when coupling begins, when it is strongest, and what is left at the end.
+- `texts`: what the page's scripts need of the registry of measures, and colours;
+- `picture`: the picture at the top: two coupling matrices A = U'ᵀ J V', of a block in the basis of an unrelated block and of a
+  coupled one, and a mis-coupling that falls below its null level. The numbers are made up;
+- `provenance`, `lacking`: how the numbers were measured, as a table, and what the stores lack;
+- `findings`: what the curves of one store say: when coupling begins, when it is strongest, and what is left at the end.
 """
 
 from collections.abc import Mapping

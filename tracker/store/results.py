@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from checkpoints.integrity import find_repeats
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
+from tracker.common.steps import find_repeats
 from tracker.measures.choices import explain_all
 from tracker.measures.labels import labelled, unlabelled
 from tracker.measures.names import require_version

@@ -1,12 +1,9 @@
-"""Batches of any type that a loader yields: their parts, copies of the same type, and what a checkpoint contains of them.
+"""The probe of a training run: one fixed batch that is measured at every chosen step.
 
-A batch is taken apart at tuples, lists, dictionaries and records. A record is a dataclass, a mapping, an object with `.to`, which
-Lightning moves to a device, or an object that holds tensors or nothing but plain data. Any other object is kept as it is.
-
-The probe of a training run: one fixed batch that is measured at every chosen step.
-
-The probe is a copy on the CPU of the type that the loader yields (`nested`). A checkpoint contains it as tensors, numbers and
-text, so that a resumed run measures the same inputs.
+The probe is a copy on the CPU of the type that the loader yields. It is taken apart at tuples, lists, dictionaries and records. A
+record is a dataclass, a mapping, an object with `.to`, which Lightning moves to a device, or an object that holds tensors or
+nothing but plain data. Any other object is kept as it is. A checkpoint contains the probe as tensors, numbers and text, so that a
+resumed run measures the same inputs.
 """
 
 import inspect

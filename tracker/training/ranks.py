@@ -9,7 +9,7 @@ maximum of one number:
 If it is not DONE, they exchange their reasons, and all raise: `Failure`, after which the training continues, or an error that
 ends it on every rank. Numbers and reasons are exchanged by the CPUs (gloo), as a rank whose device is lost can use no other way.
 
-Measure the probe on the ranks of a training run.
+`measure_probe` measures the probe on them.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,11 @@
-"""The scheduled steps of a training run that could not be measured or recorded, and why.
-
-Where a measured unit of a training run goes: loggers, the trainer's metrics, the store, the caller.
-
-The measurements of one training run, whatever program trains the model.
+"""The measurements of one training run, whatever program trains the model.
 
 `CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `Run`:
 
     find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
+
+`Publisher` passes each unit to loggers, the trainer's metrics, the store and the caller; `Skipped` keeps the scheduled steps that
+could not be measured or recorded, and why.
 """
 
 import math

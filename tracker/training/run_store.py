@@ -1,6 +1,6 @@
-"""One training at a time writes a store: the process of rank 0 holds a lock until the training has ended.
+"""The store of a training run: one run per directory, continued when the run is resumed.
 
-The store of a training run: one run per directory, continued when the run is resumed.
+One training at a time writes a store: the process of rank 0 holds a lock until the training has ended.
 """
 
 import os

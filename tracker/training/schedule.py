@@ -3,9 +3,8 @@
 Step s is the state after s optimizer steps, step 0 the state before training. It is `trainer.global_step` and the number
 in a checkpoint's file name. Lightning logs the loss of the batch that led to step s at s - 1.
 
-The share of a training run's time that measuring takes.
-
-The first measurement is left out of every share: it includes imports and what libraries do at their first call.
+`Overhead` keeps the share of a training run's time that measuring takes. The first measurement is left out of every share: it
+includes imports and what libraries do at their first call.
 """
 
 import math

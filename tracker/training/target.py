@@ -1,6 +1,5 @@
-"""The weights of a training run that are measured: those in training, or those of an averaging callback.
-
-The target of a callback: the part of a training module that runs on a batch by itself, and its blocks.
+"""The target of a callback: the part of a training module that runs on a batch by itself, its blocks, and the weights that are
+measured: those in training, or those of an averaging callback.
 """
 
 from collections.abc import Callable, Sequence

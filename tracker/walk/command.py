@@ -1,11 +1,17 @@
-"""The command line of a walk. Nothing heavy is imported here, so that `--help` is quick."""
+"""The command line of a walk. Nothing heavy is imported here, so that `--help` is quick.
+
+It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from tracker.common.extras import require_own
 from tracker.common.values import BYTE_SIZE
+
+require_own("checkpoints")
 
 # A walk measures language models unless told otherwise, and takes the memory budget from the machine.
 DEFAULTS = {"tokens": "last", "memory_budget": None, "measures": None}

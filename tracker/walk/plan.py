@@ -1,6 +1,6 @@
-"""Where a model's weights stay while it is measured, and the memory budget by default.
+"""Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched.
 
-Plan a walk: check its settings, and what the hub publishes of its revisions, before anything is fetched.
+`stays_on_device` and `default_budget` say where a model's weights stay while it is measured, and the memory budget by default.
 """
 
 import re
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import hub, integrity, scores
 from checkpoints.configuration import fetch_code
 from checkpoints.disk import DiskBudget
-from checkpoints.suites import UNTRAINED, Checkpoint, Suite, find_suite
+from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
+from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line
 from tracker.walk.command import Walk
 from tracker.walk.prompts import load_prompts, prompts_digest

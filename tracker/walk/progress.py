@@ -1,6 +1,5 @@
-"""Progress of a walk: bars with rate and ETA on a terminal, plain lines elsewhere.
-
-What a walk prints on standard output: its plan, each checkpoint's result, and repeated weights.
+"""What a walk shows: bars with rate and ETA on a terminal, plain lines elsewhere, its plan, each checkpoint's result, and
+repeated weights.
 """
 
 import threading
@@ -9,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from checkpoints.integrity import describe_repeat, find_repeats
+from tracker.common.steps import describe_repeat, find_repeats
 from tracker.common.text import counted
 from tracker.walk.plan import Plan
 

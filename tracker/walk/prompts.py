@@ -1,4 +1,5 @@
-"""Prompt sets from the hub: the six benchmarks of the Open LLM Leaderboard, two of their own, and WikiText-2.
+"""Prompt sets: the built-in one, a user's files, and those of the hub: the six benchmarks of the Open LLM Leaderboard, two of
+their own, and WikiText-2.
 
 The paper draws prompts from the test sets of ARC, GSM8K, HellaSwag, MMLU, TruthfulQA and Winogrande (section 4.2; 1,200 in
 Fig. 5), from GSM8K alone (Fig. 15), from Easy2Hard-Bench, whose questions are rated by difficulty (Fig. 9; of its six parts,
@@ -7,8 +8,6 @@ zero-shot forms of the leaderboard's own harness: what a model reads before it a
 give their validation split.
 
 A set is drawn once, by a fixed seed, and kept: later runs need no network, and measure the same prompts.
-
-Prompt sets: the built-in one, those of the hub, and a user's files.
 """
 
 import hashlib

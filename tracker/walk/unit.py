@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import integrity, scores
 from checkpoints.configuration import OWN_CODE, code_digest
 from checkpoints.identity import load_copy, unchanged
-from checkpoints.suites import UNTRAINED, Checkpoint
+from checkpoints.suites import Checkpoint
 from tracker.common.errors import UsageError, panics_as_errors
+from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line
 from tracker.measures.settings import Settings
 from tracker.walk.plan import Measurement, Plan, Selection, untrained

@@ -8,7 +8,7 @@ start is the whole state is checked (`checks`).
 Cost of a linearisation: one forward pass up to the end boundary; derivatives pass through the span alone. All weights of
 the model are loaded at once.
 
-Follow the values of a forward pass that depend on its inputs, up to a boundary.
+`InputDependents` follows the values of a forward pass that depend on its inputs, up to a boundary.
 """
 
 from collections import OrderedDict
