@@ -102,7 +102,7 @@ def read_netcdf(file: Path) -> Iterator[tuple[str, Part]]:
 def read_csv(file: Path) -> Iterator[tuple[str, Part]]:
     with file.open(newline="") as opened:
         header, *rows = csv.reader(opened)
-    yield "columns", _texts(header)
+    yield "columns", _texts([name for name in header if name not in VARYING])
     for i, name in enumerate(header):
         yield f"column.{name}", _texts([row[i] or "nan" for row in rows])
 
