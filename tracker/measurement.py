@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from typing import Any, Literal, Unpack, overload
 
@@ -18,20 +17,18 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, Named, check_model, find_blocks, recognises_blocks
+from tracker.blocks.find import Blocks, Named, check_model
 from tracker.blocks.towers import BlocksNotFound
-from tracker.capture.confirm import LAST_WORD, check_reachability, choose_blocks, confirm_blocks, with_class_token
-from tracker.capture.global_state import preserve_global_state
+from tracker.capture.confirm import LAST_WORD
 from tracker.capture.inputs import Batch, batches
-from tracker.capture.replica import Replica
-from tracker.capture.weights import Gather, copies_finished, gathering_together
+from tracker.capture.prepare import Prepared, prepare
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import raise_device_errors
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
-from tracker.jacobians.rows import CheckCache, Jacobians
+from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
-from tracker.measures.batches import measure_batches
+from tracker.measures.batches import measure_calls
 from tracker.measures.calls import record_call
 from tracker.measures.cost import Cost
 from tracker.measures.dataset import Sample, assemble
@@ -125,23 +122,19 @@ def measure(
     check_model(model)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
-    with _trying_proposals(model, calls[0], settings, device):
-        if blocks is None and not recognises_blocks(model):
-            found = _blocks_by_forward_pass(model, calls[0], settings.torch_dtype, device)
-        else:
-            found = find_blocks(model, blocks)
-    if dry_run:
-        return estimate_cost(model, found, calls, settings, device)
-    with progress_bar(progress) as shown:
-        samples = measure_samples(model, found, calls, settings, device, shown)
-    return to_dataset(samples, model, found, settings, device, inputs, started)
+    with _prepared(model, blocks, calls, settings, device) as prepared:
+        if dry_run:
+            return estimate(prepared, settings)
+        with progress_bar(progress) as shown:
+            samples = measure_calls(prepared, settings, shown)
+    return to_dataset(samples, model, prepared.blocks, settings, device, inputs, started)
 
 
 def measure_samples(
     model: nn.Module,
     blocks: Blocks,
     calls: Sequence[Batch],
-    settings: "Settings",
+    settings: Settings,
     device: torch.device,
     progress: Progress | None = None,
 ) -> list[Sample]:
@@ -149,43 +142,33 @@ def measure_samples(
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
-    with _trying_proposals(model, calls[0], settings, device), _measuring(model, device) as gather:
-        new_replica = _new_replica(model, blocks, calls, settings, device, gather)
-        replica = new_replica()
-        progress = progress or Progress()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
-        return measure_batches(jacobians, calls, settings, new_replica, progress)
+    with _prepared(model, blocks, calls, settings, device) as prepared:
+        return measure_calls(prepared, settings, progress or Progress())
 
 
 def estimate_cost(
     model: nn.Module,
     blocks: Blocks,
     calls: Sequence[Batch],
-    settings: "Settings",
+    settings: Settings,
     device: torch.device,
     depth: int | None = None,
 ) -> Cost:
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
-    with _trying_proposals(model, calls[0], settings, device), _measuring(model, device) as gather:
-        replica = _new_replica(model, blocks, calls, settings, device, gather)()
-        jacobians = Jacobians(replica, settings.precision, settings.memory(4), derivative=settings.derivative)
-        return estimate(jacobians, calls, settings, model, blocks, depth)
+    with _prepared(model, blocks, calls, settings, device) as prepared:
+        return estimate(prepared, settings, depth)
 
 
 @contextmanager
-def _measuring(model: nn.Module, device: torch.device) -> Iterator[Gather]:
-    """Return the context of all forward passes of a model's replicas, and what reads its sharded weights."""
-    with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
-        yield gather
-
-
-@contextmanager
-def _trying_proposals(model: nn.Module, batch: Batch, settings: Settings, device: torch.device) -> Iterator[None]:
-    """Try the blocks that a BlocksNotFound proposes, and raise what came of it instead."""
+def _prepared(
+    model: nn.Module, blocks: Named | Blocks | None, calls: Sequence[Batch], settings: Settings, device: torch.device
+) -> Iterator[Prepared]:
+    """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
     try:
-        yield
+        with prepare(model, blocks, calls, device, settings.torch_dtype, settings.tokens) as prepared:
+            yield prepared
     except BlocksNotFound as error:
-        raise error.tried(lambda blocks: _why_not_measurable(model, blocks, batch, settings, device)) from None
+        raise error.tried(lambda blocks: _why_not_measurable(model, blocks, calls[0], settings, device)) from None
 
 
 def _why_not_measurable(
@@ -194,12 +177,9 @@ def _why_not_measurable(
     """Return why these blocks can't be measured on a forward call, or None: record it, and linearize every block once."""
     settings = replace(settings, measures=("coupling",))
     try:
-        found = find_blocks(model, blocks)
-        with _measuring(model, device) as gather:
-            new_replica = _new_replica(model, found, [batch], settings, device, gather)
-            replica, cache = new_replica(), CheckCache(settings.torch_dtype)
+        with prepare(model, blocks, [batch], device, settings.torch_dtype, settings.tokens) as prepared:
+            replica, cache = prepared.replica, CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
-            check_reachability(found, new_replica, batch, settings.tokens is None)
             for call in recording.calls:
                 call = call.to(replica.dtype, replica.device)
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.
@@ -215,23 +195,11 @@ def _why_not_measurable(
     return None
 
 
-def _new_replica(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device, gather: Gather
-) -> Callable[[], Replica]:
-    """Return what makes replicas of the model, whose blocks are confirmed, and have a class token if it is to be measured."""
-    new_replica = partial(Replica, model, dtype=settings.torch_dtype, device=device, gather=gather)
-    if "attention" in blocks.assumed:
-        blocks = confirm_blocks(blocks, model, new_replica, calls[0])
-    if settings.tokens == "cls":
-        blocks = with_class_token(blocks, calls, partial(new_replica, blocks))
-    return partial(new_replica, blocks)
-
-
 def to_dataset(
     samples: Sequence[Sample],
     model: nn.Module,
     blocks: Blocks,
-    settings: "Settings",
+    settings: Settings,
     device: torch.device,
     inputs: Any,
     started: float,
@@ -258,11 +226,6 @@ def _of_ids(samples: Sequence[Sample]) -> dict[str, str]:
     """Return a hash of the token ids that the model received, if it received ids: of one prompt, tokenizers make others."""
     ids = [torch.from_numpy(sample.ids) for sample in samples if sample.ids is not None]
     return {"token_ids_sha256": digest(ids)} if ids else {}
-
-
-def _blocks_by_forward_pass(model: nn.Module, batch: Batch, dtype: torch.dtype, device: torch.device) -> Blocks:
-    with _measuring(model, device) as gather:
-        return choose_blocks(model, partial(Replica, model, dtype=dtype, device=device, gather=gather), batch)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -1,11 +1,9 @@
 """Measure the samples of several forward calls: recordings whose rows are measured together share a pass over the blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from tracker.capture.confirm import check_reachability
-from tracker.capture.inputs import Batch
+from tracker.capture.prepare import Prepared
 from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
 from tracker.common.progress import Progress
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.measures.calls import record_call
@@ -22,18 +20,15 @@ from tracker.measures.tokenwise import Selected, samples_at_once, tokenwise_coup
 Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 
 
-def measure_batches(
-    jacobians: Jacobians,
-    calls: Sequence[Batch],
-    settings: Settings,
-    new_replica: Callable[[], Replica],
-    progress: Progress,
-) -> list[Sample]:
-    """Measure the samples of the forward calls."""
+def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) -> list[Sample]:
+    """Measure the samples of the forward calls, inside the context of `prepare`."""
+    jacobians = Jacobians(
+        prepared.replica, settings.precision, settings.memory(4), progress.advance, settings.derivative
+    )
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     steps = 0  # of the progress, for the calls recorded so far
-    calls, i = list(calls), 0
+    calls, i = list(prepared.calls), 0
     while i < len(calls):
         batch = calls[i]
         available = settings.memory(4) - sum(recording.scalars() for recording, *_ in pending)
@@ -48,7 +43,6 @@ def measure_batches(
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
-            check_reachability(jacobians.replica.description, new_replica, batch, settings.tokens is None)
         samples += of_batch
         steps += _steps(recording, rows, of_batch, settings)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))

@@ -14,10 +14,10 @@ from math import ceil
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
+from tracker.capture.prepare import Prepared
 from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
@@ -78,19 +78,14 @@ class _Case:
         return not self.matrix_free and L * d**2 <= self.memory
 
 
-def estimate(
-    jacobians: Jacobians,
-    calls: Sequence[Batch],
-    settings: Settings,
-    model: nn.Module,
-    blocks: Blocks,
-    depth: int | None = None,
-) -> Cost:
-    """Estimate the cost of measuring some forward calls.
+def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -> Cost:
+    """Estimate the cost of measuring forward calls, inside the context of `prepare`.
 
     Args:
-        depth: the number of blocks of the measured model, if `model` has fewer, all alike.
+        depth: the number of blocks of the measured model, if the prepared one has fewer, all alike.
     """
+    model, blocks, calls = prepared.model, prepared.blocks, prepared.calls
+    jacobians = Jacobians(prepared.replica, settings.precision, settings.memory(4), derivative=settings.derivative)
     sizes = [_size(batch) for batch in calls]
     batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
     scale = sum(sizes) / _size(batch)

@@ -1,0 +1,83 @@
+"""Prepare a model for one measurement, before anything is recorded.
+
+    blocks: given, declared by the config, recognised by name and confirmed by a forward pass where that is a guess, or found by
+        a forward pass alone (`tracker.blocks`, `confirm`)
+    class token: where the model is measured at it
+    reachability: that blocks and class token reach the output, where either is an assumption
+    replica: the copy of the model that runs
+
+Everything else sees the result alone: the blocks as they are, the forward calls, and the replica.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from tracker.blocks.find import Blocks, Named, find_blocks, recognises_blocks
+from tracker.capture.confirm import check_reachability, choose_blocks, confirm_blocks, with_class_token
+from tracker.capture.global_state import preserve_global_state
+from tracker.capture.inputs import Batch
+from tracker.capture.replica import Replica
+from tracker.capture.weights import copies_finished, gathering_together
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model whose blocks are known, and what it is measured on.
+
+    Attributes:
+        model: the caller's model, which is only read.
+        blocks: its blocks, with a class token if that is measured.
+        calls: the forward calls.
+        replica: the copy that runs.
+    """
+
+    model: nn.Module
+    blocks: Blocks
+    calls: Sequence[Batch]
+    replica: Replica
+
+
+@contextmanager
+def prepare(
+    model: nn.Module,
+    blocks: Named | Blocks | None,
+    calls: Sequence[Batch],
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: str | tuple[int, ...] | None = None,
+) -> Iterator[Prepared]:
+    """Prepare a model; inside the context the process is in the state that measuring needs, and restored on exit.
+
+    Of a model whose weights are sharded over ranks, all ranks enter and leave together.
+
+    Args:
+        blocks: the blocks, an argument of `find_blocks`, or None to find them.
+        calls: the forward calls; blocks and reachability are confirmed on the first.
+        dtype: of the measurement.
+        tokens: the tokens that are measured; None: the class token of a model that classifies from it, else the last.
+
+    Raises:
+        BlocksNotFound: if no blocks, or several lists of them, are found, or they do not reach the output.
+        UsageError: if a class token is to be measured and there is none.
+    """
+    with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
+        new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
+        found = _find(model, blocks, new_replica, calls[0])
+        if tokens == "cls":
+            found = with_class_token(found, calls, partial(new_replica, found))
+        check_reachability(found, partial(new_replica, found), calls[0], class_token_by_default=tokens is None)
+        yield Prepared(model, found, calls, new_replica(found))
+
+
+def _find(
+    model: nn.Module, blocks: Named | Blocks | None, new_replica: Callable[[Blocks], Replica], batch: Batch
+) -> Blocks:
+    if blocks is None and not recognises_blocks(model):
+        return choose_blocks(model, new_replica, batch)
+    found = find_blocks(model, blocks)
+    return confirm_blocks(found, model, new_replica, batch) if "attention" in found.assumed else found
