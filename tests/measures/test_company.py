@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tracker
 from tests.models import Size, build
-from tracker.measures import choices, depthwise, layers
+from tracker.measures import choices, layers, plan
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
@@ -107,7 +107,7 @@ def test_padding_changes_no_draw():
 def test_the_method_does_not_depend_on_the_number_of_prompts(monkeypatch):
     """Forming Jacobians is expected to be faster for one row, products for many."""
     model, inputs_of = case("ids", 128)
-    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 64)
+    monkeypatch.setattr(plan, "matrix_free_columns", lambda *_: 64)
     formed = [tracker.measure(model, **inputs_of(range(B)), k=3).diagnostics_formed for B in (1, 5)]
     assert bool(formed[0].all()) and bool(formed[1].all())
 

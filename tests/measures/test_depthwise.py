@@ -10,7 +10,7 @@ import tracker
 from tests.models import Size, build, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.linalg import svd
-from tracker.measures import depthwise
+from tracker.measures import depthwise, plan
 from tracker.measures.registry import MISCOUPLINGS
 
 EXACT = (*MISCOUPLINGS, "singular_value", "lss")
@@ -139,11 +139,11 @@ def test_jacobians_that_do_not_fit_together_are_gone_through_twice(monkeypatch):
 
 @pytest.mark.slow
 def test_chosen_by_counted_columns(monkeypatch):
-    assert 0.2 < depthwise.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
-    assert depthwise.matrix_free_columns(1024, 24, 50, torch.float32) > 1024
+    assert 0.2 < plan.matrix_free_columns(4096, 32, 10, torch.float32) / 4096 < 0.4
+    assert plan.matrix_free_columns(1024, 24, 50, torch.float32) > 1024
     model, given = build("gpt_neox", Size(width=192))
     assert tracker.measure(model, given, k=3).attrs["completeness"] == "exact"
-    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
+    monkeypatch.setattr(plan, "matrix_free_columns", lambda *_: 1)
     assert tracker.measure(model, given, k=3).attrs["completeness"] == "probabilistic"
     assert tracker.measure(model, given, k=3, svd="krylov").attrs["completeness"] == "exact"
     assert tracker.measure(model, given, k=190, svd="matrix-free").attrs["completeness"] == "exact"  # k too large

@@ -9,7 +9,7 @@ import torch
 import tracker
 from tests.models import Size, build
 from tracker.linalg import svd
-from tracker.measures import depthwise
+from tracker.measures import depthwise, plan
 
 WIDTH, DEPTH = 192, 3
 
@@ -35,7 +35,7 @@ def together(monkeypatch) -> list[int]:
 @pytest.mark.slow
 def test_auto_forms_the_jacobians_on_an_accelerator_that_holds_them(pretend, monkeypatch):
     """By a CPU's costs the matrix-free method is chosen where its products have few columns."""
-    monkeypatch.setattr(depthwise, "matrix_free_columns", lambda *_: 1)
+    monkeypatch.setattr(plan, "matrix_free_columns", lambda *_: 1)
     assert measured("cpu").attrs["completeness"] == "probabilistic"
     assert measured(pretend.device).attrs["completeness"] == "exact"
     assert measured(pretend.device, svd="matrix-free").attrs["completeness"] == "probabilistic"

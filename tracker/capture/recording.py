@@ -194,10 +194,10 @@ class Recording:
         """The name of the module that maps a normed state to logits over the vocabulary; None if none is known."""
         return self.calls[0].replica.description.unembedding or self.unembedding
 
-    def scalars(self) -> int:
-        """Count the recorded scalars: hidden states, keys and values."""
+    def nbytes(self) -> int:
+        """Count the bytes of what is recorded: hidden states, keys and values."""
         calls = [*self.calls, *([self.normed_last] if self.normed_last else [])]
-        return sum({id(t): t.numel() for call in calls for t in call.recorded_tensors()}.values())
+        return sum({id(t): t.nbytes for call in calls for t in call.recorded_tensors()}.values())
 
     def without_last_block(self) -> "Recording":
         """Return the same pass up to the last block's input."""

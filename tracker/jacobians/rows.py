@@ -182,7 +182,7 @@ class Jacobians:
         replica: the replica that was recorded.
         precision: of the matrix products on single rows, if the dtype is float32: "float32", "tf32" (CUDA devices) or
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
-        memory: how many scalars the products that run at once may keep alive.
+        memory: how many bytes the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
         derivative: "autograd" leaves out the comparison with forward mode and differences (`independent`).
     """
@@ -191,7 +191,7 @@ class Jacobians:
         self,
         replica: Replica,
         precision: Precision = "float32",
-        memory: int = 1 << 28,
+        memory: int = 1 << 30,
         advance: Callable[[int], None] = lambda _: None,
         derivative: Derivative = "checked",
     ) -> None:
@@ -378,7 +378,7 @@ def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) ->
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
     """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
     d = x.shape[-1]
-    return cotangent_chunk(scalars, min(memory, 16 * d * _enough_rows(d, x.device.type)), d)
+    return cotangent_chunk(scalars, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)), d)
 
 
 def _enough_rows(d: int, device: str) -> int:
@@ -396,7 +396,7 @@ def _value_error(call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_
 
 
 def full_sequence_jacobian(
-    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 28
+    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 30
 ) -> tuple[Float[Tensor, "R d d"], float]:
     """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, and the value error.
 

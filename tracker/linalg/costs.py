@@ -16,7 +16,7 @@ import torch
 
 from tracker.linalg.krylov import basis_size, expected_columns
 
-MEMORY = 1 << 28  # default scalars for the arrays of an accelerator's batch: 1 GB in float32
+MEMORY = 1 << 30  # default bytes for the arrays of an accelerator's batch
 GROUP = 1 << 24  # scalars of the matrices that a CPU decomposes together: 64 MB in float32
 # Arrays alive while a matrix is decomposed on an accelerator, counted: of its own size (copies, J J^T, the certificate's), and
 # of its basis' size.
@@ -52,11 +52,11 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) 
     return columns + cost.square * d**3 < cost.full * d**3
 
 
-def matrices_at_once(d: int, K: int, device: torch.device, memory: int) -> int:
+def matrices_at_once(d: int, K: int, dtype: torch.dtype, device: torch.device, memory: int) -> int:
     """Return how many (d, d) matrices to decompose together.
 
     Args:
-        memory: scalars that an accelerator may take for them. A CPU gains nothing from larger groups than `GROUP`.
+        memory: bytes that an accelerator may take for them. A CPU gains nothing from larger groups than `GROUP`.
     """
     each = MATRICES * d**2 + BASES * d * max(0, basis_size(d, K))
-    return max(1, GROUP // d**2 if device.type == "cpu" else memory // each)
+    return max(1, GROUP // d**2 if device.type == "cpu" else memory // (each * dtype.itemsize))

@@ -84,7 +84,7 @@ def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "a
         K: number of triplets.
         method: "full" decomposition; "krylov", iteration, with full decomposition only of matrices without a certificate
             or too small for K triplets; "auto", the one that is expected to cost less.
-        memory: scalars that a batch and its temporary arrays may take on an accelerator.
+        memory: bytes that a batch and its temporary arrays may take on an accelerator.
 
     Raises:
         ValueError: if an entry of J is not finite (LAPACK would return wrong numbers without an error).
@@ -108,7 +108,7 @@ def triplets_of_each(
         advance: called with numbers of matrices as they are decomposed.
     """
     device = Js[0].device
-    at_once = matrices_at_once(Js[0].shape[-1], K, device, memory)
+    at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)
     if device.type == "cpu":
         return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J)))
     matrices = [matrix for J in Js for matrix in J]

@@ -35,13 +35,13 @@ def record_call(
     """Record one forward call; return its requested rows and its samples, measured but for their couplings.
 
     Args:
-        memory: number of scalars to keep in memory; the rest go to files.
+        memory: bytes to keep in memory; the rest go to files.
     """
     recording = (record_spans if replica.description.spans else record)(
         replica,
         batch.arguments,
         batch.keywords,
-        memory * settings.torch_dtype.itemsize,
+        memory,
     )
     convention, reason = resolve_final_norm(settings.final_norm, recording, replica.description)
     norm, final_norm = recording.final_norm or ("", None)

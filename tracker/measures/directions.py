@@ -77,7 +77,7 @@ def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) ->
     """Return the ids of words and the scores of the first directions of each block, over (row, layer, direction, ...).
 
     Args:
-        memory: scalars that logits may take.
+        memory: bytes that logits may take.
     """
     replica = head.replica
     unembedding = replica.module.get_submodule(head.unembedding)
@@ -116,7 +116,7 @@ def _scores(logits: Logits, directions: Float[Tensor, "R m d"], memory: int) -> 
         top = [torch.topk(sign * z, min(WORDS, z.shape[-1])) for sign in (1, -1)]
         parts.append((torch.stack([t.values[..., 0] for t in top], -1), torch.stack([t.indices for t in top], -2)))
         start += at_once
-        at_once = max(1, memory // (4 * len(z) * z.shape[-1]))
+        at_once = max(1, memory // (4 * len(z) * z.shape[-1] * z.itemsize))
     score, ids = (torch.cat(of_each, 1) for of_each in zip(*parts, strict=True))
     return {"score": score, "ids": ids}
 

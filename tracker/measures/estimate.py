@@ -24,16 +24,17 @@ from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
-from tracker.measures import depthwise
 from tracker.measures.calls import record_call
 from tracker.measures.choices import choices
 from tracker.measures.cost import Cost, size
 from tracker.measures.dataset import Sample
+from tracker.measures.depthwise import pairs
 from tracker.measures.kept import check_kept, kept_bytes
 from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.memory import bytes_of, converted_block
 from tracker.measures.null_levels import moments
 from tracker.measures.of_blocks_estimate import seconds_of_blocks
+from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
@@ -54,28 +55,14 @@ class _Case:
     rows: Rows
     sample: Sample
     settings: Settings
+    plan: Plan
     total_rows: int
     samples: int
 
     @property
-    def memory(self) -> int:
-        return self.settings.memory(2)
-
-    @property
     def together(self) -> int:
         """The number of rows that are measured together."""
-        at_once = depthwise.rows_at_once(self.recording, self.sample.ks, self.settings.svd, self.memory)
-        return max(1, min(at_once, self.total_rows))
-
-    @property
-    def matrix_free(self) -> bool:
-        return depthwise.is_matrix_free(self.recording, self.sample.ks, self.settings.svd, self.memory)
-
-    @property
-    def kept(self) -> bool:
-        """Whether the Jacobians of all blocks are kept together."""
-        L, d = len(depthwise.measured_calls(self.recording)), self.sample.attributes["width"]
-        return not self.matrix_free and L * d**2 <= self.memory
+        return min(self.plan.rows, max(1, self.total_rows))
 
 
 def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -> Cost:
@@ -101,7 +88,9 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
         count = sum(len(call.labels) for call in calls)
         total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
         check_kept(settings, recording, total_rows)
-        case = _Case(jacobians, recording, rows, samples[0], settings, total_rows, count)
+        case = _Case(
+            jacobians, recording, rows, samples[0], settings, make_plan(settings, recording), total_rows, count
+        )
         for measure in measures_of_states(recorded, settings):
             one = replace(states_alone, measures=(measure,))
             stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
@@ -117,11 +106,11 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
     if case is not None:
         lengths = [round(case.sample.length * length / _length(batch)) for length in lengths]
         norms = case.sample.attributes["final_norm"], case.sample.attributes["final_norm_module"]
-        chosen = {"final_norm": norms, "k": case.sample.ks, "width": case.sample.attributes["width"]}
+        chosen = {"final_norm": norms, "k": case.plan.ks, "width": case.plan.d}
         chosen["method"] = _method(case)
         peak = _peak(case, len(calls)) + converted_block(model, blocks, settings.torch_dtype)
         peak += kept_bytes(settings, case.recording, case.total_rows)
-        one = chosen["width"] ** 2 * settings.torch_dtype.itemsize
+        one = case.plan.bytes_of_jacobian
         if settings.forms_jacobians and one > settings.memory_budget // 2:
             warnings.append(
                 f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
@@ -156,17 +145,15 @@ def _states_seconds(replica: Replica, recording: Recording, sample: Sample, sett
 
 def _coupling(case: _Case) -> dict[str, float]:
     """Return the seconds of the Jacobians, their singular vectors and the pairs of all blocks."""
-    recording, settings = case.recording, case.settings
-    calls = depthwise.measured_calls(recording)
-    R, L, K = min(case.together, ROWS), len(calls), max(case.sample.ks)
+    recording, plan = case.recording, case.plan
+    calls = measured_calls(recording)
+    R, L = min(case.together, ROWS), plan.of_row
     row = case.rows.subset(slice(0, 1))
     middle, other = _middle(calls)
 
     def form(call: BlockCall) -> Any:
         selections = [(call, row)] * R
-        if case.matrix_free:
-            return matrix_free_layer(case.jacobians, selections, K, settings.svd, case.memory)
-        return case.jacobians(selections)
+        return case.jacobians(selections) if plan.forms else matrix_free_layer(case.jacobians, selections, plan)
 
     once, formed = _timed_after_warm_up(form, middle, other)
     every = once
@@ -174,29 +161,28 @@ def _coupling(case: _Case) -> dict[str, float]:
         every, formed = _timed(lambda: form(middle if once >= BRIEF else other))
     factor = case.total_rows / R
     seconds = L * (max(0.0, once - every) + factor * every)
-    if case.matrix_free:
+    if not plan.forms:
         layer, stages = formed, {"singular vectors": seconds}
     else:
         stages = {"Jacobians": seconds}
         J = torch.cat([J for J, _ in formed])
-        parallel = min(L, torch.get_num_threads()) if case.kept and J.device.type == "cpu" else 1
-        how = (K, settings.svd, case.memory, case.jacobians.advance)
-        seconds, (triplets, *_) = _timed_again(lambda: triplets_of_jacobians([J] * parallel, *how))
+        parallel = min(L, torch.get_num_threads()) if plan.kept == "device" and J.device.type == "cpu" else 1
+        seconds, (triplets, *_) = _timed_again(
+            lambda: triplets_of_jacobians([J] * parallel, plan, case.jacobians.advance)
+        )
         stages["singular vectors"] = L * factor * seconds / parallel
 
         def product(V: Tensor) -> Tensor:
-            if depthwise.fits(recording, case.memory):
+            if plan.passes == 1:
                 return J @ V
             return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
 
         layer = Layer(triplets, product, moments(J, triplets.S[:, 0]), [], [True] * len(J), lambda: J)
     bases = [layer.triplets] * L
-    seconds, _ = _timed_again(lambda: depthwise.pairs([layer], case.sample.ks, settings.extras(), bases))
+    seconds, _ = _timed_again(lambda: pairs([layer], plan.ks, plan.extras, bases))
     stages["pairs"] = L * factor * seconds
     selections = [(middle, row)] * R
-    timed = seconds_of_blocks(
-        case.jacobians, recording, selections, layer, min(case.sample.ks), settings.extras(), _timed_again
-    )
+    timed = seconds_of_blocks(case.jacobians, recording, selections, layer, min(plan.ks), plan.extras, _timed_again)
     return stages | {choice: factor * seconds for choice, seconds in timed.items()}
 
 
@@ -209,50 +195,51 @@ def _tokenwise(case: _Case) -> dict[str, float]:
         return {}
     few, middle = tokens[: max(2, min(3, len(tokens)))], L // 2 + 1
     selected = [Selected(recording, 0, few)]
-    how = (case.sample.ks, settings.svd, settings.includes("matrices"), case.memory)
-    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {middle: middle}, *how))
+    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {middle: middle}, case.plan))
     steps = tokenwise_steps(len(tokens), basis_layers) / tokenwise_steps(len(few), {middle: middle})
     return {"tokenwise": case.samples * steps * seconds}
 
 
 def _method(case: _Case) -> str:
-    svd, x, K = case.settings.svd, case.recording.calls[0].x, max(case.sample.ks)
-    if case.matrix_free:
+    plan, dtype, device = case.plan, case.recording.calls[0].x.dtype, case.jacobians.replica.device
+    if not plan.forms:
         chosen = "matrix-free: products with Jacobians that are not formed"
     else:
-        d = x.shape[-1]
-        iterates = basis_fits(d, K) and (
-            svd == "krylov" or (svd != "full" and krylov_is_cheaper(d, K, x.dtype, case.jacobians.replica.device))
+        iterates = basis_fits(plan.d, plan.K) and (
+            plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
         )
         chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
-        if not depthwise.fits(case.recording, case.memory):
+        if plan.passes == 2:
             chosen += ", in two passes over the blocks, as the Jacobians of one token do not fit the budget together"
-    return f"{chosen} (svd={svd!r})" if case.settings.forms_jacobians else "no Jacobians"
+    return f"{chosen} (svd={plan.svd!r})" if case.settings.forms_jacobians else "no Jacobians"
 
 
 def _peak(case: _Case, calls: int) -> int:
     """Return the bytes beside the weights: recordings, Jacobians or bases, and the larger of products and decompositions."""
-    d, K, L = case.sample.attributes["width"], max(case.sample.ks), len(depthwise.measured_calls(case.recording))
-    settings, itemsize = case.settings, case.settings.torch_dtype.itemsize
-    together = max(1, ceil(case.together / len(case.rows)))
-    recordings = min(settings.memory(4), case.recording.scalars() * min(together, calls))
+    settings, plan, rows = case.settings, case.plan, case.together
+    recordings = min(settings.memory(4), case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls))
     if not settings.forms_jacobians:
-        return recordings * itemsize
-    bases = 4 * case.together * L * d * K  # U and V of each block, and of all blocks together
-    pairs = case.together * depthwise.scalars_of_pairs(case.recording, K)
-    products = max(pairs, min(settings.memory(4), 16 * d * max(256, case.together)))
-    if case.matrix_free:
-        return (recordings + bases + case.together * 2 * d * basis_size(d, K) + products) * itemsize
-    parallel = min(L, torch.get_num_threads()) if case.kept else 1
-    kept = case.together * d**2 * (L if case.kept else 1)
-    return (recordings + bases + kept + max(products, parallel * SVD_COPIES * d**2)) * itemsize
+        return recordings
+    column = plan.d * plan.itemsize
+    bases = 4 * rows * plan.of_row * plan.K * column  # U and V of each block, and of all blocks together
+    products = max(rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column))
+    if not plan.forms:
+        return recordings + bases + rows * 2 * basis_size(plan.d, plan.K) * column + products
+    kept = plan.of_row if plan.kept == "device" else 1
+    parallel = min(kept, torch.get_num_threads())
+    return (
+        recordings
+        + bases
+        + rows * kept * plan.bytes_of_jacobian
+        + max(products, parallel * SVD_COPIES * plan.bytes_of_jacobian)
+    )
 
 
 def _timed_text(case: _Case | None, jacobians: Jacobians) -> str:
     device, dtype = jacobians.replica.device, str(jacobians.replica.dtype).removeprefix("torch.")
     if case is None or not case.settings.forms_jacobians:
         return f"one forward pass, on {device} in {dtype}"
-    name = _middle(depthwise.measured_calls(case.recording))[0].name
+    name = _middle(measured_calls(case.recording))[0].name
     rows = min(case.together, ROWS)
     return f"one forward pass, and {name} at {rows} token{'s' if rows > 1 else ''}, on {device} in {dtype}"
 

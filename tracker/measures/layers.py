@@ -13,13 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.capture.recording import to_host
-from tracker.common.values import Method
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures.null_levels import Moments, moments
-
-SQUARES = 16  # random products J z that estimate the trace of J^2
+from tracker.measures.plan import SQUARES, Plan
 
 
 @dataclass(frozen=True)
@@ -49,21 +47,20 @@ class Layer:
         return self.product(torch.eye(V.shape[-2], dtype=V.dtype, device=V.device).expand(len(V), -1, -1))
 
 
-def dense_layers(
-    jacobians: Jacobians,
-    blocks: Sequence[Sequence[Selection]],
-    K: int,
-    method: Method,
-    memory: int,
-    on_host: bool = False,
-) -> list[Layer]:
-    """Return layers that keep their Jacobians, on the device or in the host's memory.
+def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], plan: Plan) -> list[Layer]:
+    """Return the layers of some blocks, with their Jacobians kept where the plan says."""
+    if plan.kept == "device":
+        return _dense_layers(jacobians, blocks, plan)
+    layer_of = {"host": _layer_on_host, "nowhere": _recomputed_layer, "not formed": matrix_free_layer}[plan.kept]
+    return [layer_of(jacobians, selections, plan) for selections in blocks]
 
-    Args:
-        memory: the scalars that Jacobians kept on the device may take.
-    """
+
+def _dense_layers(
+    jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], plan: Plan, on_host: bool = False
+) -> list[Layer]:
+    """Return layers that keep their Jacobians, on the device or in the host's memory."""
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
-    triplets = triplets_of_jacobians(Js, K, method, memory, jacobians.advance)
+    triplets = triplets_of_jacobians(Js, plan, jacobians.advance)
     of_blocks = [moments(J, of_block.S[:, 0]) for J, of_block in zip(Js, triplets, strict=True)]
     device = Js[0].device
     kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
@@ -78,14 +75,15 @@ def _product(dense: Callable[[], Tensor], V: Tensor) -> Tensor:
 
 
 def triplets_of_jacobians(
-    Js: Sequence[Float[Tensor, "R d d"]], K: int, method: Method, memory: int, advance: Callable[[int], None]
+    Js: Sequence[Float[Tensor, "R d d"]], plan: Plan, advance: Callable[[int], None]
 ) -> list[Triplets]:
-    """Return the triplets of each block's Jacobians, which may take `memory` scalars, half of the memory budget.
+    """Return the triplets of each block's Jacobians.
 
-    What they leave of it, and the quarter of the budget that their cotangents have freed, is for the decomposition.
+    What they leave of the plan's memory, half of the budget, and the quarter of the budget that their cotangents have freed, is
+    for the decomposition.
     """
-    free = memory // 2 + max(0, memory - sum(J.numel() for J in Js))
-    return triplets_of_each(Js, K, "auto" if method == "matrix-free" else method, free, advance)
+    free = plan.memory // 2 + max(0, plan.memory - sum(J.nbytes for J in Js))
+    return triplets_of_each(Js, plan.K, "auto" if plan.svd == "matrix-free" else plan.svd, free, advance)
 
 
 def _form_jacobians(
@@ -96,16 +94,14 @@ def _form_jacobians(
     return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
 
 
-def layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int) -> Layer:
+def _layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
     """Return a layer that keeps its Jacobians in the host's memory."""
-    return dense_layers(jacobians, [selections], K, method, memory, on_host=True)[0]
+    return _dense_layers(jacobians, [selections], plan, on_host=True)[0]
 
 
-def recomputed_layer(
-    jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
-) -> Layer:
+def _recomputed_layer(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
     """Return a layer that drops its Jacobians and computes its products from the block again."""
-    (layer,) = dense_layers(jacobians, [selections], K, method, memory)
+    (layer,) = _dense_layers(jacobians, [selections], plan)
 
     def product(V: Tensor) -> Tensor:
         JV = jacobians.sketch(selections).operator.apply(V)
@@ -115,19 +111,17 @@ def recomputed_layer(
     return replace(layer, product=product, dense=lambda: _form_jacobians(jacobians, selections)[0])
 
 
-def matrix_free_layer(
-    jacobians: Jacobians, selections: Sequence[Selection], K: int, method: Method, memory: int
-) -> Layer:
+def matrix_free_layer(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
     """Return a layer whose triplets come from products or, at rows where the iteration fails, from the dense Jacobians."""
     sketch = jacobians.sketch(selections)
     operator, like = sketch.operator, sketch.signs[..., 0]
-    triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, K)
+    triplets = triplets_by_products(operator.apply, operator.apply_transpose, like, plan.K)
     failed = ~triplets.complete.cpu()
     if failed.all():
-        return recomputed_layer(jacobians, selections, K, "full", memory)
+        return _recomputed_layer(jacobians, selections, replace(plan, svd="full"))
     if failed.any():
-        formed = recomputed_layer(jacobians, _subset(selections, failed), K, "full", memory)
-        others = matrix_free_layer(jacobians, _subset(selections, ~failed), K, method, memory)
+        formed = _recomputed_layer(jacobians, _subset(selections, failed), replace(plan, svd="full"))
+        others = matrix_free_layer(jacobians, _subset(selections, ~failed), plan)
         return _merged(formed, others, failed)
     jacobians.advance(2 * len(like))  # as for a Jacobian that is formed and decomposed
 

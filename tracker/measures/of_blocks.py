@@ -20,12 +20,11 @@ from tracker.measures.choices import OPTIONS
 from tracker.measures.directions import Head, measure_directions
 from tracker.measures.halves import half_values
 from tracker.measures.layers import Layer
+from tracker.measures.plan import FORMING
 from tracker.measures.products import Products
 from tracker.measures.registry import OF_BLOCKS
 
 CHOICES = tuple(option.name for option in OPTIONS if option.of_jacobians)  # of `measures=` that are computed here
-FORMING = {option.name for option in OPTIONS if option.of_jacobians == "formed"}  # those that need the Jacobians
-ARRAYS = 5  # of the size of a Jacobian, that a row's measures take beside it
 
 
 @dataclass(frozen=True)
@@ -59,22 +58,12 @@ def measured(choices: Sequence[str]) -> tuple[str, ...]:
     return tuple(choice for choice in CHOICES if choice in choices)
 
 
-def scalars_of_row(choices: Sequence[str], d: int) -> int:
-    """Return the scalars that the measures of a row take beside the Jacobians that are kept."""
-    return ARRAYS * d**2 if FORMING & set(choices) else 0
-
-
-def steps(choices: Sequence[str], L: int) -> int:
-    """Return how often L blocks that do not keep their Jacobians count each row (`Jacobians.advance`)."""
-    return L * bool((FORMING | {"depth_use"}) & set(choices)) + (L - 1) * ("products" in choices)
-
-
 def measure_blocks(
     layers: Sequence[Layer],
     blocks: Sequence[Sequence[Selection]],
     choices: Sequence[str],
     head: Head | None = None,
-    memory: int = 1 << 28,
+    memory: int = 1 << 30,
     halves: HalfJacobians | None = None,
     K: int = 1,
 ) -> dict[str, Tensor]:
@@ -83,7 +72,7 @@ def measure_blocks(
     Args:
         blocks: the recorded calls of each block, with the rows of each.
         head: the model's head, for the words of directions.
-        memory: scalars that logits may take.
+        memory: bytes that logits may take.
         halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
     if not measured(choices):

@@ -220,8 +220,8 @@ class Settings:
         return chosen
 
     def memory(self, part: int) -> int:
-        """Return one `part`-th of the memory budget, in scalars."""
-        return self.memory_budget // self.torch_dtype.itemsize // part
+        """Return one `part`-th of the memory budget, in bytes."""
+        return self.memory_budget // part
 
     def chosen_tokens(self, blocks: "Blocks") -> str | tuple[int, ...]:
         """Return the tokens to measure; by default the class token of models that classify from it, else the last."""

@@ -93,7 +93,7 @@ def measure_states(
                 }
             )
         per_token = (len(recording.calls) + 1) * scalars
-        at_once = max(1, settings.memory(16) // per_token)  # tokens; 1/16: there are several copies
+        at_once = max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))
         together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
         parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
         samples: list[dict[str, np.ndarray]] = []

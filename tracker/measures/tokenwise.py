@@ -28,7 +28,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import Recording
-from tracker.common.values import Method
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -38,6 +37,7 @@ from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.depthwise import of_null_levels, pairs
 from tracker.measures.layers import Layer, triplets_of_jacobians
 from tracker.measures.null_levels import Moments, moments
+from tracker.measures.plan import Plan
 from tracker.measures.registry import DIMS, KINDS
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
@@ -62,10 +62,7 @@ def tokenwise_couplings(
     jacobians: Jacobians,
     selected: Sequence[Selected],
     basis_layers: Mapping[int, int],
-    ks: Sequence[int],
-    method: Method,
-    matrices: bool,
-    memory: int,
+    plan: Plan,
 ) -> list[dict[str, np.ndarray]]:
     """Return the measures of all kinds for each selected sample, with the dimensions of `registry.DIMS`.
 
@@ -73,40 +70,35 @@ def tokenwise_couplings(
 
     Args:
         basis_layers: block l -> basis block l', from 1.
-        memory: the scalars that Jacobians kept together may take.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     for T in {len(one.tokens) for one in selected}:
         alike = [i for i, one in enumerate(selected) if len(one.tokens) == T]
-        size = samples_at_once(selected[0].recording, T, memory)
+        size = plan.samples(links_of(T))
         for start in range(0, len(alike), size):
             group = alike[start : start + size]
             samples = [selected[i] for i in group]
-            values = _couplings(jacobians, samples, basis_layers, ks, method, matrices, memory)
+            values = _couplings(jacobians, samples, basis_layers, plan)
             found |= dict(zip(group, values, strict=True))
     return [found[i] for i in range(len(selected))]
 
 
-def samples_at_once(recording: Recording, T: int, memory: int) -> int:
-    """Return how many samples of T tokens to measure together so that a block's Jacobians fit into `memory` scalars."""
-    return max(1, memory // recording.calls[0].x.shape[-1] ** 2 // len(_all_links(_links_by_kind(T))))
+def links_of(T: int) -> int:
+    """Return how many Jacobians a block has for a sample of T tokens."""
+    return len(_all_links(_links_by_kind(T)))
 
 
 def _couplings(
     jacobians: Jacobians,
     samples: Sequence[Selected],
     basis_layers: Mapping[int, int],
-    ks: Sequence[int],
-    method: Method,
-    matrices: bool,
-    memory: int,
+    plan: Plan,
 ) -> list[dict[str, np.ndarray]]:
     """Return the measures of samples with equally many tokens, which pass through each block together."""
     kinds = _links_by_kind(len(samples[0].tokens))
     links = _all_links(kinds)
-    d = samples[0].recording.calls[0].x.shape[-1]
-    at_once = max(1, memory // d**2 // len(samples))
-    extras = ("matrices",) if matrices else ()
+    at_once = plan.samples(len(samples))  # links of all samples
+    extras = tuple(extra for extra in plan.extras if extra == "matrices")
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
@@ -115,21 +107,21 @@ def _couplings(
         for kind in KINDS:
             if chosen := [link for link in layers if link in kinds[kind]]:
                 kind_bases = [bases[basis_layers[l]][link] for link in kinds[kind]]
-                values = pairs([layers[link] for link in chosen], ks, extras, bases=kind_bases)
+                values = pairs([layers[link] for link in chosen], plan.ks, extras, bases=kind_bases)
                 named = {f"{{}}_{name}": value for name, value in values.items()}
                 parts.setdefault((l, kind, "pairs"), []).append((chosen, named))
 
     def certify(l: int, layers: Mapping[Link, Layer]) -> None:
         for kind in KINDS:
             if chosen := [link for link in layers if link in kinds[kind]]:
-                values = _of_jacobians([layers[link] for link in chosen], ks)
+                values = _of_jacobians([layers[link] for link in chosen], plan.ks)
                 parts.setdefault((l, kind, "jacobians"), []).append((chosen, values))
 
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
         block_triplets: dict[Link, Triplets] = {}
         for start in range(0, len(links), at_once):
-            layers = _layers(jacobians, l, samples, links[start : start + at_once], max(ks), method, memory)
+            layers = _layers(jacobians, l, samples, links[start : start + at_once], plan)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}
             certify(l, layers)
             if basis_layers.get(l) in bases:
@@ -154,7 +146,7 @@ def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tenso
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
     """Return how many steps `Jacobians.advance` counts for a sample of T tokens: a Jacobian and its triplets for each link."""
-    return 2 * len(_all_links(_links_by_kind(T))) * len(_measuring_order(basis_layers))
+    return 2 * links_of(T) * len(_measuring_order(basis_layers))
 
 
 def _links_by_kind(T: int) -> dict[str, list[Link]]:
@@ -188,9 +180,7 @@ def _layers(
     l: int,
     samples: Sequence[Selected],
     links: Sequence[Link],
-    K: int,
-    method: Method,
-    memory: int,
+    plan: Plan,
 ) -> dict[Link, Layer]:
     """Return a layer with the Jacobians of block l at all samples, for each link."""
     by_link: dict[Link, list[Float[Tensor, "_ d d"]]] = {link: [] for link in links}
@@ -202,7 +192,7 @@ def _layers(
                 for link, of_link in zip(chosen, J.split(len(J) // len(chosen)), strict=True):
                     by_link[link].append(of_link)
     Js = [J for of_link in by_link.values() for J in of_link]
-    triplets = iter(triplets_of_jacobians(Js, K, method, memory, jacobians.advance))
+    triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
     joined = {link: _joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
         link: Layer(joined[link], partial(_product, of_link), _moments(of_link, joined[link]), [], [])
