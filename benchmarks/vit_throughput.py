@@ -57,8 +57,7 @@ def measure(recipe: Any, model: Any, device: torch.device, batches: int) -> dict
     """Measure images per second over `batches` and, on a GPU, its utilisation in as many batches after those."""
     import lightning
 
-    from vit.data import Data
-    from vit.images import Split
+    from vit.data import Data, Split
     from vit.loaders import Batches
 
     count = recipe.batch_size * (WARM_UP + 2 * batches)

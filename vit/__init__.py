@@ -1,7 +1,5 @@
 """Train DeiT-style vision transformers over a grid of weight decay x stochastic depth, and relate accuracy to coupling.
 
-`vit.train(recipe, data=, model=)` trains one model; `vit.Recipe` has its options.
-
 Input of the commands: a recipe (YAML or options) and the axes of the grid. Output: a directory per cell with accuracy, history
 and units of coupling over training; and an analysis of the grid: tables, figures and an HTML page.
 
@@ -16,29 +14,10 @@ and units of coupling over training; and an analysis of the grid: tables, figure
 | `pace`, `bar` | the time that a training takes; its bar on a terminal |
 | `progress` | the loss on plain training images at each measured step |
 | `cells` | the files, state and lock of a cell's directory |
-| `data`, `sources`, `images` | data sets in memory; where they come from; labelled images |
+| `data` | data sets in memory and where they come from |
 | `augment`, `loaders` | batched augmentation, data loaders |
 | `model`, `module` | timm's DeiT, or another model; the LightningModule that trains it |
 | `averaging` | the moving average of the weights |
 | `analysis` | the command `python -m vit.analysis`: tables, figures (`figures`) and page of a grid |
 | `results`, `statistics` | what the analysis reads of a grid; regressions of accuracy on coupling |
 """
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from vit.data import Data
-    from vit.images import Split
-    from vit.recipe import Recipe
-    from vit.training import train
-
-__all__ = ["Data", "Recipe", "Split", "train"]
-_MODULES = {"Data": "data", "Recipe": "recipe", "Split": "images", "train": "training"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `--help` imports neither torch nor timm."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'vit' has no attribute {name!r}")
-    return getattr(import_module(f"vit.{_MODULES[name]}"), name)

@@ -105,14 +105,12 @@ def run(grid: Grid, recipe: Recipe) -> int:
     from tracker.loggers.wandb import resolve_mode
     from vit.augment import check_policy
     from vit.data import load
+    from vit.model import build
 
     resolve_mode(recipe.wandb)
     check_policy(recipe)
     data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
-    if recipe.model is not None:
-        from vit.model import build, check_output
-
-        check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
+    build(recipes[-1], len(data.classes))
     for cell in missing:
         with suppress(OSError):  # none, or a directory that can't be used, which its worker reports
             (cell.directory / "failed.json").unlink()  # of an earlier run of the grid

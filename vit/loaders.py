@@ -20,8 +20,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from tracker.linalg.transfer import copies_beside_work
 from vit.augment import augment, check_policy, erase, pil_transform
-from vit.data import Data
-from vit.images import Split
+from vit.data import Data, Split
 from vit.recipe import Recipe
 
 TEST_BATCH = 1024

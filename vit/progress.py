@@ -12,8 +12,7 @@ from torch import nn
 
 from tracker.training.averaging import measured_module
 from vit.cells import read, write
-from vit.data import Data
-from vit.images import balanced
+from vit.data import Data, balanced
 from vit.loaders import TEST_BATCH
 from vit.model import evaluating
 from vit.recipe import Recipe

@@ -25,8 +25,6 @@ INCIDENTAL = (
 
 # Options that were added later: cells of before them have the same identity as those that leave them out.
 ADDED = {"test_unused": False, "diverged_above": None, "model": None}
-# Before the names of data and models that a caller of `vit.train` gave.
-GIVEN = "given"
 
 
 @dataclass
@@ -39,8 +37,7 @@ class Recipe:
 
     Args:
         data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
-            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*, or hf:NAME or hf:NAME:LABEL, a
-            data set of the Hugging Face hub with columns of images and classes (LABEL, if there are several).
+            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*.
         data_dir: directory of CIFAR10; missing files are downloaded to it. Default: the user's cache directory.
         train_size: number of training images, balanced over classes, the same for every seed. Default: all.
         test_unused: test on the training images that train_size leaves out, too.
@@ -153,8 +150,8 @@ class Recipe:
     @property
     def data_name(self) -> str:
         """Name of the data set, for directories and W&B."""
-        kind, _, name = self.data.partition(":")
-        return Path(name.partition(":")[0] if kind in ("hf", GIVEN) else name or kind).name
+        kind, _, path = self.data.partition(":")
+        return Path(path or kind).name
 
     @property
     def cell(self) -> str:
@@ -209,9 +206,9 @@ def check(recipe: Recipe) -> None:
     def refuse(option: str, allowed: str) -> None:
         raise ValueError(f"--{option} {getattr(recipe, option)}; {allowed}")
 
-    kind, colon, name = recipe.data.partition(":")
-    if not (kind in ("cifar10", "digits") and not colon or kind in ("folder", "hf") and name):
-        refuse("data", "choose cifar10, digits, folder:PATH or hf:NAME")
+    kind, _, path = recipe.data.partition(":")
+    if recipe.data not in ("cifar10", "digits") and not (kind == "folder" and path):
+        refuse("data", "choose cifar10, digits or folder:PATH")
     for option in (
         *("image_size", "patch_size", "width", "depth", "heads", "epochs", "batch_size", "repeats"),
         *("devices", "num_nodes", "probe_size", "train_size", "threads"),

@@ -3,19 +3,17 @@
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vit.cells import SCHEMA, check_settings, claim, read, write
-from vit.recipe import GIVEN, Recipe, check
+from vit.recipe import Recipe, check
 from vit.resources import check_accelerator
 
 if TYPE_CHECKING:
     import lightning
     import torch
     from lightning.pytorch.loggers import Logger
-    from torch import nn
 
     from tracker import CouplingCallback
     from vit.data import Data
@@ -25,16 +23,10 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = None, show: bool = False) -> Row:
+def train(recipe: Recipe, show: bool = False) -> Row:
     """Train and measure as the recipe states, resuming an interrupted run; return the content of result.json.
 
     Args:
-        data: in place of the recipe's, a name as in `Recipe.data`; two map-style datasets of (image, class index) for
-            training and test, such as torchvision's, whose images are resized and normalised here; or `vit.Data`. The run's
-            identity contains a fingerprint of images and labels.
-        model: in place of the recipe's DeiT, the name of a timm model, or a module that maps images, (n, 3, side, side), to
-            logits, (n, classes). A module is trained in place, from the weights it has, and takes no drop_path; the run's
-            identity contains the types of its parts and the shapes of its weights, but not their values.
         show: print the epochs, or show a progress bar on a terminal.
 
     Raises:
@@ -42,16 +34,8 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         BusyError: if another process is training the same cell.
         KeyboardInterrupt: if interrupted; finished epochs are kept.
     """
-    recipe = replace(
-        recipe,
-        data=data if isinstance(data, str) else recipe.data,
-        model=model if isinstance(model, str) else recipe.model,
-    )
     check(recipe)
     check_accelerator(recipe.accelerator)
-    given = None if data is None or isinstance(data, str) else data
-    module = None if isinstance(model, str) else model
-    recipe, loaded = _named(recipe, given, module)
     directory = recipe.directory
     check_settings(directory, recipe)
     if (done := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
@@ -61,13 +45,13 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
     from vit.data import load
 
     if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
-        return _train(recipe, loaded or load(recipe), module, show=False, first=False)
+        return _train(recipe, load(recipe), show=False, first=False)
     with claim(directory, recipe):
         done = read(directory, "result")
         if done is not None:
             return done
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, loaded or load(recipe), module, show, first=True)
+        result = _train(recipe, load(recipe), show, first=True)
         write(directory, "result", result)
         (directory / "pace.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
@@ -75,24 +59,7 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         return result
 
 
-def _named(recipe: Recipe, data: Any, module: "nn.Module | None") -> tuple[Recipe, "Data | None"]:
-    """Return the recipe with the names of the data and model that were given, and the data."""
-    from vit.data import fingerprint, given_data
-
-    loaded = None if data is None else given_data(data, recipe)
-    if loaded is not None:
-        name = type(data[0] if isinstance(data, (tuple, list)) else data).__name__
-        recipe = replace(recipe, data=f"{GIVEN}:{name}:{fingerprint(loaded)}")
-    if module is not None:
-        if recipe.drop_path not in (0.0, Recipe.drop_path):
-            raise ValueError(f"drop_path={recipe.drop_path}; a module is trained as it is given: leave drop_path out")
-        from vit.model import structure
-
-        recipe = replace(recipe, model=f"{GIVEN}:{type(module).__name__}:{structure(module)}")
-    return recipe, loaded
-
-
-def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, first: bool) -> Row:
+def _train(recipe: Recipe, data: "Data", show: bool, first: bool) -> Row:
     import lightning
     import torch
 
@@ -108,7 +75,7 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
-        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
+        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal)
         given_run = is_open()
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         failed = True

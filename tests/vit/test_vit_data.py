@@ -19,9 +19,7 @@ from torchvision.datasets import CIFAR10
 
 from tests.conftest import ROOT
 from vit import data as data_module
-from vit import sources
-from vit.data import load
-from vit.images import DataError, balanced
+from vit.data import DataError, balanced, load
 from vit.loaders import Batches, Order
 from vit.recipe import Recipe
 
@@ -57,7 +55,7 @@ def tiny_cifar10(tmp_path, monkeypatch):
         "test_list": lists["test_batch"],
         "meta": meta,
     }
-    monkeypatch.setattr(sources, "CIFAR10", type("Tiny", (CIFAR10,), members))
+    monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
     yield archive
     server.shutdown()
     server.server_close()
@@ -195,8 +193,7 @@ def test_preparing_cifar10_takes_little_more_memory_than_its_images():
     """60,000 images of 32 pixels are 184 MB; a float32 copy would take 740 MB."""
     code = (
         "import resource, torch\n"
-        "from vit.data import prepared\n"
-        "from vit.images import Source\n"
+        "from vit.data import Source, prepared\n"
         "from vit.recipe import Recipe\n"
         "def source(n):\n"
         "    read = lambda i, side: (i[:, None] % 251).byte().expand(-1, 3 * side * side).reshape(-1, 3, side, side)\n"

@@ -167,6 +167,7 @@ class TestUsage:
             (["--train_size", "9999"], "1437 training images"),
             (["--batch_size", "33", "--mixup", "0.8"], "even number"),
             (["--address", "auto"], "a cluster needs Ray"),
+            (["--model", "vgg11"], "--drop_path 0.1: vgg11 has no stochastic depth; give 0"),
         ],
     )
     def test_bad_usage_prints_one_message_and_starts_nothing(self, more, message, tmp_path, capsys, monkeypatch):

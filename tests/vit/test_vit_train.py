@@ -257,8 +257,8 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
         ({"batch_size": 30, "devices": 4}, "split over 4 devices"),
         ({"batch_size": 12, "devices": 4, "cutmix": 1.0}, "even number"),
         ({"width": 33}, "--width 33; it has to be a multiple of --heads 2"),
-        ({"data": "imagenet"}, "choose cifar10, digits, folder:PATH or hf:NAME"),
-        ({"data": "folder:"}, "choose cifar10, digits, folder:PATH or hf:NAME"),
+        ({"data": "imagenet"}, "choose cifar10, digits or folder:PATH"),
+        ({"data": "folder:"}, "choose cifar10, digits or folder:PATH"),
         ({"epochs": 1}, "--warmup_epochs 1; it has to be below --epochs 1"),
         ({"options": {"k": [4, 64]}}, "each K must lie between 1 and --width 32"),
         ({"measure_at": "every:0"}, "every: must be followed by an integer above 0"),
@@ -461,3 +461,14 @@ def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
     tmp_path.joinpath("result.json").write_text('{"accuracy": 1}')
     monkeypatch.setattr("lightning.pytorch.utilities.rank_zero_only.rank", 1)
     assert train(recipe) == {"accuracy": 1}
+
+
+def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Recipe(data_dir="~/images").data_dir == tmp_path / "images"  # type: ignore[arg-type]
+    assert Recipe().out is None and Recipe(out=tmp_path).directory == tmp_path
+    one = grid.cells(grid.Grid(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
+    assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
+    for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.Grid)):
+        with pytest.raises(ValueError, match=f"--{option} 3; give a directory, as text or as a path"):
+            kind(**{option: 3})
