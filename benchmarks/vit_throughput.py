@@ -1,7 +1,7 @@
-"""Training throughput in images per second: batched augmentation compared with PIL in worker processes.
+"""Training throughput of vision transformers in images per second.
 
 `python -m benchmarks.vit_throughput --out benchmarks/vit_throughput.json`: DeiT-Ti, batch 512, full augmentation, bf16 on
-a GPU. Each pipeline is also timed without the model, to show which of the two is the bottleneck. Images are random.
+a GPU. The augmentation is also timed without the model, to show which of the two is the bottleneck. Images are random.
 """
 
 import os
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,19 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=512)
     parser.add_argument("--batches", type=int, default=60, help="timed batches, after ten to warm up")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of the PIL pipeline")
     parsed = parser.parse_args(arguments)
     device = usable_device(parsed.device, f"--device {parsed.device}")
-    recipe = Recipe(batch_size=parsed.batch_size, workers=parsed.workers)
+    recipe = Recipe(batch_size=parsed.batch_size)
     model = build(recipe, 10).to(device)
     rows = []
-    for augment in ("batched", "workers"):
-        for trained in (False, True):
-            row = measure(replace(recipe, augment=augment), model if trained else None, device, parsed.batches)
-            rows.append({"augment": augment, "trained": trained, **row})
-            print(rows[-1], flush=True)
+    for trained in (False, True):
+        row = measure(recipe, model if trained else None, device, parsed.batches)
+        rows.append({"trained": trained, **row})
+        print(rows[-1], flush=True)
     environment = {**describe(model, device), "cores": os.cpu_count()}
-    settings = {"batch_size": recipe.batch_size, "batches": parsed.batches, "workers": parsed.workers}
+    settings = {"batch_size": recipe.batch_size, "batches": parsed.batches}
     keep({"settings": settings, "environment": environment, "rows": rows}, parsed.out)
     return OK
 

@@ -18,7 +18,7 @@ FLAGS = {"precision": "measure_precision"}
 DEFAULTS = {"tokens": (0, -1)}
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
-    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
+    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads",
     "keep_checkpoint", "test_every", "wandb", "project", "group", "tags", "options",
 )  # fmt: skip
 
@@ -68,8 +68,6 @@ class Recipe:
         repeats: number of differently augmented copies of each image in a batch (repeated augmentation).
         crop_padding: random crops of the image padded by this many pixels.
         flip: probability of a horizontal flip.
-        augment: batched (whole batches on the training device) or workers (each image with PIL in worker processes).
-        workers: number of worker processes, with --augment workers.
         ema: decay of the exponential moving average of the weights, which is then tested and measured. Default: no average.
         seed: random seed of initial weights, order of images, augmentation and stochastic depth.
         precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
@@ -121,8 +119,6 @@ class Recipe:
     repeats: int = 3
     crop_padding: int = 4
     flip: float = 0.5
-    augment: Literal["batched", "workers"] = "batched"
-    workers: int = 8
     ema: float | None = None
     seed: int = 0
     precision: str | None = None
@@ -217,7 +213,7 @@ def check(recipe: Recipe) -> None:
         if value is not None and value < 1:
             refuse(option, "it must be at least 1")
     for option in (
-        *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding", "workers"),
+        *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding"),
         *("seed", "test_every"),
     ):
         if not getattr(recipe, option) >= 0:
@@ -252,8 +248,6 @@ def check(recipe: Recipe) -> None:
         refuse(
             "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
         )
-    if recipe.augment == "workers" and recipe.workers < 1:
-        refuse("workers", "--augment workers needs at least 1")
     ks = recipe.settings.k
     if recipe.model is None and ks and not all(1 <= k <= recipe.width for k in ks):
         raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")

@@ -228,11 +228,6 @@ def test_training_stops_above_a_given_loss(tmp_path):
     assert "diverged_above" not in TINY.identity and "test_unused" not in TINY.identity
 
 
-def test_augmentation_in_worker_processes(tmp_path):
-    result = train(replace(HARD, out=tmp_path / "cell", augment="workers", workers=1, epochs=2, measure_at="off"))
-    assert result["status"] == "finished" and len(result["history"]) == 2
-
-
 @pytest.mark.slow
 def test_run_is_not_resumed_with_other_settings(trained):
     with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
@@ -380,13 +375,12 @@ class TestCommandLine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("augment", ["batched", "workers"])
-def test_run_killed_in_mid_epoch_is_resumed(augment, devices, tmp_path):
+def test_run_killed_in_mid_epoch_is_resumed(devices, tmp_path):
     """After SIGKILL, the same command gives the same result as an uninterrupted run, with every random operation enabled."""
     augmented = {
         name: getattr(HARD, name) for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
     }
-    config = write_config(tmp_path, **augmented, drop_path=0.3, augment=augment, workers=2, keep_checkpoint=True)
+    config = write_config(tmp_path, **augmented, drop_path=0.3, keep_checkpoint=True)
     parallel = ["--devices", str(devices), *(["--strategy", "ddp"] if devices > 1 else [])]
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
@@ -431,9 +425,8 @@ def test_each_training_of_a_process_has_a_run_of_its_own(tmp_path):
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
 
 
-@pytest.mark.parametrize("augment", ["batched", "workers"])
-def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(augment, tmp_path, capsys, monkeypatch):
-    arguments = ["--config", write_config(tmp_path), "--augment", augment, "--rand_augment", "m9"]
+def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(tmp_path, capsys, monkeypatch):
+    arguments = ["--config", write_config(tmp_path), "--rand_augment", "m9"]
     assert main([*arguments, "--out", str(tmp_path / "cell")]) == 2
     assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
     assert not (tmp_path / "cell" / "recipe.json").exists()
