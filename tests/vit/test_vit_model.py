@@ -5,9 +5,9 @@ import torch
 
 import tracker
 from vit import cells
-from vit.command import main
 from vit.model import ModelError, build
 from vit.recipe import Recipe
+from vit.train import main
 
 
 @pytest.mark.slow

@@ -19,10 +19,9 @@ import tracker
 from tests import processes
 from tracker.results import VOLATILE, Store
 from vit import cells, grid
-from vit.checkpointing import AtomicCheckpoints
-from vit.command import main
 from vit.recipe import RECIPES, Recipe, check, recipe_file
-from vit.training import train
+from vit.train import main
+from vit.training import AtomicCheckpoints, train
 
 TINY = Recipe(
     data="digits",
@@ -425,14 +424,11 @@ def test_each_training_of_a_process_has_a_run_of_its_own(tmp_path):
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
 
 
-def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(tmp_path, capsys, monkeypatch):
+def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(tmp_path, capsys):
     arguments = ["--config", write_config(tmp_path), "--rand_augment", "m9"]
     assert main([*arguments, "--out", str(tmp_path / "cell")]) == 2
     assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
     assert not (tmp_path / "cell" / "recipe.json").exists()
-    monkeypatch.setattr(grid.processes, "start_server", lambda: None)
-    assert grid.main([*arguments, "--engine", "processes", "--out", str(tmp_path / "grid")]) == 2
-    assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_replaced_as_a_whole_and_a_damaged_one_is_named(tmp_path, monkeypatch):
