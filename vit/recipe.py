@@ -23,10 +23,6 @@ INCIDENTAL = (
 )  # fmt: skip
 
 
-# Options that were added later: cells of before them have the same identity as those that leave them out.
-ADDED = {"test_unused": False, "diverged_above": None, "model": None}
-
-
 @dataclass
 class Recipe:
     """Train a DeiT-style vision transformer and measure block coupling during training.
@@ -163,7 +159,6 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """The settings that affect the numbers, as JSON-serializable values."""
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
-        recipe = {name: value for name, value in recipe.items() if name not in ADDED or value != ADDED[name]}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
         return recipe | {FLAGS.get(name, name): value for name, value in options.items()}

@@ -259,27 +259,6 @@ def test_reliable_measures_are_listed():
     ]
 
 
-def test_the_mean_over_all_pairs_is_no_definition_of_its_own(tmp_path):
-    """In models of L blocks it is the mean over distinct pairs times (L - 1) / L."""
-    grid = synthetic_grid()
-    every = grid.sel(pairs="mean_offdiag") * (11 / 12)
-    every = every.assign(accuracy=grid.accuracy, loss=grid.loss, training_loss=grid.training_loss)
-    both = xr.concat(
-        [
-            every.assign_coords(pairs="mean").drop_vars(["accuracy", "loss", "training_loss"]),
-            grid[["miscoupling", "null"]],
-        ],
-        "pairs",
-    )
-    write_grid(
-        both.assign(accuracy=grid.accuracy, loss=grid.loss, training_loss=grid.training_loss).assign_attrs(
-            grid.attrs, recipe="{}"
-        ),
-        tmp_path / "grid.nc",
-    )
-    assert read_grid(tmp_path / "grid.nc")["pairs"].values.tolist() == PAIRS
-
-
 @pytest.mark.slow
 def test_analysis_writes_tables_figures_and_page(tmp_path):
     grid = synthetic_grid()
