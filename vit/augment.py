@@ -34,9 +34,7 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
     if recipe.flip:
         (flipped,) = to_device(images.device, torch.rand(len(images)) < recipe.flip)
         images = torch.where(_per_image(flipped), images.flip(-1), images)
-    if recipe.rand_augment != "off":
-        images = rand_augment(images, parse(recipe.rand_augment), mean)
-    return images
+    return rand_augment(images, parse(recipe.rand_augment), mean)
 
 
 def padded_crop(images: Images, padding: int) -> Images:
@@ -84,23 +82,15 @@ class RandAugment:
     spread: float
 
 
-def check_policy(recipe: Recipe) -> None:
-    """Check the notation of RandAugment.
-
-    Raises:
-        ValueError: if it is invalid, or names an operation that is not implemented.
-    """
-    if recipe.rand_augment != "off":
-        parse(recipe.rand_augment)
-
-
 @cache
 def parse(notation: str) -> RandAugment:
-    """Parse timm's notation, such as rand-m9-mstd0.5-inc1.
+    """Parse timm's notation, such as rand-m9-mstd0.5-inc1, or "off".
 
     Raises:
         ValueError: if the notation is invalid, or names an operation that is not implemented.
     """
+    if notation == "off":
+        return RandAugment((), 0, 0.0, 0.0, 0.0)
     try:
         timm = auto_augment.rand_augment_transform(notation, {})
     except (AssertionError, ValueError) as error:

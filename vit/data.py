@@ -82,7 +82,7 @@ class Data:
         """Return the test images to measure on: balanced over classes, and the same for every seed."""
         if size > len(self.test):
             raise DataError(f"--probe_size {size}: the test split has {len(self.test)} images; give at most that")
-        return self.normalise(balanced(self.test, size).images)
+        return self.normalise(self.test.images[balanced(self.test.labels, size)])
 
 
 def load(recipe: Recipe) -> Data:
@@ -132,7 +132,7 @@ def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
         raise DataError(
             f"--train_size {size}: {recipe.data} has {len(train.labels)} training images; give at most that"
         )
-    used = balanced_index(train.labels, size)
+    used = balanced(train.labels, size)
     if recipe.test_unused:
         unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
         rest = train.decoded(torch.nonzero(unused).flatten(), side)
@@ -140,13 +140,8 @@ def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
     return train.decoded(used, side), tested
 
 
-def balanced(split: Split, size: int) -> Split:
-    """Select `size` images, balanced over classes, in a random order; selection and order are fixed."""
-    return split[balanced_index(split.labels, size)]
-
-
-def balanced_index(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
-    """Return the indices of `balanced`."""
+def balanced(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
+    """Return the indices of `size` images, balanced over classes, in a random order; selection and order are fixed."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     labels = labels[order]
     # The r-th image of every class comes before the (r+1)-th of any.
@@ -157,23 +152,16 @@ def balanced_index(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]
 
 
 def _cifar10(root: Path) -> Sources:
-    archive = root / CIFAR10.filename
-    present = archive.exists() or (root / CIFAR10.base_folder).exists()
     try:
         CIFAR10(root, download=True)
     except (URLError, TimeoutError, ConnectionError) as error:
-        if present:
-            raise DataError(
-                f"CIFAR10 in {root} is damaged or incomplete (its checksums differ), and can't be downloaded again "
-                f"({error}); remove it and go online, or put a complete {CIFAR10.filename} there"
-            ) from error
         raise DataError(
-            f"CIFAR10 is not in {root} and can't be downloaded ({error}); go online, put {CIFAR10.filename} there, give "
-            "--data_dir, or use --data digits, which needs no network"
+            f"CIFAR10 is missing, incomplete or damaged in {root}, and can't be downloaded ({error}); go online, put a complete "
+            f"{CIFAR10.filename} there, give --data_dir, or use --data digits, which needs no network"
         ) from error
     except RuntimeError as error:
         raise DataError(
-            f"CIFAR10 was downloaded to {root}, but its checksum is wrong ({error}); remove {archive} and try again"
+            f"CIFAR10 was downloaded to {root}, but its checksum is wrong ({error}); remove {CIFAR10.filename} and try again"
         ) from error
     splits = [CIFAR10(root, train) for train in (True, False)]
     train, test = (
@@ -190,7 +178,7 @@ def _digits() -> Sources:
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
     whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
-    mixed = balanced(whole, len(whole))
+    mixed = whole[balanced(whole.labels, len(whole))]
     return _in_memory(mixed[slice(360, None)]), _in_memory(mixed[slice(360)]), [str(digit) for digit in range(10)]
 
 

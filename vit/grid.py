@@ -5,7 +5,6 @@ another in this process. A finished cell is not run again; one that diverges or 
 same command resumes an interrupted grid. No heavy module is imported before the arguments are read.
 """
 
-import importlib.util
 import sys
 import time
 import traceback
@@ -91,16 +90,12 @@ def run(grid: Grid, recipe: Recipe) -> int:
     counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
     out, on_ray, gpus = recipes[0].directory.parent, grid.jobs != 1, 0.0
     if on_ray and missing and not grid.dry_run:
-        if importlib.util.find_spec("ray") is None:
-            raise ValueError(
-                "Ray trains several cells at a time and is not installed: pip install 'block-coupling-tracker[ray]', or --jobs 1"
-            )
         from vit import tune
 
         may_use_gpus = recipe.accelerator in ("auto", "gpu", "cuda")
         gpus = tune.connect(grid.address, grid.cpus_per_cell, grid.gpus_per_cell if may_use_gpus else 0.0)
     from tracker.loggers.wandb import resolve_mode
-    from vit.augment import check_policy
+    from vit.augment import parse as parse_policy
     from vit.data import load
     from vit.model import build
     from vit.training import check_accelerator, try_cell
@@ -108,7 +103,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
     if not on_ray:
         check_accelerator(recipe.accelerator)
     resolve_mode(recipe.wandb)
-    check_policy(recipe)
+    parse_policy(recipe.rand_augment)
     started = time.perf_counter()
     data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
     build(recipes[-1], len(data.classes))
@@ -122,11 +117,11 @@ def run(grid: Grid, recipe: Recipe) -> int:
         with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
             (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
     print(f"{counts}; results in {out}", flush=True)
-    with shown(recipes, missing, grid.jobs) as ended:
+    with shown(recipes, missing, grid.jobs):
         if on_ray and missing:
-            tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries, ended)
+            tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries)
         else:
-            train_in_turn(missing, grid.retries, ended)
+            train_in_turn(missing, grid.retries)
     bad = {
         cell.cell: state_of(cell)
         for cell in recipes
@@ -138,7 +133,7 @@ def run(grid: Grid, recipe: Recipe) -> int:
     return FAILED if bad else OK
 
 
-def train_in_turn(recipes: Sequence[Recipe], retries: int, on_end: Callable[[Recipe], None]) -> None:
+def train_in_turn(recipes: Sequence[Recipe], retries: int) -> None:
     """Train cells one after another in this process; record final failures in failed.json.
 
     A cell that another process trains comes last, and is waited for.
@@ -160,13 +155,11 @@ def train_in_turn(recipes: Sequence[Recipe], retries: int, on_end: Callable[[Rec
             train_cell(recipe)
         except BusyError:
             busy.append((recipe, tries))
-            continue
         except Exception:  # any failure is recorded with its cell, and the other cells continue
             if tries:
                 waiting.insert(0, (recipe, tries - 1))
-                continue
-            record_failure(recipe, traceback.format_exc().strip())
-        on_end(recipe)
+            else:
+                record_failure(recipe, traceback.format_exc().strip())
 
 
 def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tracker.linalg.transfer import copies_beside_work
-from vit.augment import augment, check_policy, erase
+from vit.augment import augment, erase, parse
 from vit.data import Data, Split
 from vit.recipe import Recipe
 
@@ -23,7 +23,7 @@ class Batches(lightning.LightningDataModule):
 
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
-        check_policy(recipe)
+        parse(recipe.rand_augment)  # refuses an invalid notation
         self.data, self.recipe = data, recipe
         self.mixup = None
         if recipe.mixup or recipe.cutmix:
@@ -44,7 +44,7 @@ class Batches(lightning.LightningDataModule):
             sampler=order,
             # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
             generator=torch.Generator().manual_seed(recipe.seed),
-            collate_fn=_as_is,
+            collate_fn=tuple,
             pin_memory=self._pins(),
             drop_last=True,
         )
@@ -53,7 +53,7 @@ class Batches(lightning.LightningDataModule):
         """Return the test split, each image once."""
         rank, world = self._rank_and_world()
         share = _Gathered(self.data.test[slice(rank, None, world)])
-        return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=self._pins())
+        return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
@@ -112,7 +112,3 @@ class _Gathered(Dataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(indices)
         return self.split.images[index], self.split.labels[index]
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
 from statistics import mean
@@ -34,15 +34,8 @@ def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | No
     whole = ceil(len(missing) / together) * mean(seconds)
     at_once = f"{together} at a time, if they do not slow each other down" if jobs else "one at a time"
     kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
-    words = {"step": "steps", "epoch": "ends of epochs", "test": "tests", "measurement": "measurements"}
-    parts = [
-        f"{count:,} {words[name] if count > 1 else words[name][:-1]} of {duration(one)}"
-        + (f" ({duration(count * one)})" if count > 1 else "")
-        for name, (count, one) in trial.parts.left(missing[0], images).items()
-        if count
-    ]
     lines = [
-        ("per cell", f"about {duration(max(seconds))}: {', '.join(parts)}, start {duration(trial.start)}"),
+        ("per cell", f"about {duration(max(seconds))}"),
         ("in all", f"about {duration(whole)} with {at_once}"),
         ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
@@ -96,7 +89,7 @@ class Forecast:
 
     def __init__(self, missing: Sequence[Recipe], jobs: int | None):
         self.missing, self.jobs = missing, jobs
-        self.started, self.ended = time.time(), 0
+        self.started = time.time()
         self.whole: float | None = None  # seconds of a cell
         self.together = jobs or 1
 
@@ -110,9 +103,8 @@ class Forecast:
         if running:
             self.whole = mean(pace["whole"] for pace in running.values())
             self.together = self.jobs or max(self.together, len(running))
-        if self.whole is None:  # the cells have too few steps
-            elapsed = time.time() - self.started
-            return elapsed / self.ended * (len(self.missing) - self.ended) if self.ended else None
+        if self.whole is None:
+            return None
         now = time.time()
         seconds = [max(pace["left"] - (now - pace["written"]), 0.0) for pace in running.values()]
         for cell in waiting:
@@ -133,7 +125,7 @@ class Forecast:
 
 
 @contextmanager
-def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None) -> Iterator[Callable[[Recipe], None]]:
+def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None) -> Iterator[None]:
     """Show the cells while they train: a live table on a terminal, otherwise a line per finished cell.
 
     Both begin with a line that says what the grid takes, as soon as that is known; nothing waits for an answer.
@@ -142,7 +134,7 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
     from rich.live import Live
 
     console = Console(file=sys.stdout)  # which a training in this process redirects
-    forecast = Forecast(missing, jobs)
+    forecast, pending = Forecast(missing, jobs), [*missing]
 
     def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -151,15 +143,18 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
         seconds = forecast.left()
         return "" if seconds is None else f"about {duration(seconds)} left"
 
-    def ended(recipe: Recipe) -> None:
-        forecast.ended += 1
-        write(f"[{forecast.ended}/{len(missing)}] {recipe.cell}: {state_of(recipe)}  {left()}")
+    def report() -> None:
+        for cell in [*pending]:
+            if is_done(cell.directory) or read(cell.directory, "failed"):
+                pending.remove(cell)
+                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}  {left()}")
 
     def watch() -> None:
         cost = None
         while not stop.wait(SECONDS):
             if cost is None and (cost := forecast.cost()):
                 write(cost)
+            report()
             if console.is_terminal:
                 live.update(table(recipes, left()), refresh=True)
 
@@ -169,10 +164,11 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
         live.start()
     watcher.start()
     try:
-        yield ended
+        yield
     finally:
         stop.set()
         watcher.join()
+        report()
         if console.is_terminal:
             live.update(table(recipes), refresh=True)
             live.stop()

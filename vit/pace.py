@@ -35,32 +35,24 @@ class Parts:
     test: float
     measurement: float
 
-    def left(self, recipe: Recipe, images: int, step: int = 0) -> dict[str, tuple[int, float]]:
-        """Return how often each part comes after a step, and its seconds each time.
+    def seconds_left(self, recipe: Recipe, images: int, step: int = 0) -> float:
+        """Return the seconds of a training after a step.
 
         Args:
             images: number of training images.
         """
         per_epoch = recipe.steps_per_epoch(images)
-        last, done, every = recipe.epochs * per_epoch, step // per_epoch, recipe.test_every or recipe.epochs
-        return {
-            "step": (last - step, self.step),
-            "epoch": (recipe.epochs - done, self.epoch),
-            "test": (recipe.epochs // every - done // every, self.test),
-            "measurement": (measurements(recipe, images, step), self.measurement),
-        }
-
-    def seconds_left(self, recipe: Recipe, images: int, step: int = 0) -> float:
-        """Return the seconds of a training after a step."""
-        return sum(count * seconds for count, seconds in self.left(recipe, images, step).values())
-
-
-def measurements(recipe: Recipe, images: int, step: int = 0) -> int:
-    """Return how often coupling is measured after a step; from step 0 on, how often in a whole training."""
-    if recipe.schedule is None:
-        return 0
-    last, due = recipe.epochs * recipe.steps_per_epoch(images), schedules.choose(**recipe.schedule)
-    return (step == 0) + sum(due(s) or s == last for s in range(step + 1, last + 1))
+        steps, done, every = recipe.epochs * per_epoch, step // per_epoch, recipe.test_every or recipe.epochs
+        measurements = 0
+        if recipe.schedule is not None:
+            due = schedules.choose(**recipe.schedule)
+            measurements = (step == 0) + sum(due(s) or s == steps for s in range(step + 1, steps + 1))
+        return (
+            (steps - step) * self.step
+            + (recipe.epochs - done) * self.epoch
+            + (recipe.epochs // every - done // every) * self.test
+            + measurements * self.measurement
+        )
 
 
 class Pace(lightning.Callback):

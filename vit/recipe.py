@@ -3,6 +3,7 @@
 This module imports nothing heavy: the command lines read it to print their help.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -177,14 +178,35 @@ class Recipe:
     @property
     def schedule(self) -> dict[str, Any] | None:
         """The callback's schedule as keyword arguments, or None if coupling is not measured."""
-        given = str(self.measure_at)
-        if given == "off":
+        text = str(self.measure_at)
+        if text == "off":
             return None
-        if given == "log2":
+        if text == "log2":
             return {"schedule": "log2"}
-        if given.startswith("every:"):
-            return {"every_n_steps": int(given.removeprefix("every:"))}
-        return {"steps": _steps(given)}
+        interval = text.removeprefix("every:")
+        if interval == text:
+            return {"steps": _steps(text)}
+        if not interval.isdecimal() or int(interval) < 1:
+            raise ValueError(f"--measure_at {text}; every: must be followed by an integer above 0, such as every:100")
+        return {"every_n_steps": int(interval)}
+
+
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "image_size patch_size width depth heads epochs batch_size repeats devices num_nodes probe_size train_size threads",
+        lambda value: value is None or value >= 1,
+        "it must be at least 1",
+    ),
+    (
+        "weight_decay lr warmup_lr min_lr warmup_epochs mixup cutmix crop_padding seed test_every",
+        lambda value: value >= 0,
+        "it must not be negative",
+    ),
+    ("drop_path label_smoothing", lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
+    ("erasing flip", lambda value: 0 <= value <= 1, "it is a probability: give a value from 0 to 1"),
+    ("ema", lambda value: value is None or 0 < value < 1, "it must be above 0 and below 1, such as 0.9999"),
+    ("clip diverged_above", lambda value: value is None or value > 0, "it must be above 0; leave it out for no limit"),
+)
 
 
 def check(recipe: Recipe) -> None:
@@ -200,31 +222,10 @@ def check(recipe: Recipe) -> None:
     kind, _, path = recipe.data.partition(":")
     if recipe.data not in ("cifar10", "digits") and not (kind == "folder" and path):
         refuse("data", "choose cifar10, digits or folder:PATH")
-    for option in (
-        *("image_size", "patch_size", "width", "depth", "heads", "epochs", "batch_size", "repeats"),
-        *("devices", "num_nodes", "probe_size", "train_size", "threads"),
-    ):
-        value = getattr(recipe, option)
-        if value is not None and value < 1:
-            refuse(option, "it must be at least 1")
-    for option in (
-        *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding"),
-        *("seed", "test_every"),
-    ):
-        if not getattr(recipe, option) >= 0:
-            refuse(option, "it must not be negative")
-    for option in ("drop_path", "label_smoothing"):
-        if not 0 <= getattr(recipe, option) < 1:
-            refuse(option, "it must be at least 0 and below 1")
-    for option in ("erasing", "flip"):
-        if not 0 <= getattr(recipe, option) <= 1:
-            refuse(option, "it is a probability: give a value from 0 to 1")
-    if recipe.ema is not None and not 0 < recipe.ema < 1:
-        refuse("ema", "it must be above 0 and below 1, such as 0.9999")
-    if recipe.clip is not None and not recipe.clip > 0:
-        refuse("clip", "it must be above 0; leave it out to disable clipping")
-    if recipe.diverged_above is not None and not recipe.diverged_above > 0:
-        refuse("diverged_above", "it must be above 0; leave it out to train on")
+    for options, allows, allowed in RULES:
+        for option in options.split():
+            if not allows(getattr(recipe, option)):
+                refuse(option, allowed)
     if recipe.test_unused and recipe.train_size is None:
         refuse("test_unused", "no image is unused; give --train_size too")
     if recipe.image_size % recipe.patch_size:
@@ -246,12 +247,7 @@ def check(recipe: Recipe) -> None:
     ks = recipe.settings.k
     if recipe.model is None and ks and not all(1 <= k <= recipe.width for k in ks):
         raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")
-    given = str(recipe.measure_at)
-    if given.startswith("every:"):
-        if not given.removeprefix("every:").isdecimal() or int(given.removeprefix("every:")) < 1:
-            refuse("measure_at", "every: must be followed by an integer above 0, such as every:100")
-    elif given not in ("log2", "off") and min(_steps(given)) < 0:
-        refuse("measure_at", "steps must not be negative")
+    _ = recipe.schedule  # refuses an invalid one
 
 
 def recipe_file(name: str) -> str:
@@ -262,16 +258,20 @@ def recipe_file(name: str) -> str:
 
 def from_dict(settings: dict[str, Any]) -> Recipe:
     """Return the Recipe of the values that a parser read."""
-    given: dict[str, Any] = {one.name: settings[one.name] for one in fields(Recipe) if one.name in settings}
-    given["options"] = given_options(settings, FLAGS)
-    return Recipe(**given)
+    values: dict[str, Any] = {
+        option.name: settings[option.name] for option in fields(Recipe) if option.name in settings
+    }
+    return Recipe(**values, options=given_options(settings, FLAGS))
 
 
 def _steps(text: str) -> list[int]:
     try:
-        return INTEGERS(text)
+        steps = INTEGERS(text)
     except ValueTypeError as error:
         raise ValueError(f"--measure_at {error}") from error
+    if min(steps) < 0:
+        raise ValueError(f"--measure_at {text}; steps must not be negative")
+    return steps
 
 
 def _text(value: Any) -> Any:

@@ -64,12 +64,12 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     if (result := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
         return result
     if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
-        return _train(recipe, load(recipe), show=False, first=False)
+        return _train(recipe, load(recipe), show=False)
     with claim(directory, recipe):
         if (result := read(directory, "result")) is not None:
             return result
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, load(recipe), show, first=True)
+        result = _train(recipe, load(recipe), show)
         write(directory, "result", result)
         (directory / "pace.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
@@ -94,7 +94,7 @@ def check_accelerator(name: str) -> None:
         raise ValueError(f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu")
 
 
-def _train(recipe: Recipe, data: Data, show: bool, first: bool) -> Row:
+def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     started = time.perf_counter()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
@@ -107,8 +107,11 @@ def _train(recipe: Recipe, data: Data, show: bool, first: bool) -> Row:
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         failed = True
         checkpoint = recipe.directory / "last.ckpt"
-        if first:
-            _remove_stale(recipe.directory, resumes=checkpoint.exists())
+        if (
+            rank_zero_only.rank == 0 and not checkpoint.exists()
+        ):  # existing measurements are of a run that can't be resumed
+            shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
+            (recipe.directory / "progress.json").unlink(missing_ok=True)
         reason = ""
         try:
             trainer.fit(
@@ -129,14 +132,6 @@ def _train(recipe: Recipe, data: Data, show: bool, first: bool) -> Row:
                     print(f"W&B {unsent}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
-
-
-def _remove_stale(directory: Path, resumes: bool) -> None:
-    """Remove what an earlier process left that does not belong to this training."""
-    (directory / "pace.json").unlink(missing_ok=True)
-    if not resumes:  # without a checkpoint, existing measurements belong to a run that can't be resumed
-        shutil.rmtree(directory / "coupling", ignore_errors=True)
-        (directory / "progress.json").unlink(missing_ok=True)
 
 
 def make_trainer(
@@ -255,7 +250,7 @@ class TrainingLoss(lightning.Callback):
     """
 
     def __init__(self, data: Data, recipe: Recipe):
-        split = balanced(data.train, min(IMAGES, len(data.train)))
+        split = data.train[balanced(data.train.labels, min(IMAGES, len(data.train)))]
         self.data, self.images, self.labels = data, split.images, split.labels
         self.directory = recipe.directory
         self.weights = "raw" if recipe.ema is None else "averaged"

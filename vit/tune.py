@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,20 +20,6 @@ from vit.cells import PATIENCE, BusyError, is_done, record_failure
 from vit.recipe import Recipe
 
 SECONDS = 5.0  # to connect to a cluster
-
-
-class Report(tune.Callback):
-    """Notifies the driver of each trial that ended. Tune pickles its callbacks; this one has no state to save."""
-
-    def __init__(self, recipes: dict[str, Recipe], on_end: Callable[[Recipe], None]):
-        self.recipes, self.on_end = recipes, on_end
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def on_trial_complete(self, iteration: int, trials: list, trial: Any, **info: Any) -> None:
-        """Notify the driver."""
-        self.on_end(self.recipes[trial.config["cell"]])
 
 
 def connect(address: str | None, cpus: float, gpus: float | None) -> float:
@@ -58,32 +44,19 @@ def connect(address: str | None, cpus: float, gpus: float | None) -> float:
             "it out to train on this machine"
         ) from error
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if gpus is None:
-        gpus = float(any(machine.get("GPU", 0) for machine in machines))
-    try:
-        check_machines(machines, cpus, gpus)
-    except ValueError:
-        ray.shutdown()
-        raise
-    return gpus
-
-
-def check_machines(machines: Iterable[Mapping[str, float]], cpus: float, gpus: float) -> None:
-    """Check that some machine has the CPUs and GPUs of one cell; for what none has, Ray waits without end.
-
-    Args:
-        machines: the resources of each, "CPU" and "GPU".
-
-    Raises:
-        ValueError: if none has.
-    """
     sizes = sorted({(machine.get("CPU", 0.0), machine.get("GPU", 0.0)) for machine in machines})
-    if not any(cpus <= of_cpus and gpus <= of_gpus for of_cpus, of_gpus in sizes):
+    if gpus is None:
+        gpus = float(any(of_gpus for _, of_gpus in sizes))
+    if not any(
+        cpus <= of_cpus and gpus <= of_gpus for of_cpus, of_gpus in sizes
+    ):  # Ray waits without end for such a one
+        ray.shutdown()
         largest = "; ".join(f"{of_cpus:g} CPUs and {of_gpus:g} GPUs" for of_cpus, of_gpus in sizes)
         raise ValueError(
             f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that, so no cell would start: give at most what "
             f"one has ({largest})"
         )
+    return gpus
 
 
 def run_cells(
@@ -92,7 +65,6 @@ def run_cells(
     cpus: float,
     gpus: float,
     retries: int,
-    on_end: Callable[[Recipe], None],
 ) -> None:
     """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json.
 
@@ -117,7 +89,6 @@ def run_cells(
                 name="trials",
                 storage_path=str(storage),
                 failure_config=tune.FailureConfig(max_failures=retries),
-                callbacks=[Report(by_name, on_end)],
                 verbose=0,
             ),
         )
@@ -128,7 +99,6 @@ def run_cells(
         recipe = by_name[result.config["cell"]] if result.config else None
         if recipe and result.error and not is_done(recipe.directory):
             record_failure(recipe, str(result.error).strip() or type(result.error).__name__)
-            on_end(recipe)
     if sum(bool(result.error or (result.metrics or {}).get("status")) for result in results) < len(recipes):
         raise KeyboardInterrupt  # Tune returns what it has
 

@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
 
 def test_missing_files_without_network_are_reported(tiny_cifar10, tmp_path):
     tiny_cifar10.unlink()
-    with pytest.raises(DataError, match="is not in .*can't be downloaded.*--data digits, which needs no network"):
+    with pytest.raises(DataError, match="is missing, .*can't be downloaded.*--data digits, which needs no network"):
         load(cifar10(tmp_path / "here"))
 
 
@@ -86,7 +85,7 @@ def test_damaged_files_without_network_are_reported(tiny_cifar10, tmp_path):
     tiny_cifar10.unlink()
     (tmp_path / "here" / CIFAR10.filename).write_bytes(b"half")
     (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="damaged or incomplete"):
+    with pytest.raises(DataError, match="incomplete or damaged"):
         load(cifar10(tmp_path / "here"))
 
 
@@ -100,15 +99,6 @@ def test_download_with_a_wrong_checksum_is_refused(tiny_cifar10, tmp_path):
     tiny_cifar10.write_bytes(b"not the archive")
     with pytest.raises(DataError, match="checksum is wrong"):
         load(cifar10(tmp_path / "here"))
-
-
-def test_timeout_is_reported_as_a_failed_download(tmp_path, monkeypatch):
-    def download(self):
-        raise URLError(TimeoutError("timed out"))
-
-    monkeypatch.setattr(CIFAR10, "download", download)
-    with pytest.raises(DataError, match="timed out"):
-        load(cifar10(tmp_path))
 
 
 class TestDigits:
@@ -139,7 +129,10 @@ class TestDigits:
         probe = self.data.probe(10)
         other = load(Recipe(data="digits", seed=3, batch_size=2))
         assert torch.equal(probe, other.probe(10)) and torch.equal(probe[:4], other.probe(4))
-        assert probe.shape == (10, 3, 32, 32) and len(set(balanced(self.data.test, 10).labels.tolist())) == 10
+        assert (
+            probe.shape == (10, 3, 32, 32)
+            and len({*self.data.test.labels[balanced(self.data.test.labels, 10)].tolist()}) == 10
+        )
         with pytest.raises(DataError, match="--probe_size 361"):
             self.data.probe(361)
 
@@ -257,13 +250,14 @@ class TestFolder:
 
     def test_only_the_selected_images_are_decoded(self, folder):
         """The selection is that of the whole data set; a damaged image outside of it is not read."""
-        whole = balanced(self.load(folder).train, 6)
+        train = self.load(folder).train
+        whole = train[balanced(train.labels, 6)]
         recipe = Recipe(data=f"folder:{folder}", batch_size=4, train_size=6)
         assert torch.equal(load(recipe).train.images, whole.images)
         unused = next(
             file
             for file in sorted((folder / "train").rglob("*.png"))
-            if not (whole.images == self.load(folder).train.images[_index(folder, file)]).flatten(1).all(1).any()
+            if not (whole.images == train.images[_index(folder, file)]).flatten(1).all(1).any()
         )
         with_unused = load(replace(recipe, test_unused=True))
         assert torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2

@@ -12,7 +12,7 @@ from tests.vit.test_vit_train import TINY
 from vit import cells, grid, overview, training
 from vit.data import load
 from vit.overview import Forecast
-from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts, measurements
+from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts
 
 PARTS = Parts(step=2.0, epoch=0.5, test=7.0, measurement=3.0)
 
@@ -20,25 +20,23 @@ PARTS = Parts(step=2.0, epoch=0.5, test=7.0, measurement=3.0)
 @pytest.mark.parametrize(
     "step, test_every, expected",
     [
-        (0, 1, {"step": 30, "epoch": 10, "test": 10, "measurement": 7}),  # measured at 0, 1, 2, 4, 8, 16 and 30
-        (0, 0, {"step": 30, "epoch": 10, "test": 1, "measurement": 7}),
-        (0, 5, {"step": 30, "epoch": 10, "test": 2, "measurement": 7}),
-        (15, 5, {"step": 15, "epoch": 5, "test": 1, "measurement": 2}),
-        (30, 0, {"step": 0, "epoch": 0, "test": 0, "measurement": 0}),
+        (0, 1, 30 * 2 + 10 * 0.5 + 10 * 7 + 7 * 3),  # measured at 0, 1, 2, 4, 8, 16 and 30
+        (0, 0, 30 * 2 + 10 * 0.5 + 1 * 7 + 7 * 3),
+        (0, 5, 30 * 2 + 10 * 0.5 + 2 * 7 + 7 * 3),
+        (15, 5, 15 * 2 + 5 * 0.5 + 1 * 7 + 2 * 3),
+        (30, 0, 0),
     ],
 )
 def test_what_is_left_is_counted_by_the_recipe(step, test_every, expected):
     recipe = replace(TINY, epochs=10, test_every=test_every)
-    left = PARTS.left(recipe, 96, step)
-    assert {name: count for name, (count, _) in left.items()} == expected
-    assert PARTS.seconds_left(recipe, 96, step) == sum(expected[name] * getattr(PARTS, name) for name in expected)
+    assert PARTS.seconds_left(recipe, 96, step) == expected
 
 
 def test_measurements_are_counted_by_the_schedule():
-    recipe = replace(TINY, epochs=2, batch_size=10)
-    assert measurements(replace(recipe, measure_at="log2"), 80) == 6  # 0, 1, 2, 4, 8, 16
-    assert measurements(replace(recipe, measure_at="every:5"), 80) == 5  # 0, 5, 10, 15, 16
-    assert measurements(replace(recipe, measure_at="off"), 80) == 0
+    recipe, parts = replace(TINY, epochs=2, batch_size=10), Parts(0, 0, 0, measurement=1)
+    assert parts.seconds_left(replace(recipe, measure_at="log2"), 80) == 6  # 0, 1, 2, 4, 8, 16
+    assert parts.seconds_left(replace(recipe, measure_at="every:5"), 80) == 5  # 0, 5, 10, 15, 16
+    assert parts.seconds_left(replace(recipe, measure_at="off"), 80) == 0
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +151,7 @@ def test_the_time_left_is_that_of_running_and_waiting_cells(six):
 
 def test_a_grid_prints_its_cost_once_and_goes_on(six, monkeypatch, capsys):
     monkeypatch.setattr(overview, "SECONDS", 0.05)
-    with overview.shown(six, six, jobs=3) as ended:
+    with overview.shown(six, six, jobs=3):
         for cell in six:
             cell.directory.mkdir()
         pace(six[0], 120.0, 60.0)
@@ -162,7 +160,6 @@ def test_a_grid_prints_its_cost_once_and_goes_on(six, monkeypatch, capsys):
             time.sleep(0.01)
             printed += capsys.readouterr().out
         cells.write(six[0].directory, "result", {"status": "finished", "accuracy": 0.5})
-        ended(six[0])
     lines = (printed + capsys.readouterr().out).splitlines()
     assert lines[0].startswith("about 2.0 min per cell and 3.7 min in all, 3 at a time, from the first steps")
     assert lines[1] == f"[1/6] {six[0].cell}: 0.5000  about 3.3 min left" and len(lines) == 2
@@ -180,22 +177,6 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
     assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
-
-
-@pytest.mark.parametrize("changed", [{}, {"test_every": 0}, {"measure_at": "off"}])
-def test_the_parts_of_a_dry_run_add_up_to_the_total(changed):
-    recipe, trial = replace(TINY, **changed), training.Trial(PARTS, start=5.0, memory=10**9, checkpoint=10**6)
-    line = " ".join(overview.costs([recipe], trial, 96, 1).split()).partition(" in all ")[0]
-    total, _, parts = line.removeprefix("per cell about ").partition(": ")
-    counted = [seconds(part.partition("(")[2] or part.rpartition(" of ")[2]) for part in parts.split(", ")[:-1]]
-    assert seconds(total) == pytest.approx(sum(counted) + trial.start, abs=0.6)  # rounded to seconds
-    assert "9 steps of 2.0 s (18 s)" in parts and ("6 measurements of" in parts) == (recipe.measure_at == "log2")
-    assert ("1 test of" in parts) == (recipe.test_every == 0)
-
-
-def seconds(text: str) -> float:
-    value, unit = text.rstrip(")").split()
-    return float(value) * {"s": 1, "min": 60, "h": 3600}[unit]
 
 
 @pytest.mark.slow
