@@ -132,7 +132,8 @@ def apply(
     moves = [name for name in members if name in _MOVES]
     changes = [name for name in members if name in _CHANGES]
     # Level and signed level of each changed image, operation after operation, and the map of each moved one.
-    changed, moved = (_joined([members[name] for name in group], choice) for group in (changes, moves))
+    none = choice.new_empty(0)
+    changed, moved = (torch.cat([none, *(members[name] for name in group)]) for group in (changes, moves))
     maps = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves)])
     sent = to_device(images.device, changed, level[changed], signed[changed], moved, maps)
     changed, level, signed, moved, maps = sent
@@ -144,10 +145,6 @@ def apply(
     if moves:
         images[moved] = move(images[moved], maps, fill)
     return images
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *parts])
 
 
 def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:

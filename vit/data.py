@@ -135,8 +135,8 @@ def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
     used = balanced(train.labels, size)
     if recipe.test_unused:
         unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
-        rest = train.decoded(torch.nonzero(unused).flatten(), side)
-        tested = Split(torch.cat([tested.images, rest.images]), torch.cat([tested.labels, rest.labels]))
+        added = train.decoded(torch.nonzero(unused).flatten(), side)
+        tested = Split(torch.cat([tested.images, added.images]), torch.cat([tested.labels, added.labels]))
     return train.decoded(used, side), tested
 
 

@@ -98,9 +98,10 @@ def run(grid: Grid, recipe: Recipe) -> int:
     from vit.augment import parse as parse_policy
     from vit.data import load
     from vit.model import build
-    from vit.training import check_accelerator, try_cell
 
     if not on_ray:
+        from vit.training import check_accelerator
+
         check_accelerator(recipe.accelerator)
     resolve_mode(recipe.wandb)
     parse_policy(recipe.rand_augment)
@@ -110,6 +111,8 @@ def run(grid: Grid, recipe: Recipe) -> int:
     if grid.dry_run:
         print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
         if missing:
+            from vit.training import try_cell
+
             trial = try_cell(missing[0], data, time.perf_counter() - started)
             print(costs(missing, trial, len(data.train), grid.jobs))
         return OK
@@ -122,13 +125,9 @@ def run(grid: Grid, recipe: Recipe) -> int:
             tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries)
         else:
             train_in_turn(missing, grid.retries)
-    bad = {
-        cell.cell: state_of(cell)
-        for cell in recipes
-        if (read(cell.directory, "result") or {}).get("status") != "finished"
-    }
-    for name, state in bad.items():
-        print(f"{name}: {state}", file=sys.stderr)
+    bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
+    for cell in bad:
+        print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)
     print(f"analysis: python -m vit.analysis {out}")
     return FAILED if bad else OK
 

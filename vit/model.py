@@ -51,11 +51,7 @@ def _named(name: str, recipe: Recipe, classes: int) -> nn.Module:
     if not is_model(name):
         close = ", ".join(get_close_matches(name, list_models(), 3)) or "timm.list_models() names them"
         raise ModelError(f"--model {name}: timm has no model of this name; the nearest: {close}")
-    options = {
-        "img_size": recipe.image_size,
-        "patch_size": recipe.patch_size,
-        "drop_path_rate": recipe.drop_path,
-    }
+    options = {"img_size": recipe.image_size, "patch_size": recipe.patch_size, "drop_path_rate": recipe.drop_path}
     images = torch.zeros(2, 3, recipe.image_size, recipe.image_size)
     while True:
         try:

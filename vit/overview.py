@@ -31,12 +31,12 @@ def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | No
     """
     together = min(jobs or 1, len(missing))
     seconds = [trial.seconds(cell, images) for cell in missing]
-    whole = ceil(len(missing) / together) * mean(seconds)
+    total = ceil(len(missing) / together) * mean(seconds)
     at_once = f"{together} at a time, if they do not slow each other down" if jobs else "one at a time"
     kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
     lines = [
         ("per cell", f"about {duration(max(seconds))}"),
-        ("in all", f"about {duration(whole)} with {at_once}"),
+        ("in all", f"about {duration(total)} with {at_once}"),
         ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
         ("timed", f"a few steps, a test and two measurements of {missing[0].cell}"),

@@ -4,7 +4,7 @@ This module imports nothing heavy: the command lines read it to print their help
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -258,9 +258,7 @@ def recipe_file(name: str) -> str:
 
 def from_dict(settings: dict[str, Any]) -> Recipe:
     """Return the Recipe of the values that a parser read."""
-    values: dict[str, Any] = {
-        option.name: settings[option.name] for option in fields(Recipe) if option.name in settings
-    }
+    values: dict[str, Any] = {name: settings[name] for name in Recipe.__dataclass_fields__ if name in settings}
     return Recipe(**values, options=given_options(settings, FLAGS))
 
 

@@ -46,12 +46,10 @@ def connect(address: str | None, cpus: float, gpus: float | None) -> float:
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     sizes = sorted({(machine.get("CPU", 0.0), machine.get("GPU", 0.0)) for machine in machines})
     if gpus is None:
-        gpus = float(any(of_gpus for _, of_gpus in sizes))
-    if not any(
-        cpus <= of_cpus and gpus <= of_gpus for of_cpus, of_gpus in sizes
-    ):  # Ray waits without end for such a one
+        gpus = float(any(gpu for _, gpu in sizes))
+    if not any(cpus <= cpu and gpus <= gpu for cpu, gpu in sizes):  # Ray waits without end for such a one
         ray.shutdown()
-        largest = "; ".join(f"{of_cpus:g} CPUs and {of_gpus:g} GPUs" for of_cpus, of_gpus in sizes)
+        largest = "; ".join(f"{cpu:g} CPUs and {gpu:g} GPUs" for cpu, gpu in sizes)
         raise ValueError(
             f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that, so no cell would start: give at most what "
             f"one has ({largest})"
@@ -59,13 +57,7 @@ def connect(address: str | None, cpus: float, gpus: float | None) -> float:
     return gpus
 
 
-def run_cells(
-    recipes: Sequence[Recipe],
-    jobs: int | None,
-    cpus: float,
-    gpus: float,
-    retries: int,
-) -> None:
+def run_cells(recipes: Sequence[Recipe], jobs: int | None, cpus: float, gpus: float, retries: int) -> None:
     """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json.
 
     Args:

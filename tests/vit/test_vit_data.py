@@ -80,21 +80,6 @@ def test_missing_files_without_network_are_reported(tiny_cifar10, tmp_path):
         load(cifar10(tmp_path / "here"))
 
 
-def test_damaged_files_without_network_are_reported(tiny_cifar10, tmp_path):
-    load(cifar10(tmp_path / "here"))
-    tiny_cifar10.unlink()
-    (tmp_path / "here" / CIFAR10.filename).write_bytes(b"half")
-    (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="incomplete or damaged"):
-        load(cifar10(tmp_path / "here"))
-
-
-def test_damaged_file_is_downloaded_again(tiny_cifar10, tmp_path):
-    load(cifar10(tmp_path / "here"))
-    (tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").write_bytes(b"damaged")
-    assert len(load(cifar10(tmp_path / "here")).train) == 40
-
-
 def test_download_with_a_wrong_checksum_is_refused(tiny_cifar10, tmp_path):
     tiny_cifar10.write_bytes(b"not the archive")
     with pytest.raises(DataError, match="checksum is wrong"):

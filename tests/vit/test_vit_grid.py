@@ -277,10 +277,6 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
     values = [sweep["parameters"][name]["values"] for name in ("weight_decay", "drop_path")]
     assert sorted(set(product(*values))) == sorted((r.weight_decay, r.drop_path) for r in recipes)
     assert sweep["method"] == "grid" and "vit.train" in sweep["command"]
-    # W&B agents and the grid use the same directories, so each can finish the other's cells.
-    assert {str(r.directory) for r in recipes} == {
-        str(replace(TINY, weight_decay=r.weight_decay, drop_path=r.drop_path).directory) for r in recipes
-    }
 
 
 def test_table_shows_accuracies_epochs_and_crashes(tmp_path):

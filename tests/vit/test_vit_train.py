@@ -242,20 +242,16 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
     "settings, message",
     [
         ({"drop_path": 1.0}, "--drop_path 1.0; it must be at least 0 and below 1"),
-        ({"drop_path": -0.1}, "--drop_path -0.1"),
         ({"drop_path": float("nan")}, "--drop_path nan"),
         ({"patch_size": 5}, "--patch_size 5; it has to divide --image_size 32: 2, 4, 8, 16"),
         ({"batch_size": 33, "mixup": 0.8}, "even number; or --mixup 0 --cutmix 0"),
         ({"batch_size": 30, "devices": 4}, "split over 4 devices"),
-        ({"batch_size": 12, "devices": 4, "cutmix": 1.0}, "even number"),
         ({"width": 33}, "--width 33; it has to be a multiple of --heads 2"),
-        ({"data": "imagenet"}, "choose cifar10, digits or folder:PATH"),
         ({"data": "folder:"}, "choose cifar10, digits or folder:PATH"),
         ({"epochs": 1}, "--warmup_epochs 1; it has to be below --epochs 1"),
         ({"options": {"k": [4, 64]}}, "each K must lie between 1 and --width 32"),
         ({"measure_at": "every:0"}, "every: must be followed by an integer above 0"),
         ({"measure_at": "now"}, "--measure_at 'now'"),
-        ({"options": {"tokens": "first"}}, "tokens='first'"),
         ({"ema": 1.0}, "--ema 1.0"),
         ({"train_size": 0}, "--train_size 0; it must be at least 1"),
         ({"test_unused": True, "train_size": None}, "--test_unused True; no image is unused"),
@@ -422,13 +418,6 @@ def test_each_training_of_a_process_has_a_run_of_its_own(tmp_path):
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
 
 
-def test_a_policy_that_timm_does_not_know_leaves_the_directory_free(tmp_path, capsys):
-    arguments = ["--config", write_config(tmp_path), "--rand_augment", "m9"]
-    assert main([*arguments, "--out", str(tmp_path / "cell")]) == 2
-    assert "--rand_augment 'm9': give timm's notation" in capsys.readouterr().err
-    assert not (tmp_path / "cell" / "recipe.json").exists()
-
-
 def test_a_checkpoint_is_replaced_as_a_whole_and_a_damaged_one_is_named(tmp_path, monkeypatch):
     checkpoints, file = AtomicCheckpoints(), tmp_path / "new" / "last.ckpt"
     checkpoints.save_checkpoint({"a": torch.ones(2)}, file)
@@ -453,7 +442,6 @@ def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
 def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Recipe(data_dir="~/images").data_dir == tmp_path / "images"  # type: ignore[arg-type]
-    assert Recipe().out is None and Recipe(out=tmp_path).directory == tmp_path
     one = grid.cells(grid.Grid(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
     assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
     for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.Grid)):
