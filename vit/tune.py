@@ -58,10 +58,7 @@ def connect(address: str | None, cpus: float, gpus: float | None) -> float:
 
 
 def run_cells(recipes: Sequence[Recipe], jobs: int | None, cpus: float, gpus: float, retries: int) -> None:
-    """Train the cells on Ray, which is connected, each with the given CPUs and GPUs; record final failures in failed.json.
-
-    Args:
-        jobs: number of cells at a time, at most.
+    """Train the cells on Ray, which is connected, at most `jobs` at a time; record final failures in failed.json.
 
     Raises:
         KeyboardInterrupt: if interrupted.
@@ -90,7 +87,9 @@ def run_cells(recipes: Sequence[Recipe], jobs: int | None, cpus: float, gpus: fl
     for result in results:
         recipe = by_name[result.config["cell"]] if result.config else None
         if recipe and result.error and not is_done(recipe.directory):
-            record_failure(recipe, str(result.error).strip() or type(result.error).__name__)
+            error = str(result.error).strip() or type(result.error).__name__
+            killed = isinstance(result.error, ray.exceptions.RayActorError)
+            record_failure(recipe, f"{error}\nits process died, often for lack of memory" if killed else error)
     if sum(bool(result.error or (result.metrics or {}).get("status")) for result in results) < len(recipes):
         raise KeyboardInterrupt  # Tune returns what it has
 

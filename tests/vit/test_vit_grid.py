@@ -98,7 +98,7 @@ def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained
     os.kill(wait_until_measured(tmp_path / "grid" / CELLS[0], process), signal.SIGKILL)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 1 and "4 cells, 0 already done" in out and "[4/4]" in out
-    assert f"{CELLS[0]}: crashed: " in err
+    assert f"{CELLS[0]}: crashed: its process died, often for lack of memory\n" in err
     assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
     assert grid.main(arguments(tmp_path)) == 0
     for name in CELLS:
