@@ -15,6 +15,7 @@ from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray import tune  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
 
 from vit.cells import PATIENCE, BusyError, is_done, record_failure
 from vit.recipe import Recipe
@@ -88,7 +89,7 @@ def run_cells(recipes: Sequence[Recipe], jobs: int | None, cpus: float, gpus: fl
         recipe = by_name[result.config["cell"]] if result.config else None
         if recipe and result.error and not is_done(recipe.directory):
             error = str(result.error).strip() or type(result.error).__name__
-            killed = isinstance(result.error, ray.exceptions.RayActorError)
+            killed = isinstance(result.error, RayActorError)
             record_failure(recipe, f"{error}\nits process died, often for lack of memory" if killed else error)
     if sum(bool(result.error or (result.metrics or {}).get("status")) for result in results) < len(recipes):
         raise KeyboardInterrupt  # Tune returns what it has
