@@ -35,7 +35,7 @@ demo: .venv/installed
 	$(BIN)/python -m tracker.pythia --model nano --measures all --out results/nano --wandb offline
 
 demo-vit: .venv/installed
-	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --engine processes --jobs 2 --threads 1 --wandb offline --out results/vit/demo
+	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --threads 1 --wandb offline --out results/vit/demo
 	$(BIN)/python -m vit.analysis results/vit/demo
 
 # One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.

@@ -1,44 +1,20 @@
 """Train DeiT-style vision transformers over a grid of weight decay x stochastic depth, and relate accuracy to coupling.
 
-`vit.train(recipe, data=, model=)` trains one model; `vit.Recipe` has its options.
-
 Input of the commands: a recipe (YAML or options) and the axes of the grid. Output: a directory per cell with accuracy, history
 and units of coupling over training; and an analysis of the grid: tables, figures and an HTML page.
 
 | module | contents |
 | --- | --- |
 | `recipe` | the options of one training run and their validation; `recipes/` has those of the study |
-| `train`, `command` | the command `python -m vit.train` |
+| `train` | the command `python -m vit.train` |
+| `grid`, `tune` | the command `python -m vit.grid`: all cells, one after another or on Ray |
+| `overview` | what training the cells of a grid would take; table and time left while they train |
 | `training` | one training run with coupling measured meanwhile |
-| `grid` | the command `python -m vit.grid`: all cells, on Ray (`tune`) or local processes (`processes`) |
-| `overview` | the cells while they train: table and time left |
-| `dry_run`, `resources` | what a grid would take; machines, CPUs and GPUs that do not exist are refused |
-| `pace`, `bar` | the time that a training takes; its bar on a terminal |
-| `progress` | the loss on plain training images at each measured step |
+| `pace` | the time that a training takes; its bar on a terminal |
 | `cells` | the files, state and lock of a cell's directory |
-| `data`, `sources`, `images` | data sets in memory; where they come from; labelled images |
+| `data` | data sets in memory and where they come from |
 | `augment`, `loaders` | batched augmentation, data loaders |
 | `model`, `module` | timm's DeiT, or another model; the LightningModule that trains it |
-| `averaging` | the moving average of the weights |
 | `analysis` | the command `python -m vit.analysis`: tables, figures (`figures`) and page of a grid |
 | `results`, `statistics` | what the analysis reads of a grid; regressions of accuracy on coupling |
 """
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from vit.data import Data
-    from vit.images import Split
-    from vit.recipe import Recipe
-    from vit.training import train
-
-__all__ = ["Data", "Recipe", "Split", "train"]
-_MODULES = {"Data": "data", "Recipe": "recipe", "Split": "images", "train": "training"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `--help` imports neither torch nor timm."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'vit' has no attribute {name!r}")
-    return getattr(import_module(f"vit.{_MODULES[name]}"), name)

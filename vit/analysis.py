@@ -62,7 +62,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
-    drawn = {
+    drawings = {
         "accuracy": figures.outcome_against_coupling(grid, at, "accuracy"),
         "loss": figures.outcome_against_coupling(grid, at, "loss"),
         "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
@@ -71,22 +71,22 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         "which": figures.correlations_with_accuracy(table, at["token"]),
     }
     if np.isfinite(reliable["reliability"].to_numpy()).any():
-        drawn["reliability"] = figures.reliability_of_measures(reliable, at["k"])
+        drawings["reliability"] = figures.reliability_of_measures(reliable, at["k"])
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
     for file, content in (("cells", cells), ("tests", tests), ("reliability", reliable), ("correlations", table)):
         write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
-    shown = {}
-    for key, figure in drawn.items():
+    pictures = {}
+    for key, figure in drawings.items():
         buffer = io.BytesIO()
         figure.savefig(buffer, dpi=200, format="png")
         write_atomic(out / f"{key}.png", buffer.getvalue())
-        shown[key] = _figure(key, buffer.getvalue())
+        pictures[key] = _figure(key, buffer.getvalue())
     of_figures = (table[list(at)] == list(at.values())).all(axis=1)
     columns = ["weight_decay", "drop_path", "seed", "accuracy", "loss", "training_loss"]
     columns.append("/".join([at["token"], at["measure"], f"k{at['k']}", at["pairs"]]))
-    listed = with_intervals(table.loc[of_figures], ["outcome", "drop_path", "n"], ["slope", "p", "p_holm"])
-    shown_tests = with_intervals(
+    fits = with_intervals(table.loc[of_figures], ["outcome", "drop_path", "n"], ["slope", "p", "p_holm"])
+    answered = with_intervals(
         tests, ["question", "token", "role", "n"], ["p", "p_holm", "attainable", "detectable", "detectable_true"]
     )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -94,15 +94,15 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         title=html.escape(f"Coupling and accuracy: {name}"),
         grid=html.escape(_grid(grid, at)),
         answers=_items(answers(tests)),
-        tests=shown_tests.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
-        outcomes=shown["accuracy"] + shown["loss"],
-        rates=shown["fig6b"] + (shown["fig10"] if len(decays) > 1 else ""),
-        training=shown["training"],
+        tests=answered.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
+        outcomes=pictures["accuracy"] + pictures["loss"],
+        rates=pictures["fig6b"] + (pictures["fig10"] if len(decays) > 1 else ""),
+        training=pictures["training"],
         reliable=_items(reliable_measures(reliable)),
-        reliability=shown.get("reliability", ""),
+        reliability=pictures.get("reliability", ""),
         exploratory=html.escape(exploratory(table)),
-        which=shown["which"],
-        correlations=listed.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3g}"),
+        which=pictures["which"],
+        correlations=fits.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3g}"),
         cells=cells[columns].to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.4g}"),
         unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
@@ -168,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     first = parsed.grid[0]
     grid = read_grid(*parsed.grid)
-    given = {"token": parsed.token, "measure": parsed.measure, "k": parsed.k, "pairs": parsed.pairs}
-    at = primary(grid) | {name: value for name, value in given.items() if value is not None}
+    options = {"token": parsed.token, "measure": parsed.measure, "k": parsed.k, "pairs": parsed.pairs}
+    at = primary(grid) | {name: value for name, value in options.items() if value is not None}
     for name, value in at.items():
         if value not in grid[name].values:
             raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")

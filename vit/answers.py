@@ -17,35 +17,35 @@ def answers(tests: "pd.DataFrame") -> list[str]:
         tests: the rows of `vit.statistics.named_tests`.
     """
     position = tests.loc[tests["role"] == "primary", "token"].iloc[0]
-    shown = tests.loc[(tests["token"] == position) & tests["p"].notna()]
-    return [_answer(row) for row in shown.to_dict("records")] or ["Too few settings to answer."]
+    rows = tests.loc[(tests["token"] == position) & tests["p"].notna()]
+    return [_answer(row) for row in rows.to_dict("records")] or ["Too few settings to answer."]
 
 
 def _answer(row: dict[str, Any]) -> str:
-    found = row["p"] if row["role"] == "primary" else row["p_holm"]
-    p = "p < 0.0001" if found < 0.0001 else f"p = {found:.2g}"
+    p_value = row["p"] if row["role"] == "primary" else row["p_holm"]
+    p = "p < 0.0001" if p_value < 0.0001 else f"p = {p_value:.2g}"
     corrected = "primary test" if row["role"] == "primary" else "corrected"
-    if found < 0.05:
-        says = "yes" if (row["r"] > 0) == (row["expected"] == "+") else "the opposite"
+    if p_value < 0.05:
+        answer = "yes" if (row["r"] > 0) == (row["expected"] == "+") else "the opposite"
     elif (
         row["attainable"] < row["detectable"]
     ):  # stochastic depth is set: without an effect of it, coupling is all noise
-        says = "not above the noise of seeds" if row["x"] == "drop_path" else "could not be tested"
+        answer = "not above the noise of seeds" if row["x"] == "drop_path" else "could not be tested"
     else:
-        says = "not significantly"
+        answer = "not significantly"
     question = f"{row['question'][0].upper()}{row['question'][1:]}"
-    return f"{question}: {says}, r = {interval(row, 'r')}, {p} ({corrected}, {row['token']}). {_power(row)}"
+    return f"{question}: {answer}, r = {interval(row, 'r')}, {p} ({corrected}, {row['token']}). {_power(row)}"
 
 
 def _power(row: dict[str, Any]) -> str:
-    finds = f"{row['n']} settings find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
+    power = f"{row['n']} settings find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
     of = {LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}") for axis in ("x", "y")}
     if not all(of.values()):
-        return f"Reliability is unknown, because no setting has several seeds. {finds}."
+        return f"Reliability is unknown, because no setting has several seeds. {power}."
     reliable = ", ".join(f"{name} {text}" for name, text in of.items() if name != LABELS["drop_path"])
     true = row["detectable_true"]
     of_true = f"a true |r| ≥ {true:.2f}" if true <= 1 else "not even a true |r| of 1"
-    return f"Reliability: {reliable}. {finds}, and at these reliabilities {of_true}."
+    return f"Reliability: {reliable}. {power}, and at these reliabilities {of_true}."
 
 
 def reliable_measures(table: "pd.DataFrame") -> list[str]:
@@ -68,8 +68,8 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     for row in rows[len(outcomes) :]:
         by_measure.setdefault(row["token"], {}).setdefault(row["measure"], []).append(row["reliable"])
     for token, measures in by_measure.items():
-        found = [f"{name} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
-        lines.append(f"coupling of the {token}: {', '.join(found) or 'none'} reliable")
+        names = [f"{name} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
+        lines.append(f"coupling of the {token}: {', '.join(names) or 'none'} reliable")
     lines.append(
         f"Reliable means that the interval is above {RELIABLE}; brackets: for how many choices of K and layer pairs."
     )

@@ -13,11 +13,8 @@ from functools import cache
 
 import torch
 from jaxtyping import Float, Int, UInt8
-from PIL import Image
 from timm.data import auto_augment
-from timm.data.random_erasing import RandomErasing
 from torch import Tensor
-from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from tracker.linalg.transfer import to_device
@@ -37,30 +34,7 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
     if recipe.flip:
         (flipped,) = to_device(images.device, torch.rand(len(images)) < recipe.flip)
         images = torch.where(_per_image(flipped), images.flip(-1), images)
-    if recipe.rand_augment != "off":
-        images = rand_augment(images, parse(recipe.rand_augment), mean)
-    return images
-
-
-def pil_transform(recipe: Recipe, mean: Float[Tensor, "3"], std: Float[Tensor, "3"]) -> v2.Compose:
-    """Build the same augmentation for single PIL images, with erasing and normalisation, from timm and torchvision."""
-    fill = tuple(round(255 * m) for m in mean.tolist())
-    settings = {"img_mean": fill, "magnitude_max": HIGHEST_LEVEL, "interpolation": Image.Resampling.BICUBIC}
-    return v2.Compose(
-        [
-            v2.RandomCrop(recipe.image_size, padding=recipe.crop_padding or None),
-            v2.RandomHorizontalFlip(recipe.flip),
-            *(
-                []
-                if recipe.rand_augment == "off"
-                else [auto_augment.rand_augment_transform(recipe.rand_augment, settings)]
-            ),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(mean.tolist(), std.tolist()),
-            RandomErasing(recipe.erasing, mode="pixel", device="cpu"),
-        ]
-    )
+    return rand_augment(images, parse(recipe.rand_augment), mean)
 
 
 def padded_crop(images: Images, padding: int) -> Images:
@@ -108,38 +82,25 @@ class RandAugment:
     spread: float
 
 
-def check_policy(recipe: Recipe) -> None:
-    """Check the notation of RandAugment.
+@cache
+def parse(notation: str) -> RandAugment:
+    """Parse timm's notation, such as rand-m9-mstd0.5-inc1, or "off".
 
     Raises:
-        ValueError: if it is invalid, or the recipe's way to augment does not have its operations.
+        ValueError: if the notation is invalid, or names an operation that is not implemented.
     """
-    if recipe.rand_augment != "off":
-        (parse if recipe.augment == "batched" else _timm_policy)(recipe.rand_augment)
-
-
-def _timm_policy(notation: str) -> auto_augment.RandAugment:
+    if notation == "off":
+        return RandAugment((), 0, 0.0, 0.0, 0.0)
     try:
-        return auto_augment.rand_augment_transform(notation, {})
+        timm = auto_augment.rand_augment_transform(notation, {})
     except (AssertionError, ValueError) as error:
         raise ValueError(
             f"--rand_augment {notation!r}: give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
         ) from error
-
-
-@cache
-def parse(notation: str) -> RandAugment:
-    """Parse timm's notation, such as rand-m9-mstd0.5-inc1.
-
-    Raises:
-        ValueError: if the notation is invalid, or names an operation without a batched implementation.
-    """
-    timm = _timm_policy(notation)
     first, names = timm.ops[0], tuple(op.name for op in timm.ops)
     if not set(names) <= _CHANGES.keys() | _MOVES.keys() or timm.choice_weights is not None or first.magnitude_max:
         raise ValueError(
-            f"--rand_augment {notation}: batched augmentation has only the increasing set (inc1); use that, or "
-            "--augment workers"
+            f"--rand_augment {notation}: the operations are those of the increasing set; give inc1, such as rand-m9-mstd0.5-inc1"
         )
     return RandAugment(names, timm.num_layers, first.prob, first.magnitude, first.magnitude_std)
 
@@ -171,7 +132,8 @@ def apply(
     moves = [name for name in members if name in _MOVES]
     changes = [name for name in members if name in _CHANGES]
     # Level and signed level of each changed image, operation after operation, and the map of each moved one.
-    changed, moved = (_joined([members[name] for name in group], choice) for group in (changes, moves))
+    none = choice.new_empty(0)
+    changed, moved = (torch.cat([none, *(members[name] for name in group)]) for group in (changes, moves))
     maps = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves)])
     sent = to_device(images.device, changed, level[changed], signed[changed], moved, maps)
     changed, level, signed, moved, maps = sent
@@ -183,10 +145,6 @@ def apply(
     if moves:
         images[moved] = move(images[moved], maps, fill)
     return images
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *parts])
 
 
 def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"]) -> Images:

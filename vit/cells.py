@@ -8,12 +8,14 @@
     CELL/last.ckpt       the checkpoint to resume from
     CELL/coupling/       units of coupling over training, for tracker.open_results
     CELL/result.json     written last: the cell is done if and only if this file is valid
-    CELL/failed.json     why the process died
+    CELL/log.txt         what a training of a grid printed
+    CELL/failed.json     why the training failed: its error, and the reason in one line
 
 A diverged run counts as done, because the same command would diverge again.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +49,16 @@ def write(directory: Path, name: str, content: Any) -> None:
 def is_done(directory: Path) -> bool:
     """Whether the cell is trained (or diverged) and has its result."""
     return read(directory, "result") is not None
+
+
+def record_failure(recipe: Recipe, error: str) -> None:
+    """Write the text of an error, whose last line is the reason, to failed.json, or to standard error if that is impossible."""
+    reason = error.splitlines()[-1]
+    try:
+        recipe.directory.mkdir(parents=True, exist_ok=True)
+        write(recipe.directory, "failed", {"reason": reason, "error": error})
+    except OSError as failure:
+        print(f"{recipe.cell}: {reason} ({failure})", file=sys.stderr, flush=True)
 
 
 def check_settings(directory: Path, recipe: Recipe) -> None:

@@ -1,20 +1,59 @@
 """Image data sets in memory, as uint8 (N, 3, side, side), with the statistics that normalise them.
 
-All images are decoded before training starts, so that a damaged file is found at once and not an hour later.
+`--data` names CIFAR10, scikit-learn's digits or a folder. All images are decoded before training starts, so that a damaged file
+is found at once and not an hour later.
 """
 
-import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
+from urllib.error import URLError
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.v2 import functional as F
 
-from vit.images import DataError, Source, Split, balanced, balanced_index
+from tracker.common.files import cache_root
 from vit.recipe import Recipe
-from vit.sources import Sources, from_datasets, open_source
+
+
+class DataError(ValueError):
+    """The data is missing, damaged, or unsuitable for the settings."""
+
+
+@dataclass
+class Split:
+    """The images of one split with their class indices."""
+
+    images: UInt8[Tensor, "n 3 side side"]
+    labels: Int[Tensor, " n"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Tensor | slice) -> "Split":
+        return Split(self.images[index], self.labels[index])
+
+
+class Source(NamedTuple):
+    """One split before its images are decoded: the class indices of all images, and a function that decodes some.
+
+    `read` takes indices, (n), and the side in pixels; it returns uint8 images, (n, 3, side, side).
+    """
+
+    labels: Int[Tensor, " n"]
+    read: Callable[[Int[Tensor, " n"], int], UInt8[Tensor, "n 3 side side"]]
+
+    def decoded(self, index: Int[Tensor, " n"], side: int) -> Split:
+        """Decode the images of some indices."""
+        return Split(self.read(index, side), self.labels[index])
+
+
+Sources = tuple[Source, Source, list[str]]  # training images, test images, names of the classes
 
 
 @dataclass
@@ -43,7 +82,7 @@ class Data:
         """Return the test images to measure on: balanced over classes, and the same for every seed."""
         if size > len(self.test):
             raise DataError(f"--probe_size {size}: the test split has {len(self.test)} images; give at most that")
-        return self.normalise(balanced(self.test, size).images)
+        return self.normalise(self.test.images[balanced(self.test.labels, size)])
 
 
 def load(recipe: Recipe) -> Data:
@@ -52,36 +91,10 @@ def load(recipe: Recipe) -> Data:
     Raises:
         DataError: if it is missing, damaged, or smaller than the recipe needs.
     """
-    return prepared(open_source(recipe), recipe)
-
-
-def given_data(data: Any, recipe: Recipe) -> Data:
-    """Return data that a caller gave: `Data` as it is, or a pair of datasets for training and test.
-
-    Raises:
-        DataError: if it is neither, or does not fit the recipe.
-    """
-    if isinstance(data, Data):
-        side = data.train.images.shape[-1]
-        if side != recipe.image_size:
-            raise DataError(f"data has images of {side} pixels; give a recipe with image_size={side}")
-        if recipe.train_size is not None:
-            raise DataError(f"train_size={recipe.train_size}: vit.Data is used whole; leave train_size out")
-        _check_count(data.train, recipe)
-        return data
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise DataError(f"data is a {type(data).__name__}; give a pair of datasets (training, test), or vit.Data")
-    return prepared(from_datasets(*data), recipe)
-
-
-def fingerprint(data: Data) -> str:
-    """Return 16 hexadecimal digits that identify the images and labels of both splits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for split in (data.train, data.test):
-        digest.update(repr(tuple(split.images.shape)).encode())
-        for values in (split.images, split.labels):
-            digest.update(values.contiguous().numpy().data)
-    return digest.hexdigest()
+    kind, _, path = recipe.data.partition(":")
+    if kind == "cifar10":
+        return prepared(_cifar10(recipe.data_dir or cache_root()), recipe)
+    return prepared(_digits() if kind == "digits" else _folder(Path(path).expanduser()), recipe)
 
 
 def prepared(sources: Sources, recipe: Recipe) -> Data:
@@ -91,18 +104,14 @@ def prepared(sources: Sources, recipe: Recipe) -> Data:
         DataError: if an image is damaged, or if there are fewer than the recipe needs.
     """
     train, test = _splits(sources[0], sources[1], recipe)
-    _check_count(train, recipe)
-    mean, std = _statistics(train.images)
-    if not (std > 0).all():
-        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
-    return Data(train, test, sources[2], mean.float(), std.float())
-
-
-def _check_count(train: Split, recipe: Recipe) -> None:
     if recipe.batch_size > len(train):
         raise DataError(
             f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
         )
+    mean, std = _statistics(train.images)
+    if not (std > 0).all():
+        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
+    return Data(train, test, sources[2], mean.float(), std.float())
 
 
 def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
@@ -115,21 +124,104 @@ def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], F
 
 
 def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
-    every, side = torch.arange(len(test.labels)), recipe.image_size
-    if recipe.train_size is None:
-        return train.decoded(torch.arange(len(train.labels)), side), test.decoded(every, side)
-    used, tested = _selected(train.labels, recipe), test.decoded(every, side)
+    size, side = recipe.train_size, recipe.image_size
+    tested = test.decoded(torch.arange(len(test.labels)), side)
+    if size is None:
+        return train.decoded(torch.arange(len(train.labels)), side), tested
+    if size > len(train.labels):
+        raise DataError(
+            f"--train_size {size}: {recipe.data} has {len(train.labels)} training images; give at most that"
+        )
+    used = balanced(train.labels, size)
     if recipe.test_unused:
         unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
-        rest = train.decoded(torch.nonzero(unused).flatten(), side)
-        tested = Split(torch.cat([tested.images, rest.images]), torch.cat([tested.labels, rest.labels]))
+        added = train.decoded(torch.nonzero(unused).flatten(), side)
+        tested = Split(torch.cat([tested.images, added.images]), torch.cat([tested.labels, added.labels]))
     return train.decoded(used, side), tested
 
 
-def _selected(labels: Int[Tensor, " n"], recipe: Recipe) -> Int[Tensor, " train_size"]:
-    assert recipe.train_size is not None
-    if recipe.train_size > len(labels):
+def balanced(labels: Int[Tensor, " n"], size: int) -> Int[Tensor, " size"]:
+    """Return the indices of `size` images, balanced over classes, in a random order; selection and order are fixed."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    labels = labels[order]
+    # The r-th image of every class comes before the (r+1)-th of any.
+    rank = torch.empty_like(labels)
+    for c in labels.unique():
+        rank[labels == c] = torch.arange(int((labels == c).sum()))
+    return order[torch.argsort(rank, stable=True)[:size]]
+
+
+def _cifar10(root: Path) -> Sources:
+    try:
+        CIFAR10(root, download=True)
+    except (URLError, TimeoutError, ConnectionError) as error:
         raise DataError(
-            f"--train_size {recipe.train_size}: {recipe.data} has {len(labels)} training images; give at most that"
-        )
-    return balanced_index(labels, recipe.train_size)
+            f"CIFAR10 is missing, incomplete or damaged in {root}, and can't be downloaded ({error}); go online, put a complete "
+            f"{CIFAR10.filename} there, give --data_dir, or use --data digits, which needs no network"
+        ) from error
+    except RuntimeError as error:
+        raise DataError(
+            f"CIFAR10 was downloaded to {root}, but its checksum is wrong ({error}); remove {CIFAR10.filename} and try again"
+        ) from error
+    splits = [CIFAR10(root, train) for train in (True, False)]
+    train, test = (
+        _in_memory(Split(torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets)))
+        for split in splits
+    )
+    return train, test, list(splits[0].classes)
+
+
+def _digits() -> Sources:
+    """Load scikit-learn's digits, 8 x 8 pixels in 17 grey levels, with a balanced fifth as the test split."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+    images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
+    whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
+    mixed = whole[balanced(whole.labels, len(whole))]
+    return _in_memory(mixed[slice(360, None)]), _in_memory(mixed[slice(360)]), [str(digit) for digit in range(10)]
+
+
+def _in_memory(split: Split) -> Source:
+    """Return the source of square images, which are resized."""
+
+    def read(index: Int[Tensor, " n"], side: int) -> UInt8[Tensor, "n 3 side side"]:
+        images = split.images[index]
+        return images if images.shape[-1] == side else F.resize(images, [side, side], antialias=True)
+
+    return Source(split.labels, read)
+
+
+def _folder(path: Path) -> Sources:
+    """List PATH/train and PATH/test or PATH/val."""
+    train, test = (_listing(path, names) for names in (("train",), ("test", "val")))
+    if train.classes != test.classes:
+        differing = sorted(set(train.classes) ^ set(test.classes))
+        raise DataError(f"--data folder:{path}: train and test must have the same classes, but differ in {differing}")
+    return _files(train), _files(test), train.classes
+
+
+def _listing(path: Path, names: Sequence[str]) -> ImageFolder:
+    directory = next((path / name for name in names if (path / name).is_dir()), path / names[0])
+    try:
+        return ImageFolder(str(directory))
+    except FileNotFoundError as error:
+        layout = " or ".join(f"{path / name}/CLASS/*.png" for name in names)
+        raise DataError(f"--data folder:{path}: {layout} is needed ({error})") from error
+
+
+def _files(listing: ImageFolder) -> Source:
+    """Return the source of image files: the shorter side is resized, and the centre is cropped."""
+
+    def read(index: Int[Tensor, " n"], side: int) -> UInt8[Tensor, "n 3 side side"]:
+        images = torch.empty(len(index), 3, side, side, dtype=torch.uint8)
+        for row, i in enumerate(index.tolist()):
+            file, _ = listing.samples[i]
+            try:
+                pixels = F.pil_to_tensor(listing.loader(file))
+            except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
+                raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
+            images[row] = F.center_crop(F.resize(pixels, [side], antialias=True), [side])
+        return images
+
+    return Source(torch.tensor(listing.targets), read)

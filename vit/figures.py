@@ -124,10 +124,10 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
 
 def correlations_with_accuracy(table: pd.DataFrame, token: str) -> Figure:
     """Draw r by mis-coupling, K and layer pairs; with several rates, r within rates (`drop_path` "fixed")."""
-    shown = table[(table["outcome"] == "accuracy") & (table["token"] == token)]
-    rates = set(shown["drop_path"])
-    which = "fixed" if "fixed" in rates else rates.pop()
-    return correlation_heatmap(shown.loc[shown["drop_path"] == which], "accuracy")
+    rows = table[(table["outcome"] == "accuracy") & (table["token"] == token)]
+    rates = set(rows["drop_path"])
+    rate = "fixed" if "fixed" in rates else rates.pop()
+    return correlation_heatmap(rows.loc[rows["drop_path"] == rate], "accuracy")
 
 
 def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
@@ -148,9 +148,9 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     for i, token in enumerate(tokens):
         of_token = [row for row in couplings if row["token"] == token]
         series.append((token, of_token, SERIES["light"][i], len(outcomes) + 0.3 * (i - (len(tokens) - 1) / 2)))
-    for label, shown, colour, first in series:
-        value, low, high = np.array([[row[name] for name in RELIABILITY] for row in shown]).T
-        place = first + np.arange(len(shown))
+    for label, records, colour, first in series:
+        value, low, high = np.array([[row[name] for name in RELIABILITY] for row in records]).T
+        place = first + np.arange(len(records))
         axes.errorbar(value, place, xerr=[value - low, high - value], fmt="o", ms=3, lw=1, color=colour, label=label)
     axes.axvline(RELIABLE, color=GREY, ls=":", lw=1)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)

@@ -1,28 +1,26 @@
 """The grid: `python -m vit.grid` trains one vision transformer for every weight decay x stochastic depth x seed.
 
-All other options are those of the recipe, as in vit.train. A finished cell is not run again; one that diverges or crashes
-is recorded and the others continue; the same command resumes an interrupted grid. No heavy module is imported before the
-arguments are read.
+All other options are those of the recipe, as in vit.train. Ray trains several cells at a time; `--jobs 1` trains one after
+another in this process. A finished cell is not run again; one that diverges or crashes is recorded and the others continue; the
+same command resumes an interrupted grid. No heavy module is imported before the arguments are read.
 """
 
-import importlib.util
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.values import as_path
-from vit import processes
-from vit.cells import check_settings, is_done, read
-from vit.command import parse
-from vit.overview import shown, state_of
+from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
+from vit.overview import costs, shown, state_of
 from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
-from vit.resources import check_accelerator, check_ray
+from vit.train import parse
 
 # The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
 # 0.3 of them; the others are our choice.
@@ -42,12 +40,11 @@ class Grid:
         drop_paths: stochastic depth rates, separated by commas. The paper states 0, 0.05, 0.1 and 0.3.
         seeds: random seeds, separated by commas.
         out: parent directory of the cells. Default: results/vit/DATA.
-        engine: ray, or processes on this machine; auto is ray if it is installed, else processes.
-        jobs: number of cells trained at the same time, with processes; they are spread over the GPUs that
-            CUDA_VISIBLE_DEVICES names. Default: one for each GPU, or 1 / gpus_per_cell; 1 without a GPU.
+        jobs: number of cells trained at the same time, at most; 1 trains one after another in this process, without Ray.
+            Default: as many as there are CPUs and GPUs for.
         address: address of a Ray cluster, or auto for the cluster that this machine belongs to; all its machines must be
             able to write to OUT. Default: Ray on this machine alone.
-        cpus_per_cell: CPUs per cell, with Ray.
+        cpus_per_cell: CPUs per cell.
         gpus_per_cell: GPUs per cell; cells share a GPU at a fraction. Default: 1 if there are GPUs, else 0.
         retries: number of times that a crashed cell is started again.
         dry_run: print what would be trained, and the expected time, memory and disk space, from a few batches.
@@ -57,7 +54,6 @@ class Grid:
     drop_paths: float | str = DROP_PATHS
     seeds: int | str = "0"
     out: Path | None = None
-    engine: Literal["auto", "ray", "processes"] = "auto"
     jobs: int | None = None
     address: str | None = None
     cpus_per_cell: float = 1.0
@@ -88,100 +84,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(grid: Grid, recipe: Recipe) -> int:
     """Train the missing cells of a grid and show their progress; return the exit status."""
     recipes = cells(grid, recipe)
-    engine = _engine(grid)
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    use = _use(grid, recipe, engine)
-    if grid.dry_run:
-        return _dry_run(recipes, missing, engine, use.jobs)
-    share = 0.0
-    if missing and engine == "processes":
-        processes.start_server()
-    elif missing:
+    counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
+    out, on_ray, gpus = recipes[0].directory.parent, grid.jobs != 1, 0.0
+    if on_ray and missing and not grid.dry_run:
         from vit import tune
 
-        share = tune.connect(grid.address, grid.cpus_per_cell, use.share)
+        may_use_gpus = recipe.accelerator in ("auto", "gpu", "cuda")
+        gpus = tune.connect(grid.address, grid.cpus_per_cell, grid.gpus_per_cell if may_use_gpus else 0.0)
     from tracker.loggers.wandb import resolve_mode
-    from vit.augment import check_policy
+    from vit.augment import parse as parse_policy
     from vit.data import load
+    from vit.model import build
 
+    if not on_ray:
+        from vit.training import check_accelerator
+
+        check_accelerator(recipe.accelerator)
     resolve_mode(recipe.wandb)
-    check_policy(recipe)
+    parse_policy(recipe.rand_augment)
+    started = time.perf_counter()
     data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
-    if recipe.model is not None:
-        from vit.model import build, check_output
+    build(recipes[-1], len(data.classes))
+    if grid.dry_run:
+        print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
+        if missing:
+            from vit.training import try_cell
 
-        check_output(build(recipes[-1], len(data.classes)), len(data.classes), recipe.image_size)
+            trial = try_cell(missing[0], data, time.perf_counter() - started)
+            print(costs(missing, trial, len(data.train), grid.jobs))
+        return OK
     for cell in missing:
-        with suppress(OSError):  # none, or a directory that can't be used, which its worker reports
+        with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
             (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
-    out = recipes[0].directory.parent
-    print(f"{len(recipes)} cells, {len(recipes) - len(missing)} already done; {engine}; results in {out}", flush=True)
-    with shown(recipes, missing, use.jobs, use.on_a_gpu) as ended:
-        if missing and engine == "ray":
-            from vit import tune
-
-            tune.run_cells(missing, out / ".ray", grid.cpus_per_cell, share, grid.retries, ended)
-        elif missing:
-            processes.run_cells(missing, use.jobs or 1, grid.retries, ended, use.gpus)
-    bad = {
-        cell.cell: state_of(cell)
-        for cell in recipes
-        if (read(cell.directory, "result") or {}).get("status") != "finished"
-    }
-    for name, state in bad.items():
-        print(f"{name}: {state}", file=sys.stderr)
+    print(f"{counts}; results in {out}", flush=True)
+    with shown(recipes, missing, grid.jobs):
+        if on_ray and missing:
+            tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries)
+        else:
+            train_in_turn(missing, grid.retries)
+    bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
+    for cell in bad:
+        print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)
     print(f"analysis: python -m vit.analysis {out}")
     return FAILED if bad else OK
 
 
-@dataclass(frozen=True)
-class Use:
-    """What the cells of a grid use.
+def train_in_turn(recipes: Sequence[Recipe], retries: int) -> None:
+    """Train cells one after another in this process; record final failures in failed.json.
 
-    Attributes:
-        jobs: number of cells at a time; None where Ray decides.
-        gpus: names of this machine's GPUs, for processes.
-        share: GPUs per cell, for Ray; None: 1 if its machines have any.
-        on_a_gpu: number of cells that share a GPU.
+    A cell that another process trains comes last, and is waited for.
     """
+    from vit.training import train_cell
 
-    jobs: int | None
-    gpus: Sequence[str]
-    share: float | None
-    on_a_gpu: float
-
-
-def _use(grid: Grid, recipe: Recipe, engine: str) -> Use:
-    """Return what the cells use.
-
-    Raises:
-        ValueError: if it is known not to exist.
-    """
-    on_gpus, share = recipe.accelerator in ("auto", "gpu", "cuda"), grid.gpus_per_cell
-    if engine == "ray":
-        share = share if on_gpus else share or 0.0
-        check_ray(grid.address, grid.cpus_per_cell, share)
-        return Use(grid.jobs, (), share, 1 / (share or 1.0))
-    check_accelerator(recipe.accelerator)
-    gpus = processes.visible_gpus() if on_gpus else []
-    on_one = max(1, int(1 / share + 1e-9)) if share else 1  # a cell never takes parts of two GPUs
-    whole = max(1.0, share or 1.0)
-    jobs = grid.jobs or max(1, int(len(gpus) * on_one / whole))
-    return Use(jobs, gpus, share, jobs / max(len(gpus), 1))
-
-
-def _dry_run(recipes: Sequence[Recipe], missing: Sequence[Recipe], engine: str, jobs: int | None) -> int:
-    """Print what the grid would take."""
-    from vit.data import load
-    from vit.dry_run import describe
-
-    print(f"{engine}; results in {recipes[0].directory.parent}")
-    started = time.perf_counter()
-    data = load(recipes[0])
-    print(describe(recipes, missing, data, time.perf_counter() - started, jobs), flush=True)
-    return OK
+    waiting = [(recipe, retries) for recipe in recipes]
+    busy: list[tuple[Recipe, int]] = []
+    while waiting or busy:
+        if not waiting:
+            print(
+                f"{', '.join(recipe.cell for recipe, _ in busy)}: trained by another process; waiting for it",
+                flush=True,
+            )
+            time.sleep(PATIENCE)
+            waiting, busy = busy, []
+        recipe, tries = waiting.pop(0)
+        try:
+            train_cell(recipe)
+        except BusyError:
+            busy.append((recipe, tries))
+        except Exception:  # any failure is recorded with its cell, and the other cells continue
+            if tries:
+                waiting.insert(0, (recipe, tries - 1))
+            else:
+                record_failure(recipe, traceback.format_exc().strip())
 
 
 def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
@@ -192,6 +169,10 @@ def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
     """
     if (grid.jobs is not None and grid.jobs < 1) or grid.retries < 0:
         raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; give at least 1 job and 0 retries")
+    if grid.address and grid.jobs == 1:
+        raise ValueError(
+            f"--address {grid.address} --jobs 1; one cell at a time is trained here: give more jobs, or no address"
+        )
     if recipe.devices * recipe.num_nodes > 1:
         raise ValueError("--devices or --num_nodes above 1; each cell of a grid trains on one device: leave them out")
     axes = [
@@ -220,17 +201,6 @@ def _values(option: str, text: Any, kind: Callable[[str], Any]) -> list[Any]:
     if twice:
         raise ValueError(f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is given twice")
     return values
-
-
-def _engine(grid: Grid) -> str:
-    installed = importlib.util.find_spec("ray") is not None
-    if grid.engine == "ray" and not installed:
-        raise ValueError(
-            "--engine ray; Ray is not installed: pip install 'block-coupling-tracker[ray]', or --engine processes"
-        )
-    if grid.address and (grid.engine == "processes" or not installed):
-        raise ValueError(f"--address {grid.address}; a cluster needs Ray: pip install 'block-coupling-tracker[ray]'")
-    return "ray" if installed and grid.engine != "processes" else "processes"
 
 
 if __name__ == "__main__":

@@ -1,27 +1,18 @@
-"""Data loaders: two augmentation pipelines, repeated augmentation, mixup and cutmix.
-
-`batched`: uint8 images are gathered by index, moved to the device and augmented there. `workers`: worker processes augment
-single PIL images. Mixup and cutmix follow in both.
-"""
+"""Data loaders: uint8 images are gathered by index, moved to the device, and augmented, normalised and mixed there."""
 
 import hashlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.mixup import Mixup
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.v2.functional import to_pil_image
 
 from tracker.linalg.transfer import copies_beside_work
-from vit.augment import augment, check_policy, erase, pil_transform
-from vit.data import Data
-from vit.images import Split
+from vit.augment import augment, erase, parse
+from vit.data import Data, Split
 from vit.recipe import Recipe
 
 TEST_BATCH = 1024
@@ -32,7 +23,7 @@ class Batches(lightning.LightningDataModule):
 
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
-        check_policy(recipe)
+        parse(recipe.rand_augment)  # refuses an invalid notation
         self.data, self.recipe = data, recipe
         self.mixup = None
         if recipe.mixup or recipe.cutmix:
@@ -42,21 +33,18 @@ class Batches(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         """Return full batches, in an order that depends on seed and epoch only."""
         recipe, rank, world = self.recipe, *self._rank_and_world()
-        in_workers = recipe.augment == "workers"
-        order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world, seeded=in_workers)
-        # Lightning sets the epoch too, but after the workers of a resumed run have taken the first batches. At this point its
-        # `current_epoch` is still that of the checkpoint.
+        order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world)
+        # Lightning sets the epoch too, but after a resumed run has fetched the first batch. At this point its `current_epoch` is
+        # still that of the checkpoint.
         progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
         order.set_epoch(progress.processed if progress else 0)
         return DataLoader(
-            _Single(self.data, recipe) if in_workers else _Gathered(self.data.train),
+            _Gathered(self.data.train),
             batch_size=recipe.batch_size // world,
             sampler=order,
-            num_workers=recipe.workers if in_workers else 0,
             # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
             generator=torch.Generator().manual_seed(recipe.seed),
-            persistent_workers=in_workers,
-            collate_fn=None if in_workers else _as_is,
+            collate_fn=tuple,
             pin_memory=self._pins(),
             drop_last=True,
         )
@@ -65,18 +53,17 @@ class Batches(lightning.LightningDataModule):
         """Return the test split, each image once."""
         rank, world = self._rank_and_world()
         share = _Gathered(self.data.test[slice(rank, None, world)])
-        return DataLoader(share, TEST_BATCH, collate_fn=_as_is, pin_memory=self._pins())
+        return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
         images, labels = batch
         if not self.trainer or not self.trainer.training:
             return self.data.normalise(images), labels
-        if self.recipe.augment == "batched":
-            mean, _ = self.data.statistics(images.device)
-            images = self.data.normalise(augment(images, self.recipe, mean))
-            if self.recipe.erasing:
-                images = erase(images, self.recipe.erasing)
+        mean, _ = self.data.statistics(images.device)
+        images = self.data.normalise(augment(images, self.recipe, mean))
+        if self.recipe.erasing:
+            images = erase(images, self.recipe.erasing)
         return self.mixup(images, labels) if self.mixup else (images, labels)
 
     def _pins(self) -> bool:
@@ -91,24 +78,17 @@ class Order(RepeatAugSampler):
     """timm's sampler for repeated augmentation, with a permutation that depends on the seed as well as the epoch.
 
     An epoch has as many draws as there are images: with r repeats it contains a different 1/r of the images, r times each.
-    If `seeded`, each draw is a pair of the image's index and a random seed for its augmentation.
     """
 
-    def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int, seeded: bool = False):
+    def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
         self.num_selected_samples = images // world  # so that every device has the same number of full batches
-        self.seed, self.seeded = seed, seeded
+        self.seed = seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the permutation."""
         super().set_epoch(derived_seed("order", self.seed, epoch))
-
-    def __iter__(self) -> Iterator[Any]:
-        draws = super().__iter__()
-        if not self.seeded:
-            return draws
-        return ((index, derived_seed("image", self.epoch, self.rank, i)) for i, index in enumerate(draws))
 
 
 def derived_seed(*parts: int | str) -> int:
@@ -132,25 +112,3 @@ class _Gathered(Dataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(indices)
         return self.split.images[index], self.split.labels[index]
-
-
-class _Single(Dataset):
-    """A split indexed by single images, augmented with PIL."""
-
-    def __init__(self, data: Data, recipe: Recipe):
-        self.split = data.train
-        self.transform = pil_transform(recipe, data.mean, data.std)
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitem__(self, draw: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        index, seed = draw
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        return self.transform(to_pil_image(self.split.images[index])), self.split.labels[index]
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

@@ -1,6 +1,5 @@
-"""The model: timm's DeiT of configurable size, any other timm model, or a caller's module."""
+"""The model: timm's DeiT of configurable size, or any other timm model."""
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from timm.layers.weight_init import trunc_normal_
 from timm.models import VisionTransformer, create_model, is_model, list_models
 from torch import nn
 
-from tracker.devices import raise_device_errors
 from vit.recipe import Recipe
 
 
@@ -27,7 +25,7 @@ def build(recipe: Recipe, classes: int) -> nn.Module:
     (12, 192, 65)
 
     Raises:
-        ModelError: if timm has no model of the name, or can't build it with the recipe's options.
+        ModelError: if timm has no model of the name, or it can't be built for, or does not take, the recipe's images.
     """
     return _deit(recipe, classes) if recipe.model is None else _named(recipe.model, recipe, classes)
 
@@ -53,15 +51,15 @@ def _named(name: str, recipe: Recipe, classes: int) -> nn.Module:
     if not is_model(name):
         close = ", ".join(get_close_matches(name, list_models(), 3)) or "timm.list_models() names them"
         raise ModelError(f"--model {name}: timm has no model of this name; the nearest: {close}")
-    options = {
-        "img_size": recipe.image_size,
-        "patch_size": recipe.patch_size,
-        "drop_path_rate": recipe.drop_path,
-    }
+    options = {"img_size": recipe.image_size, "patch_size": recipe.patch_size, "drop_path_rate": recipe.drop_path}
+    images = torch.zeros(2, 3, recipe.image_size, recipe.image_size)
     while True:
         try:
-            return create_model(name, num_classes=classes, **options)
-        except (TypeError, ValueError, AssertionError) as error:
+            model = create_model(name, num_classes=classes, **options)
+            with evaluating(model), torch.no_grad():
+                model(images)
+            return model
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             refused = re.search(r"argument '(\w+)'", str(error))
             if not refused or refused[1] not in options:
                 raise ModelError(
@@ -81,29 +79,3 @@ def evaluating(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for part, mode in training.items():
             part.training = mode
-
-
-@torch.no_grad()
-def check_output(model: nn.Module, classes: int, side: int) -> None:
-    """Check that a model takes an image and returns one logit for each class.
-
-    Raises:
-        ModelError: if it does not.
-    """
-    name, parameter = type(model).__name__, next(model.parameters(), torch.zeros(()))
-    try:
-        with evaluating(model):
-            logits = model(torch.zeros(2, 3, side, side, dtype=parameter.dtype, device=parameter.device))
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        raise_device_errors(error)
-        raise ModelError(f"{name} does not take images of the shape (2, 3, {side}, {side}): {error}") from error
-    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
-    if shape != (2, classes):
-        raise ModelError(f"{name} returns {shape} for 2 images; give a model that returns logits, (2, {classes})")
-
-
-def structure(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that identify the types of a model's modules and the shapes of its weights."""
-    modules = [(name, type(part).__qualname__) for name, part in model.named_modules()]
-    shapes = [(name, tuple(value.shape)) for name, value in (*model.named_parameters(), *model.named_buffers())]
-    return hashlib.blake2b(repr((modules, shapes)).encode(), digest_size=8).hexdigest()

@@ -8,13 +8,13 @@ import lightning
 import torch
 from timm.optim._optim_factory import create_optimizer_v2
 from timm.scheduler.scheduler_factory import create_scheduler_v2
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from vit.cells import write
 from vit.loaders import derived_seed
-from vit.model import build, check_output
+from vit.model import build
 from vit.recipe import Recipe
 
 
@@ -23,25 +23,12 @@ class DivergedError(FloatingPointError):
 
 
 class Classifier(lightning.LightningModule):
-    """A model in training; `history` has a row per finished epoch and is saved in checkpoints.
+    """A recipe's model in training; `history` has a row per finished epoch and is saved in checkpoints."""
 
-    Args:
-        model: the model, or None for that of the recipe.
-    """
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        classes: int,
-        steps_per_epoch: int,
-        print_epochs: bool = False,
-        model: nn.Module | None = None,
-    ):
+    def __init__(self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False):
         super().__init__()
         self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
-        self.model = build(recipe, classes) if model is None else model
-        if recipe.model is not None:
-            check_output(self.model, classes, recipe.image_size)
+        self.model = build(recipe, classes)
         if recipe.compile:
             self.model.compile()
         self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")

@@ -1,21 +1,47 @@
-"""The cells of a grid while they train: their states, a table of accuracies, and the time that is left."""
+"""The cells of a grid: what training them would take, and their states and the time that is left while they train."""
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from tracker.measures.cost import duration
+from tracker.measures.cost import duration, entry, size
 from vit.cells import is_done, read
 from vit.recipe import Recipe
-from vit.resources import recommended_share
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vit.training import Trial
+
 SECONDS = 2.0  # between two looks at the cells
+
+
+def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | None) -> str:
+    """Return what training the missing cells would take, in lines.
+
+    Args:
+        trial: of one of these cells.
+        images: number of training images.
+        jobs: number of cells that are trained at the same time; None if only Ray knows.
+    """
+    together = min(jobs or 1, len(missing))
+    seconds = [trial.seconds(cell, images) for cell in missing]
+    total = ceil(len(missing) / together) * mean(seconds)
+    at_once = f"{together} at a time, if they do not slow each other down" if jobs else "one at a time"
+    kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
+    lines = [
+        ("per cell", f"about {duration(max(seconds))}"),
+        ("in all", f"about {duration(total)} with {at_once}"),
+        ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
+        ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
+        ("timed", f"a few steps, a test and two measurements of {missing[0].cell}"),
+    ]
+    return "\n".join(entry(*line) for line in lines)
 
 
 def state_of(recipe: Recipe) -> str:
@@ -35,23 +61,22 @@ def table(recipes: Sequence[Recipe], left: str = "") -> "Table":
 
     rates = sorted({recipe.drop_path for recipe in recipes})
     caption = f"rows: weight decay; columns: stochastic depth{left and f'; {left}'}"
-    shown = Table(title="test accuracy, or finished epochs", caption=caption)
-    shown.add_column("", justify="right")
+    states = Table(title="test accuracy, or finished epochs", caption=caption)
+    states.add_column("", justify="right")
     for rate in rates:
-        shown.add_column(f"{rate:g}", justify="right")
+        states.add_column(f"{rate:g}", justify="right")
     for decay in sorted({recipe.weight_decay for recipe in recipes}):
         row = [[r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates]
-        shown.add_row(f"{decay:g}", *map(_cell_text, row))
-    return shown
+        states.add_row(f"{decay:g}", *map(_cell_text, row))
+    return states
 
 
 def _cell_text(seeds: Sequence[Recipe]) -> str:
     states = [state_of(recipe).partition(":")[0] for recipe in seeds]
     try:
-        accuracy = f"{mean(map(float, states)):.4f}"
+        return f"[bold]{mean(map(float, states)):.4f}[/bold]"
     except ValueError:  # some seed has not finished
         return " ".join("·" if state == "not started" else state for state in states)
-    return f"[bold]{accuracy}[/bold]"
 
 
 class Forecast:
@@ -64,10 +89,9 @@ class Forecast:
 
     def __init__(self, missing: Sequence[Recipe], jobs: int | None):
         self.missing, self.jobs = missing, jobs
-        self.started, self.ended = time.time(), 0
+        self.started = time.time()
         self.whole: float | None = None  # seconds of a cell
         self.together = jobs or 1
-        self.memory, self.of_memory = 0, 0  # bytes that a cell takes, and those of its GPU
 
     def left(self) -> float | None:
         """Return the seconds until the last cell is trained; None if nothing is known yet."""
@@ -78,13 +102,9 @@ class Forecast:
         running = {name: pace for name, pace in paces.items() if pace and pace["written"] >= self.started}
         if running:
             self.whole = mean(pace["whole"] for pace in running.values())
-            self.memory, self.of_memory = (
-                max(pace[name] for pace in running.values()) for name in ("memory", "of_memory")
-            )
             self.together = self.jobs or max(self.together, len(running))
-        if self.whole is None:  # the cells have too few steps
-            elapsed = time.time() - self.started
-            return elapsed / self.ended * (len(self.missing) - self.ended) if self.ended else None
+        if self.whole is None:
+            return None
         now = time.time()
         seconds = [max(pace["left"] - (now - pace["written"]), 0.0) for pace in running.values()]
         for cell in waiting:
@@ -92,26 +112,20 @@ class Forecast:
                 seconds.append(self.whole * (1 - len(read(cell.directory, "history") or ()) / cell.epochs))
         return max(sum(seconds) / min(self.together, len(seconds)), *seconds) if seconds else 0.0
 
-    def cost(self, on_a_gpu: float) -> str | None:
-        """Return in words what the grid takes, once steps have been timed.
-
-        Args:
-            on_a_gpu: number of cells that share a GPU.
-        """
+    def cost(self) -> str | None:
+        """Return in words what the grid takes, once steps have been timed."""
         left = self.left()
         if left is None or self.whole is None:
             return None
-        share = recommended_share(self.memory, self.of_memory, on_a_gpu)
+        together = min(self.together, len(self.missing))
         return (
-            f"about {duration(self.whole)} per cell and {duration(left)} in all, {min(self.together, len(self.missing))} at a "
-            f"time, from the first steps{share and f'; {share}'}; Ctrl-C stops, the same command continues"
+            f"about {duration(self.whole)} per cell and {duration(left)} in all, {together} at a time, from the first steps; "
+            "Ctrl-C stops, the same command continues"
         )
 
 
 @contextmanager
-def shown(
-    recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None, on_a_gpu: float = 1.0
-) -> Iterator[Callable[[Recipe], None]]:
+def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None) -> Iterator[None]:
     """Show the cells while they train: a live table on a terminal, otherwise a line per finished cell.
 
     Both begin with a line that says what the grid takes, as soon as that is known; nothing waits for an answer.
@@ -119,25 +133,28 @@ def shown(
     from rich.console import Console
     from rich.live import Live
 
-    console, forecast = Console(), Forecast(missing, jobs)
+    console = Console(file=sys.stdout)  # which a training in this process redirects
+    forecast, pending = Forecast(missing, jobs), [*missing]
 
-    def say(line: str) -> None:
+    def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def left() -> str:
         seconds = forecast.left()
         return "" if seconds is None else f"about {duration(seconds)} left"
 
-    def ended(recipe: Recipe) -> None:
-        forecast.ended += 1
-        say(f"[{forecast.ended}/{len(missing)}] {recipe.cell}: {state_of(recipe)}  {left()}")
+    def report() -> None:
+        for cell in [*pending]:
+            if is_done(cell.directory) or read(cell.directory, "failed"):
+                pending.remove(cell)
+                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}  {left()}")
 
     def watch() -> None:
-        told = False
+        cost = None
         while not stop.wait(SECONDS):
-            if not told and (cost := forecast.cost(on_a_gpu)):
-                say(cost)
-                told = True
+            if cost is None and (cost := forecast.cost()):
+                write(cost)
+            report()
             if console.is_terminal:
                 live.update(table(recipes, left()), refresh=True)
 
@@ -147,10 +164,11 @@ def shown(
         live.start()
     watcher.start()
     try:
-        yield ended
+        yield
     finally:
         stop.set()
         watcher.join()
+        report()
         if console.is_terminal:
             live.update(table(recipes), refresh=True)
             live.stop()

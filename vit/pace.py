@@ -1,4 +1,4 @@
-"""How long a training takes: the seconds of its parts, from the steps that were timed.
+"""How long a training takes, from the steps that were timed, and the bar that shows it.
 
     seconds left = steps * step + ends of epochs * epoch + tests * test + measurements * measurement
 
@@ -6,22 +6,24 @@ of those still to come. A test that was not timed yet is estimated from a step: 
 """
 
 import time
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import RichProgressBar
 
+from tracker import CouplingCallback
+from tracker.measures.cost import duration
 from tracker.training import schedule as schedules
 from vit.cells import write
+from vit.data import Data
 from vit.recipe import Recipe
-
-if TYPE_CHECKING:
-    from tracker import CouplingCallback
-    from vit.data import Data
 
 WARM_UP, TIMED = 2, 20  # steps
 SECONDS_BETWEEN_WRITES = 10.0
+SECONDS_BETWEEN_READINGS = 1.0  # of the loss, for which a GPU is waited for
 
 
 @dataclass(frozen=True)
@@ -33,44 +35,39 @@ class Parts:
     test: float
     measurement: float
 
-    def left(self, recipe: Recipe, images: int, step: int = 0) -> dict[str, tuple[int, float]]:
-        """Return how often each part comes after a step, and its seconds each time.
+    def seconds_left(self, recipe: Recipe, images: int, step: int = 0) -> float:
+        """Return the seconds of a training after a step.
 
         Args:
             images: number of training images.
         """
         per_epoch = recipe.steps_per_epoch(images)
-        last, done, every = recipe.epochs * per_epoch, step // per_epoch, recipe.test_every or recipe.epochs
-        return {
-            "step": (last - step, self.step),
-            "epoch": (recipe.epochs - done, self.epoch),
-            "test": (recipe.epochs // every - done // every, self.test),
-            "measurement": (measurements(recipe, images, step), self.measurement),
-        }
-
-    def seconds_left(self, recipe: Recipe, images: int, step: int = 0) -> float:
-        """Return the seconds of a training after a step."""
-        return sum(count * seconds for count, seconds in self.left(recipe, images, step).values())
-
-
-def measurements(recipe: Recipe, images: int, step: int = 0) -> int:
-    """Return how often coupling is measured after a step; from step 0 on, how often in a whole training."""
-    if recipe.schedule is None:
-        return 0
-    last, due = recipe.epochs * recipe.steps_per_epoch(images), schedules.choose(**recipe.schedule)
-    return (step == 0) + sum(due(s) or s == last for s in range(step + 1, last + 1))
+        steps, done, every = recipe.epochs * per_epoch, step // per_epoch, recipe.test_every or recipe.epochs
+        measurements = 0
+        if recipe.schedule is not None:
+            due = schedules.choose(**recipe.schedule)
+            measurements = (step == 0) + sum(due(s) or s == steps for s in range(step + 1, steps + 1))
+        return (
+            (steps - step) * self.step
+            + (recipe.epochs - done) * self.epoch
+            + (recipe.epochs // every - done // every) * self.test
+            + measurements * self.measurement
+        )
 
 
 class Pace(lightning.Callback):
     """Times the parts of a training; listed after the callback that measures.
 
     Writes CELL/pace.json, from which a grid estimates what is left: `whole` and `left`, seconds of the whole training and of the
-    rest at the time `written`; `memory` and `of_memory`, bytes of the GPU, the latter 0 without one.
+    rest at the time `written`.
+
+    Args:
+        limit: seconds of steps after which the training stops, as a dry run does.
     """
 
-    def __init__(self, recipe: Recipe, data: "Data", coupling: "CouplingCallback | None", writes: bool = True):
+    def __init__(self, recipe: Recipe, data: Data, coupling: CouplingCallback | None, limit: float = inf):
         self.recipe, self.images, self.tested = recipe, len(data.train), len(data.test)
-        self.coupling, self.writes = coupling, writes
+        self.coupling, self.limit = coupling, limit
         self.seconds: dict[str, float] = dict.fromkeys(("start", "step", "epoch", "test"), 0.0)
         self.times = dict.fromkeys(self.seconds, 0)
         self.batches = 0  # of this process
@@ -79,7 +76,7 @@ class Pace(lightning.Callback):
 
     @property
     def parts(self) -> Parts | None:
-        """The seconds of each part, once `TIMED` steps, or all of them, are timed."""
+        """The seconds of each part, once a step is timed."""
         if not self.times["step"]:
             return None
         step, epoch, test = (self.seconds[name] / max(self.times[name], 1) for name in ("step", "epoch", "test"))
@@ -113,6 +110,8 @@ class Pace(lightning.Callback):
         self._lap("step" if self.batches > WARM_UP else None)
         if self.batches == WARM_UP + TIMED:
             self._write(trainer)
+        if self.seconds["step"] > self.limit:
+            trainer.should_stop = True
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Begin to count a test."""
@@ -131,21 +130,37 @@ class Pace(lightning.Callback):
         self.since, self.measuring = now, measuring
 
     def _write(self, trainer: lightning.Trainer) -> None:
-        parts, now = self.parts, time.time()
-        if not self.writes or not trainer.is_global_zero or now - self.written < SECONDS_BETWEEN_WRITES:
+        now, left, whole = time.time(), self.left(trainer.global_step), self.left(0)
+        if left is None or whole is None or self.times["step"] < TIMED:
             return
-        if parts is None or self.times["step"] < TIMED:
-            return
-        self.written = now
-        left = parts.seconds_left(self.recipe, self.images, trainer.global_step)
-        whole = self.seconds["start"] + parts.seconds_left(self.recipe, self.images)
-        memory, of_memory = memory_use(trainer.strategy.root_device)
-        sizes = {"memory": memory, "of_memory": of_memory}
-        write(self.recipe.directory, "pace", {"written": now, "whole": whole, "left": left, **sizes, **asdict(parts)})
+        if trainer.is_global_zero and now - self.written >= SECONDS_BETWEEN_WRITES:
+            self.written = now
+            content = {"written": now, "whole": self.seconds["start"] + whole, "left": left}
+            write(self.recipe.directory, "pace", content)
 
 
-def memory_use(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that this process has reserved on a GPU, at most so far, and those of the GPU; zeros elsewhere."""
-    if device.type != "cuda":
-        return 0, 0
-    return torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+class Bar(RichProgressBar):
+    """Lightning's bar of an epoch, with the mean loss of the epoch so far, the last test accuracy, and the time left."""
+
+    def __init__(self, pace: Pace):
+        super().__init__()
+        self.pace = pace
+        self.shown: dict[str, Any] = {}
+        self.read = -SECONDS_BETWEEN_READINGS
+
+    def get_metrics(self, trainer: lightning.Trainer, pl_module: Any) -> dict[str, Any]:
+        """Return what is shown beside the bar."""
+        if time.monotonic() - self.read < SECONDS_BETWEEN_READINGS:
+            return self.shown
+        self.read, self.shown = time.monotonic(), {}
+        loss = pl_module.train_loss
+        # The values of this process: `compute` would gather those of all, and only the first process has a bar.
+        if loss.update_count:
+            self.shown["loss"] = float(loss.mean_value / loss.weight)
+        accuracies = [row["test/accuracy"] for row in pl_module.history if "test/accuracy" in row]
+        if accuracies:
+            self.shown["accuracy"] = accuracies[-1]
+        left = self.pace.left(trainer.global_step)
+        if left is not None:
+            self.shown["left"] = duration(left)
+        return self.shown

@@ -3,7 +3,8 @@
 This module imports nothing heavy: the command lines read it to print their help.
 """
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +19,9 @@ FLAGS = {"precision": "measure_precision"}
 DEFAULTS = {"tokens": (0, -1)}
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
-    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads", "workers",
+    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads",
     "keep_checkpoint", "test_every", "wandb", "project", "group", "tags", "options",
 )  # fmt: skip
-
-
-# Options that were added later: cells of before them have the same identity as those that leave them out.
-ADDED = {"test_unused": False, "diverged_above": None, "model": None}
-# Before the names of data and models that a caller of `vit.train` gave.
-GIVEN = "given"
 
 
 @dataclass
@@ -39,8 +34,7 @@ class Recipe:
 
     Args:
         data: cifar10 (downloaded on first use), digits (scikit-learn's 1,797 images, part of the package), or
-            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*, or hf:NAME or hf:NAME:LABEL, a
-            data set of the Hugging Face hub with columns of images and classes (LABEL, if there are several).
+            folder:PATH with PATH/train/CLASS/* and PATH/test/CLASS/* or PATH/val/CLASS/*.
         data_dir: directory of CIFAR10; missing files are downloaded to it. Default: the user's cache directory.
         train_size: number of training images, balanced over classes, the same for every seed. Default: all.
         test_unused: test on the training images that train_size leaves out, too.
@@ -71,8 +65,6 @@ class Recipe:
         repeats: number of differently augmented copies of each image in a batch (repeated augmentation).
         crop_padding: random crops of the image padded by this many pixels.
         flip: probability of a horizontal flip.
-        augment: batched (whole batches on the training device) or workers (each image with PIL in worker processes).
-        workers: number of worker processes, with --augment workers.
         ema: decay of the exponential moving average of the weights, which is then tested and measured. Default: no average.
         seed: random seed of initial weights, order of images, augmentation and stochastic depth.
         precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
@@ -124,8 +116,6 @@ class Recipe:
     repeats: int = 3
     crop_padding: int = 4
     flip: float = 0.5
-    augment: Literal["batched", "workers"] = "batched"
-    workers: int = 8
     ema: float | None = None
     seed: int = 0
     precision: str | None = None
@@ -153,8 +143,8 @@ class Recipe:
     @property
     def data_name(self) -> str:
         """Name of the data set, for directories and W&B."""
-        kind, _, name = self.data.partition(":")
-        return Path(name.partition(":")[0] if kind in ("hf", GIVEN) else name or kind).name
+        kind, _, path = self.data.partition(":")
+        return Path(path or kind).name
 
     @property
     def cell(self) -> str:
@@ -170,7 +160,6 @@ class Recipe:
     def identity(self) -> dict[str, Any]:
         """The settings that affect the numbers, as JSON-serializable values."""
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
-        recipe = {name: value for name, value in recipe.items() if name not in ADDED or value != ADDED[name]}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
         return recipe | {FLAGS.get(name, name): value for name, value in options.items()}
@@ -189,14 +178,35 @@ class Recipe:
     @property
     def schedule(self) -> dict[str, Any] | None:
         """The callback's schedule as keyword arguments, or None if coupling is not measured."""
-        given = str(self.measure_at)
-        if given == "off":
+        text = str(self.measure_at)
+        if text == "off":
             return None
-        if given == "log2":
+        if text == "log2":
             return {"schedule": "log2"}
-        if given.startswith("every:"):
-            return {"every_n_steps": int(given.removeprefix("every:"))}
-        return {"steps": _steps(given)}
+        interval = text.removeprefix("every:")
+        if interval == text:
+            return {"steps": _steps(text)}
+        if not interval.isdecimal() or int(interval) < 1:
+            raise ValueError(f"--measure_at {text}; every: must be followed by an integer above 0, such as every:100")
+        return {"every_n_steps": int(interval)}
+
+
+RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "image_size patch_size width depth heads epochs batch_size repeats devices num_nodes probe_size train_size threads",
+        lambda value: value is None or value >= 1,
+        "it must be at least 1",
+    ),
+    (
+        "weight_decay lr warmup_lr min_lr warmup_epochs mixup cutmix crop_padding seed test_every",
+        lambda value: value >= 0,
+        "it must not be negative",
+    ),
+    ("drop_path label_smoothing", lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
+    ("erasing flip", lambda value: 0 <= value <= 1, "it is a probability: give a value from 0 to 1"),
+    ("ema", lambda value: value is None or 0 < value < 1, "it must be above 0 and below 1, such as 0.9999"),
+    ("clip diverged_above", lambda value: value is None or value > 0, "it must be above 0; leave it out for no limit"),
+)
 
 
 def check(recipe: Recipe) -> None:
@@ -209,34 +219,13 @@ def check(recipe: Recipe) -> None:
     def refuse(option: str, allowed: str) -> None:
         raise ValueError(f"--{option} {getattr(recipe, option)}; {allowed}")
 
-    kind, colon, name = recipe.data.partition(":")
-    if not (kind in ("cifar10", "digits") and not colon or kind in ("folder", "hf") and name):
-        refuse("data", "choose cifar10, digits, folder:PATH or hf:NAME")
-    for option in (
-        *("image_size", "patch_size", "width", "depth", "heads", "epochs", "batch_size", "repeats"),
-        *("devices", "num_nodes", "probe_size", "train_size", "threads"),
-    ):
-        value = getattr(recipe, option)
-        if value is not None and value < 1:
-            refuse(option, "it must be at least 1")
-    for option in (
-        *("weight_decay", "lr", "warmup_lr", "min_lr", "warmup_epochs", "mixup", "cutmix", "crop_padding", "workers"),
-        *("seed", "test_every"),
-    ):
-        if not getattr(recipe, option) >= 0:
-            refuse(option, "it must not be negative")
-    for option in ("drop_path", "label_smoothing"):
-        if not 0 <= getattr(recipe, option) < 1:
-            refuse(option, "it must be at least 0 and below 1")
-    for option in ("erasing", "flip"):
-        if not 0 <= getattr(recipe, option) <= 1:
-            refuse(option, "it is a probability: give a value from 0 to 1")
-    if recipe.ema is not None and not 0 < recipe.ema < 1:
-        refuse("ema", "it must be above 0 and below 1, such as 0.9999")
-    if recipe.clip is not None and not recipe.clip > 0:
-        refuse("clip", "it must be above 0; leave it out to disable clipping")
-    if recipe.diverged_above is not None and not recipe.diverged_above > 0:
-        refuse("diverged_above", "it must be above 0; leave it out to train on")
+    kind, _, path = recipe.data.partition(":")
+    if recipe.data not in ("cifar10", "digits") and not (kind == "folder" and path):
+        refuse("data", "choose cifar10, digits or folder:PATH")
+    for options, allows, allowed in RULES:
+        for option in options.split():
+            if not allows(getattr(recipe, option)):
+                refuse(option, allowed)
     if recipe.test_unused and recipe.train_size is None:
         refuse("test_unused", "no image is unused; give --train_size too")
     if recipe.image_size % recipe.patch_size:
@@ -255,17 +244,10 @@ def check(recipe: Recipe) -> None:
         refuse(
             "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
         )
-    if recipe.augment == "workers" and recipe.workers < 1:
-        refuse("workers", "--augment workers needs at least 1")
     ks = recipe.settings.k
     if recipe.model is None and ks and not all(1 <= k <= recipe.width for k in ks):
         raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")
-    given = str(recipe.measure_at)
-    if given.startswith("every:"):
-        if not given.removeprefix("every:").isdecimal() or int(given.removeprefix("every:")) < 1:
-            refuse("measure_at", "every: must be followed by an integer above 0, such as every:100")
-    elif given not in ("log2", "off") and min(_steps(given)) < 0:
-        refuse("measure_at", "steps must not be negative")
+    _ = recipe.schedule  # refuses an invalid one
 
 
 def recipe_file(name: str) -> str:
@@ -276,16 +258,18 @@ def recipe_file(name: str) -> str:
 
 def from_dict(settings: dict[str, Any]) -> Recipe:
     """Return the Recipe of the values that a parser read."""
-    given: dict[str, Any] = {one.name: settings[one.name] for one in fields(Recipe) if one.name in settings}
-    given["options"] = given_options(settings, FLAGS)
-    return Recipe(**given)
+    values: dict[str, Any] = {name: settings[name] for name in Recipe.__dataclass_fields__ if name in settings}
+    return Recipe(**values, options=given_options(settings, FLAGS))
 
 
 def _steps(text: str) -> list[int]:
     try:
-        return INTEGERS(text)
+        steps = INTEGERS(text)
     except ValueTypeError as error:
         raise ValueError(f"--measure_at {error}") from error
+    if min(steps) < 0:
+        raise ValueError(f"--measure_at {text}; steps must not be negative")
+    return steps
 
 
 def _text(value: Any) -> Any:

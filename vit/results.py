@@ -14,7 +14,6 @@ import xarray as xr
 from tracker.analysis.reduction import read_miscouplings
 from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
-from tracker.measures.registry import MISCOUPLINGS
 from tracker.store.results import Store
 from vit.cells import read
 
@@ -46,18 +45,11 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
     (first, part), *others = parts
     for source, other in others:
         _require_same(json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first)
-    grid = _concatenate([one for _, one in parts])
+    grid = xr.concat([cells for _, cells in parts], "cell", coords="all", join="exact")
     names = list(zip(*(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")), strict=True))
     for decay, rate, seed in {name for name in names if names.count(name) > 1}:
         raise UsageError(f"weight decay {decay:g}, rate {rate:g}, seed {seed} is given twice; give each cell once")
     return grid.assign_attrs(part.attrs, unfinished=unfinished)
-
-
-def _concatenate(parts: list[xr.Dataset]) -> xr.Dataset:
-    # Cells measured before a mis-coupling was added lack it. In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
-    shared = [name for name in MISCOUPLINGS if all(name in part["measure"] for part in parts)]
-    parts = [part.sel(measure=shared).drop_sel(pairs="mean", errors="ignore") for part in parts]
-    return xr.concat(parts, "cell", coords="all", join="exact")
 
 
 def write_grid(grid: xr.Dataset, file: Path) -> None:
@@ -114,7 +106,9 @@ def _read_directory(directory: Path) -> xr.Dataset:
     if not finished:
         return xr.Dataset(attrs={"unfinished": unfinished})
     recipe = next(iter(recipes.values()))
-    return _concatenate(list(finished.values())).assign_attrs(
+    grid = xr.concat(list(finished.values()), "cell", coords="all", join="exact")
+    # In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
+    return grid.drop_sel(pairs="mean").assign_attrs(
         unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True)
     )
 

@@ -115,8 +115,8 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
             first = question is QUESTIONS[0] and token == named["token"]
             fit = fit_settings(grid, values[question.x], values[question.y], question.within)
             role = "primary" if first else "secondary"
-            what = {"question": question.name, "token": token, "role": role, "x": question.x, "y": question.y}
-            rows.append(what | {"expected": question.expected} | _shown(fit))
+            row = {"question": question.name, "token": token, "role": role, "x": question.x, "y": question.y}
+            rows.append(row | {"expected": question.expected} | _shown(fit))
     table = pd.DataFrame(rows)
     secondary = (table["role"] == "secondary").to_numpy()
     table["p_holm"] = np.nan
@@ -143,7 +143,7 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
         A row per fit: outcome, drop_path (the rate, or "fixed": within rates), token, measure, k, pairs, the columns of
         `linear_fit`, the reliabilities of coupling (x) and outcome (y), and p_holm, corrected for all rows.
     """
-    which, coupling = _final_couplings(grid)
+    labels, coupling = _final_couplings(grid)
     rates = grid["drop_path"].values
     parts = {f"{rate:g}": rates == rate for rate in sorted(set(rates))}
     parts |= {"fixed": np.full(len(rates), True)} if len(parts) > 1 else {}
@@ -155,7 +155,7 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
             *columns, y = setting_means(cells, values).T
             *reliable, reliable_y = reliability(cells, values, "drop_path").to_dict("records")
             groups = setting_labels(cells, "drop_path")
-            for label, x, reliable_x in zip(which, columns, reliable, strict=True):
+            for label, x, reliable_x in zip(labels, columns, reliable, strict=True):
                 fit = linear_fit(x, y, groups) | _beside(reliable_x, reliable_y)
                 rows.append({"outcome": outcome, "drop_path": name, **label, **fit})
     table = pd.DataFrame(rows)
@@ -219,20 +219,20 @@ def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
         A row per variable: variable (accuracy, loss or coupling), token, measure, k and pairs of a coupling, the columns of
         `reliability`, and reliable (whether the lower end of its interval is above `RELIABLE`).
     """
-    which, coupling = _final_couplings(grid)
+    labels, coupling = _final_couplings(grid)
     outcomes = [grid[name].values for name in ("accuracy", "loss")]
-    rows = [{"variable": "accuracy"}, {"variable": "loss"}, *({"variable": "coupling"} | label for label in which)]
-    of = reliability(grid, np.column_stack([*outcomes, coupling]), "drop_path")
+    rows = [{"variable": "accuracy"}, {"variable": "loss"}, *({"variable": "coupling"} | label for label in labels)]
+    table = reliability(grid, np.column_stack([*outcomes, coupling]), "drop_path")
     named = pd.DataFrame(rows).astype({"k": "Int64"})
-    return pd.concat([named, of], axis=1).assign(reliable=of["reliability_low"] > RELIABLE)
+    return pd.concat([named, table], axis=1).assign(reliable=table["reliability_low"] > RELIABLE)
 
 
 def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
     names = ("token", "measure", "k", "pairs")
-    stacked = -grid["miscoupling"].isel(step=-1).stack(which=names)
-    labels: list[dict[str, Any]] = [dict(zip(names, label, strict=True)) for label in stacked["which"].values]
-    return labels, stacked.transpose("cell", "which").values
+    stacked = -grid["miscoupling"].isel(step=-1).stack(definition=names)
+    labels: list[dict[str, Any]] = [dict(zip(names, label, strict=True)) for label in stacked["definition"].values]
+    return labels, stacked.transpose("cell", "definition").values
 
 
 def setting_means(grid: xr.Dataset, values: np.ndarray) -> np.ndarray:
@@ -255,9 +255,9 @@ def _additive(
     seeds, seed = np.unique(grid["seed"].values, return_inverse=True)
     design = np.concatenate([np.eye(label.max() + 1)[label], np.eye(len(seeds))[seed]], 1)
     effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-    left = ((values - design @ effects) ** 2).sum(0)
-    left = np.where(left > 1e-20 * (values**2).sum(0), left, 0)  # else only rounding error
-    return effects[: -len(seeds)], effects[-len(seeds) :], left, int(rank)
+    residual = ((values - design @ effects) ** 2).sum(0)
+    residual = np.where(residual > 1e-20 * (values**2).sum(0), residual, 0)  # else only rounding error
+    return effects[: -len(seeds)], effects[-len(seeds) :], residual, int(rank)
 
 
 def setting_labels(grid: xr.Dataset, name: str) -> np.ndarray:
@@ -273,13 +273,13 @@ def _settings(grid: xr.Dataset) -> np.ndarray:
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
     """Return a row per cell: its settings, accuracy, losses, coupling at equal loss, and every mis-coupling at the end."""
-    last = grid["miscoupling"].isel(step=-1).stack(what=("token", "measure", "k", "pairs"))
-    named = ["weight_decay", "drop_path", "seed"]
-    table = pd.DataFrame({name: grid[name].values for name in (*named, "accuracy", "loss")})
+    last = grid["miscoupling"].isel(step=-1).stack(definition=("token", "measure", "k", "pairs"))
+    settings = ["weight_decay", "drop_path", "seed"]
+    table = pd.DataFrame({name: grid[name].values for name in (*settings, "accuracy", "loss")})
     table["training_loss"] = grid["training_loss"].isel(step=-1).values
     for token in grid["token"].values:
         at = primary(grid) | {"token": token}
         table[f"coupling at equal training loss/{token}"] = coupling_at_equal_loss(grid, at)
-    for i, (token, measure, k, pairs) in enumerate(last["what"].values):
-        table[f"{token}/{measure}/k{k}/{pairs}"] = last.isel(what=i).values
-    return table.sort_values(named, ignore_index=True)
+    for i, (token, measure, k, pairs) in enumerate(last["definition"].values):
+        table[f"{token}/{measure}/k{k}/{pairs}"] = last.isel(definition=i).values
+    return table.sort_values(settings, ignore_index=True)

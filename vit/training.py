@@ -1,40 +1,55 @@
 """Train one model and measure coupling meanwhile, resuming an interrupted training."""
 
+import io
+import pickle
+import resource
 import shutil
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from math import ceil, inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning
+import torch
+import xarray as xr
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from checkpoints.nano import quiet_lightning
+from tracker import CouplingCallback
+from tracker.common.files import write_atomic
+from tracker.common.text import first_line
+from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, with_offline_fallback
+from tracker.provenance import describe, package_version
+from tracker.training import schedule as schedules
+from tracker.training.target import measured_module
 from vit.cells import SCHEMA, check_settings, claim, read, write
-from vit.recipe import GIVEN, Recipe, check
-from vit.resources import check_accelerator
-
-if TYPE_CHECKING:
-    import lightning
-    import torch
-    from lightning.pytorch.loggers import Logger
-    from torch import nn
-
-    from tracker import CouplingCallback
-    from vit.data import Data
-    from vit.module import Classifier
-    from vit.progress import TrainingLoss
+from vit.data import Data, balanced, load
+from vit.loaders import TEST_BATCH, Batches
+from vit.model import evaluating
+from vit.module import Classifier, DivergedError
+from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts
+from vit.recipe import Recipe, check
 
 Row = dict[str, Any]
+IMAGES = (
+    1_000  # at most, of those on which the training loss is recorded; balanced over classes, the same for every seed
+)
+SECONDS = 30.0  # of steps, after which a trial stops
 
 
-def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = None, show: bool = False) -> Row:
+def train(recipe: Recipe, show: bool = False) -> Row:
     """Train and measure as the recipe states, resuming an interrupted run; return the content of result.json.
 
     Args:
-        data: in place of the recipe's, a name as in `Recipe.data`; two map-style datasets of (image, class index) for
-            training and test, such as torchvision's, whose images are resized and normalised here; or `vit.Data`. The run's
-            identity contains a fingerprint of images and labels.
-        model: in place of the recipe's DeiT, the name of a timm model, or a module that maps images, (n, 3, side, side), to
-            logits, (n, classes). A module is trained in place, from the weights it has, and takes no drop_path; the run's
-            identity contains the types of its parts and the shapes of its weights, but not their values.
         show: print the epochs, or show a progress bar on a terminal.
 
     Raises:
@@ -42,32 +57,19 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         BusyError: if another process is training the same cell.
         KeyboardInterrupt: if interrupted; finished epochs are kept.
     """
-    recipe = replace(
-        recipe,
-        data=data if isinstance(data, str) else recipe.data,
-        model=model if isinstance(model, str) else recipe.model,
-    )
     check(recipe)
     check_accelerator(recipe.accelerator)
-    given = None if data is None or isinstance(data, str) else data
-    module = None if isinstance(model, str) else model
-    recipe, loaded = _named(recipe, given, module)
     directory = recipe.directory
     check_settings(directory, recipe)
-    if (done := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
-        return done
-    from lightning.pytorch.utilities import rank_zero_only
-
-    from vit.data import load
-
+    if (result := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
+        return result
     if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
-        return _train(recipe, loaded or load(recipe), module, show=False, first=False)
+        return _train(recipe, load(recipe), show=False)
     with claim(directory, recipe):
-        done = read(directory, "result")
-        if done is not None:
-            return done
+        if (result := read(directory, "result")) is not None:
+            return result
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, loaded or load(recipe), module, show, first=True)
+        result = _train(recipe, load(recipe), show)
         write(directory, "result", result)
         (directory / "pace.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
@@ -75,32 +77,24 @@ def train(recipe: Recipe, data: Any = None, model: "str | nn.Module | None" = No
         return result
 
 
-def _named(recipe: Recipe, data: Any, module: "nn.Module | None") -> tuple[Recipe, "Data | None"]:
-    """Return the recipe with the names of the data and model that were given, and the data."""
-    from vit.data import fingerprint, given_data
-
-    loaded = None if data is None else given_data(data, recipe)
-    if loaded is not None:
-        name = type(data[0] if isinstance(data, (tuple, list)) else data).__name__
-        recipe = replace(recipe, data=f"{GIVEN}:{name}:{fingerprint(loaded)}")
-    if module is not None:
-        if recipe.drop_path not in (0.0, Recipe.drop_path):
-            raise ValueError(f"drop_path={recipe.drop_path}; a module is trained as it is given: leave drop_path out")
-        from vit.model import structure
-
-        recipe = replace(recipe, model=f"{GIVEN}:{type(module).__name__}:{structure(module)}")
-    return recipe, loaded
+def train_cell(recipe: Recipe) -> Row:
+    """Train a cell of a grid as `train` does; what is printed meanwhile goes to CELL/log.txt."""
+    recipe.directory.mkdir(parents=True, exist_ok=True)
+    with open(recipe.directory / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        return train(recipe, show=True)
 
 
-def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, first: bool) -> Row:
-    import lightning
-    import torch
+def check_accelerator(name: str) -> None:
+    """Check that there is a GPU if one is asked for by `--accelerator`.
 
-    from checkpoints.nano import quiet_lightning
-    from tracker.loggers.wandb import finish, is_open
-    from vit.loaders import Batches
-    from vit.module import Classifier, DivergedError
+    Raises:
+        ValueError: if PyTorch finds none.
+    """
+    if name in ("gpu", "cuda") and not torch.accelerator.device_count():
+        raise ValueError(f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu")
 
+
+def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     started = time.perf_counter()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
@@ -108,13 +102,16 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         terminal = show and sys.stdout.isatty()
-        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal, given)
-        given_run = is_open()
+        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal)
+        has_run = is_open()  # of the caller
         trainer = make_trainer(recipe, data, progress_bar=terminal)
         failed = True
         checkpoint = recipe.directory / "last.ckpt"
-        if first:
-            _remove_stale(recipe.directory, resumes=checkpoint.exists())
+        if (
+            rank_zero_only.rank == 0 and not checkpoint.exists()
+        ):  # existing measurements are of a run that can't be resumed
+            shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
+            (recipe.directory / "progress.json").unlink(missing_ok=True)
         reason = ""
         try:
             trainer.fit(
@@ -129,40 +126,26 @@ def _train(recipe: Recipe, data: "Data", given: "nn.Module | None", show: bool, 
         except DivergedError as error:
             reason = str(error)
         finally:
-            loggers: list[Any] = [] if given_run else [*trainer.loggers]
+            loggers: list[Any] = [] if has_run else [*trainer.loggers]
             for logger in loggers:  # the next training of this process has a run of its own
-                if left := finish(logger.experiment, failed):
-                    print(f"W&B {left}; send it with: wandb sync", file=sys.stderr)
+                if unsent := finish(logger.experiment, failed):
+                    print(f"W&B {unsent}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
-def _remove_stale(directory: Path, resumes: bool) -> None:
-    """Remove what an earlier process left that does not belong to this training."""
-    (directory / "pace.json").unlink(missing_ok=True)
-    if not resumes:  # without a checkpoint, existing measurements belong to a run that can't be resumed
-        shutil.rmtree(directory / "coupling", ignore_errors=True)
-        (directory / "progress.json").unlink(missing_ok=True)
-
-
-def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any) -> "lightning.Trainer":
+def make_trainer(
+    recipe: Recipe, data: Data, *, progress_bar: bool = False, pace_limit: float = inf, **options: Any
+) -> lightning.Trainer:
     """Return the trainer of a recipe, which writes checkpoints and measurements into its directory.
 
     Args:
-        limits: options of Lightning's Trainer in place of the recipe's.
+        pace_limit: seconds of steps after which the training stops.
+        options: options of Lightning's Trainer in place of the recipe's.
     """
-    import torch
-    from lightning import Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from vit.averaging import MovingAverage
-    from vit.bar import Bar
-    from vit.checkpointing import AtomicCheckpoints
-    from vit.pace import Pace
-
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     loss, coupling = _coupling(recipe, data)
-    pace = Pace(recipe, data, coupling)
+    pace = Pace(recipe, data, coupling, pace_limit)
     callbacks = [
         *([] if recipe.ema is None else [MovingAverage(recipe.ema)]),
         *([loss, coupling] if loss and coupling else []),
@@ -170,12 +153,7 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any
         *([Bar(pace)] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
     ]
-    options: dict[str, Any] = {
-        "max_epochs": recipe.epochs,
-        "check_val_every_n_epoch": recipe.test_every or recipe.epochs,
-        **limits,
-    }
-    return Trainer(
+    return lightning.Trainer(
         accelerator=recipe.accelerator,
         devices=recipe.devices,
         num_nodes=recipe.num_nodes,
@@ -190,18 +168,15 @@ def make_trainer(recipe: Recipe, data: "Data", progress_bar: bool, **limits: Any
         num_sanity_val_steps=0,
         use_distributed_sampler=False,  # our sampler distributes the images
         log_every_n_steps=1,
-        **options,
+        check_val_every_n_epoch=recipe.test_every or recipe.epochs,
+        **{"max_epochs": recipe.epochs, **options},
     )
 
 
-def _coupling(recipe: Recipe, data: "Data") -> tuple["TrainingLoss", "CouplingCallback"] | tuple[None, None]:
+def _coupling(recipe: Recipe, data: Data) -> "tuple[TrainingLoss, CouplingCallback] | tuple[None, None]":
     """Return the callbacks that measure the weights that are tested, if coupling is measured."""
     if recipe.schedule is None:
         return None, None
-    from tracker import CouplingCallback
-    from tracker.training import schedule as schedules
-    from vit.progress import TrainingLoss
-
     # The last step is in the schedule, so that it is measured before the last checkpoint is written: a training that is resumed
     # from that one has nothing left to do.
     last = recipe.epochs * recipe.steps_per_epoch(len(data.train))
@@ -218,16 +193,11 @@ def _coupling(recipe: Recipe, data: "Data") -> tuple["TrainingLoss", "CouplingCa
     return loss, coupling
 
 
-def _wandb(recipe: Recipe) -> "Logger | bool":
+def _wandb(recipe: Recipe) -> WandbLogger | bool:
     """Start a W&B run named after the cell, offline if W&B can't be reached; return its logger."""
-    from tracker.loggers.wandb import resolve_mode, run_settings, with_offline_fallback
-
     mode = resolve_mode(recipe.wandb)
     if mode == "disabled":
         return False
-    from lightning.pytorch.loggers import WandbLogger
-    from lightning.pytorch.utilities import rank_zero_only
-
     known = (read(recipe.directory, "wandb-run") or {}).get("id") if mode == "online" else None
     tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
 
@@ -252,9 +222,7 @@ def _wandb(recipe: Recipe) -> "Logger | bool":
     return with_offline_fallback(start, mode)
 
 
-def _result(recipe: Recipe, module: "Classifier", data: "Data", device: "torch.device", reason: str) -> Row:
-    from tracker.provenance import describe, package_version
-
+def _result(recipe: Recipe, module: Classifier, data: Data, device: torch.device, reason: str) -> Row:
     last = module.history[-1] if module.history else {}
     return {
         "schema": SCHEMA,
@@ -270,3 +238,132 @@ def _result(recipe: Recipe, module: "Classifier", data: "Data", device: "torch.d
             **{f"{name}_version": package_version(name) for name in ("timm", "torchvision", "lightning")},
         },
     }
+
+
+class TrainingLoss(lightning.Callback):
+    """Writes CELL/progress.json: a row of `step` and `loss` for each measured step.
+
+    The loss on plain training images is the mean cross-entropy without smoothing, in evaluation mode, of the weights that are
+    measured. Stochastic depth slows a training, and coupling changes while a model trains. Trainings are therefore also compared
+    where they have equal training loss (`vit.statistics`), for which the loss of the training itself, with augmentation, mixing
+    and dropped blocks, would not do.
+    """
+
+    def __init__(self, data: Data, recipe: Recipe):
+        split = data.train[balanced(data.train.labels, min(IMAGES, len(data.train)))]
+        self.data, self.images, self.labels = data, split.images, split.labels
+        self.directory = recipe.directory
+        self.weights = "raw" if recipe.ema is None else "averaged"
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Keep what the measurement does not pass on."""
+        self.trainer, self.module = trainer, pl_module
+
+    def record(self, unit: xr.Dataset) -> None:
+        """Evaluate the model at the step of a measurement, and write the row."""
+        step = int(unit["step"])
+        module = measured_module(self, self.trainer, self.module, self.weights)
+        rows = [row for row in read(self.directory, "progress") or () if row["step"] < step]
+        write(self.directory, "progress", [*rows, {"step": step, "loss": self._loss(module)}])
+
+    @torch.no_grad()
+    def _loss(self, module: nn.Module) -> float:
+        parameter = next(module.parameters())
+        total = torch.zeros((), device=parameter.device)
+        with evaluating(module), torch.autocast(parameter.device.type, enabled=False):
+            for images, labels in zip(self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True):
+                pixels = self.data.normalise(images.to(parameter.device)).to(parameter.dtype)
+                logits = module(pixels).float()
+                total += torch.nn.functional.cross_entropy(logits, labels.to(parameter.device), reduction="sum")
+        return float(total) / len(self.labels)
+
+
+class MovingAverage(WeightAveraging):
+    """Lightning's EMAWeightAveraging with all weights averaged by a few kernels.
+
+    The number of averaged steps, which is read at every step, is kept on the CPU.
+    """
+
+    def __init__(self, decay: float):
+        super().__init__(multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Create the averaged model."""
+        super().setup(trainer, pl_module, stage)
+        averaged: Any = self._average_model  # Lightning has no public access
+        averaged.n_averaged = averaged.n_averaged.cpu()
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Write checkpoints beside the file that they replace, and rename them.
+
+    Lightning's own writes them in the directory of temporary files. From another file system, moving them is a copy, which a kill
+    can leave incomplete, and the earlier checkpoint is lost.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint completely or not at all."""
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(path), content.getbuffer())
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        try:
+            return super().load_checkpoint(path, *arguments, **options)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{path} can't be read ({first_line(error)}); remove it, and the same command trains from the beginning"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a few batches, a test and two measurements of a cell took."""
+
+    parts: Parts
+    start: float  # seconds until the first step, data included
+    memory: int  # bytes, peak of the process, or of its GPU
+    checkpoint: int  # bytes
+
+    def seconds(self, recipe: Recipe, images: int) -> float:
+        """Return the seconds of one training, less the epochs that are finished."""
+        step = len(read(recipe.directory, "history") or ()) * recipe.steps_per_epoch(images)
+        return self.start + self.parts.seconds_left(recipe, images, step)
+
+
+def try_cell(recipe: Recipe, data: Data, loading: float = 0.0) -> Trial:
+    """Train a few batches of a cell, test once and measure twice, in a temporary directory.
+
+    Args:
+        loading: the seconds in which the data was loaded.
+    """
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    with tempfile.TemporaryDirectory() as temporary, quiet_lightning(), redirect_stdout(io.StringIO()):
+        schedule = "off" if recipe.schedule is None else "0"  # and after the last step
+        recipe = replace(recipe, out=Path(temporary), measure_at=schedule, wandb="off")
+        lightning.seed_everything(recipe.seed, verbose=False)
+        whole_epoch = recipe.steps_per_epoch(len(data.train))
+        module, batches = Classifier(recipe, len(data.classes), whole_epoch), Batches(data, recipe)
+        # At least two epochs, because the end of an epoch is timed, too.
+        steps = min(whole_epoch, (WARM_UP + TIMED) // 2)
+        epochs = ceil((WARM_UP + TIMED) / steps)
+        limits: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": steps, "limit_val_batches": 0}
+        trainer = make_trainer(recipe, data, pace_limit=SECONDS, **limits)
+        trainer.fit(module, datamodule=batches)
+        trainer.limit_val_batches = 1.0
+        trainer.validate(module, datamodule=batches, verbose=False)
+        trainer.save_checkpoint(recipe.directory / "saved.ckpt")
+        (pace,) = (callback for callback in trainer.callbacks if isinstance(callback, Pace))  # type: ignore[attr-defined]
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        process_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory = torch.cuda.max_memory_reserved() if on_gpu else process_memory
+        assert pace.parts is not None
+        size = (recipe.directory / "saved.ckpt").stat().st_size
+        return Trial(pace.parts, loading + pace.seconds["start"], memory, size)

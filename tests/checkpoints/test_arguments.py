@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tracker.common.parser import Parser
 from tracker.measures.settings import OPTIONS
 from tracker.walk.command import Walk, parse
-from vit.command import recipe_of
+from vit.train import recipe_of
 
 
 def test_the_help_of_a_walk_begins_with_what_most_people_need(capsys):

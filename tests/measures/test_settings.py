@@ -15,8 +15,8 @@ from tracker.measures.settings import OPTIONS, Options
 from tracker.provenance import settings_digest
 from tracker.training.run_store import identity
 from tracker.walk import command
-from vit.command import recipe_of
 from vit.recipe import FLAGS
+from vit.train import recipe_of
 
 # Not the default, as a keyword and as a flag.
 GIVEN = {

@@ -4,7 +4,9 @@ import argparse
 import random
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from tests.conftest import ROOT
 from tests.vit.test_vit_augment import MEAN, photographs
-from vit import augment as augmentation
+from vit.augment import augment, erase
 from vit.data import load
 from vit.loaders import Batches, Order
 from vit.model import build
@@ -58,9 +60,9 @@ def module():
     return Classifier(Recipe(), 10, steps_per_epoch=97)
 
 
-def test_image_augmentation_is_that_of_deits_transform(monkeypatch):
-    """Same random seed, same image: crop, flip, RandAugment, normalisation, erasing; RandAugment replaces colour jitter."""
-    monkeypatch.setattr(augmentation, "HIGHEST_LEVEL", 10)
+@pytest.mark.slow
+def test_image_augmentation_has_the_distribution_of_deits_transform(monkeypatch):
+    """Each pixel's mean and standard deviation over 1,500 draws of crop, flip, RandAugment, normalisation and erasing."""
     # timm's posterize to 0 bits is refused by Pillow 13, which is why the level is at most 9.999.
     monkeypatch.setattr(AugmentOp, "__call__", _ignoring_posterize_to_nothing(AugmentOp.__call__))
     theirs = create_transform(
@@ -77,13 +79,14 @@ def test_image_augmentation_is_that_of_deits_transform(monkeypatch):
     )
     theirs.transforms[0] = transforms.RandomCrop(32, padding=4)  # type: ignore[union-attr]
     assert not any(isinstance(one, transforms.ColorJitter) for one in theirs.transforms)  # type: ignore[union-attr]
-    ours = augmentation.pil_transform(Recipe(), MEAN, STD)
-    for seed in range(60):
-        pair = []
-        for transform in (ours, theirs):
-            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-            pair.append(transform(to_pil_image(photographs(1)[0])))
-        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    recipe, image = Recipe(), photographs(1)
+    one_by_one = torch.stack([theirs(to_pil_image(image[0])) for _ in range(1500)])
+    batch = augment(image.repeat(1500, 1, 1, 1), recipe, MEAN).float() / 255
+    batch = erase((batch - MEAN[:, None, None]) / STD[:, None, None], recipe.erasing)
+    scale = one_by_one.std()
+    assert (batch.mean(0) - one_by_one.mean(0)).abs().mean() < 0.05 * scale
+    assert (batch.std(0) - one_by_one.std(0)).abs().mean() < 0.06 * scale
 
 
 def _ignoring_posterize_to_nothing(call):
@@ -249,13 +252,12 @@ def deits_sampler(images: int, repeats: int, world: int, rank: int, epoch: int) 
 
 
 def test_ranks_and_epochs_draw_different_augmentations():
-    seeds = []
-    for rank in (0, 1):
-        for epoch in (0, 1, 2):
-            order = Order(40, 1, seed=0, rank=rank, world=2, seeded=True)
-            order.set_epoch(epoch)
-            seeds += [seed for _, seed in order]
-    assert len(set(seeds)) == len(seeds) == 120
+    module, drawn = Classifier(Recipe(depth=1, width=3, heads=1), 10, steps_per_epoch=1), set()
+    for rank, epoch in product((0, 1), (0, 1, 2)):
+        module._trainer = SimpleNamespace(global_rank=rank, current_epoch=epoch)  # type: ignore[assignment]
+        module.on_train_epoch_start()
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 6
 
 
 def test_the_table_names_tests_that_exist():

@@ -1,62 +1,58 @@
-"""Tests of the command line of the grid: real processes, killed and resumed, with and without Ray."""
+"""Tests of the grid: trained in turn in this process, and by Ray in processes that are killed."""
 
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.vit.test_vit_train import TINY, assert_same_training, start, write_config
-from vit import cells, grid, overview
+from vit import cells, grid, overview, tune
 from vit.analysis import main as analyse
-from vit.recipe import RECIPES
+from vit.recipe import RECIPES, Recipe
 from vit.results import read_grid
+from vit.training import train
 
 CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"), ("0", "0.1"))]
 
 
-def arguments(directory: Path, engine: str = "processes", **recipe) -> list[str]:
+def arguments(directory: Path, *more: str, jobs: int = 1, **recipe) -> list[str]:
     return [
         *("--config", write_config(directory, **recipe), "--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1"),
-        *("--out", str(directory / "grid"), "--engine", engine),
+        *("--out", str(directory / "grid"), "--jobs", str(jobs), *more),
     ]
-
-
-def run(directory: Path, *more: str, **options) -> tuple[int, str, str]:
-    process = start(*arguments(directory, **options), *more, module="vit.grid", cold=True)
-    out, err = process.communicate(timeout=600)
-    return process.returncode, out, err
 
 
 @pytest.fixture(scope="module")
 def trained_grid(tmp_path_factory) -> Path:
     """Directory of a 2 x 2 grid that ran without interruption."""
     directory = tmp_path_factory.mktemp("grid")
-    status, out, err = run(directory)
-    assert status == 0, err
-    assert "4 cells, 0 already done; processes" in out and "[4/4] " in out
+    assert grid.main(arguments(directory)) == 0
     return directory
 
 
 @pytest.mark.slow
 def test_cell_equals_a_single_training(trained_grid, tmp_path):
     assert sorted(path.name for path in (trained_grid / "grid").iterdir()) == sorted(CELLS)
-    from vit.training import train
-
     train(replace(TINY, weight_decay=0.01, drop_path=0.1, out=tmp_path / "one"))
-    assert_same_training(trained_grid / "grid" / "wd0.01_sd0.1_seed0", tmp_path / "one")
+    assert_same_training(trained_grid / "grid" / CELLS[1], tmp_path / "one")
+    assert "epoch 3/3" in (trained_grid / "grid" / CELLS[1] / "log.txt").read_text()
 
 
 @pytest.mark.slow
-def test_finished_cells_are_not_run_again(trained_grid):
+def test_finished_cells_are_not_run_again(trained_grid, capsys):
     times = {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
-    status, out, err = run(trained_grid)
-    assert status == 0 and "4 cells, 4 already done" in out, err
+    for jobs in (1, 2):
+        assert grid.main(arguments(trained_grid, jobs=jobs)) == 0
+        assert "4 cells, 4 already done" in capsys.readouterr().out
     assert times == {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
 
 
@@ -73,87 +69,174 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
-def wait_for(condition, process):
-    while not condition() and process.poll() is None:
-        time.sleep(0.02)
-
-
-def workers_of(out: Path) -> set[int]:
+def workers_of(out: Path) -> list[int]:
     """Return the ids of the processes that keep a cell's lock file open."""
-    workers = set()
+    workers = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(fd).startswith(str(out)) and fd.exists() for fd in (process / "fd").iterdir()):
-                workers.add(int(process.name))
+            if any(os.readlink(fd).startswith(f"{out}/") and fd.exists() for fd in (process / "fd").iterdir()):
+                workers.append(int(process.name))
         except OSError:
             continue
     return workers
 
 
-@pytest.mark.slow
-def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path):
-    process = start(*arguments(tmp_path), module="vit.grid", cold=True)
-    second = tmp_path / "grid" / CELLS[1]
-    wait_for((second / "history.json").exists, process)
+def wait_until_measured(cell: Path, process) -> int:
+    """Wait for a measurement of a cell that a worker trains; return the worker."""
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline:
+        workers = workers_of(cell)
+        if workers and (cell / "coupling" / "units" / "step00000001.nc").exists():
+            return workers[0]
+        time.sleep(0.02)
+    pytest.fail(f"{cell.name} was not measured")
+
+
+@pytest.mark.slow(60)
+def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained_grid, tmp_path):
+    process = start(*arguments(tmp_path, "--retries", "0", jobs=2), module="vit.grid", cold=True)
+    os.kill(wait_until_measured(tmp_path / "grid" / CELLS[0], process), signal.SIGKILL)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 1 and "4 cells, 0 already done" in out and "[4/4]" in out
+    assert f"{CELLS[0]}: crashed: its process died, often for lack of memory\n" in err
+    assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
+    assert grid.main(arguments(tmp_path)) == 0
+    for name in CELLS:
+        assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
+
+
+@pytest.mark.slow(60)
+def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path, capsys):
+    process = start(*arguments(tmp_path, jobs=2), module="vit.grid", cold=True)
+    wait_until_measured(tmp_path / "grid" / CELLS[2], process)
     process.kill()
     process.communicate()
-    deadline = time.time() + 20
-    while workers_of(tmp_path / "grid") and time.time() < deadline:
+    deadline = time.monotonic() + 60
+    while workers_of(tmp_path / "grid") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not workers_of(tmp_path / "grid")  # every worker ends with its driver
-    assert cells.is_done(tmp_path / "grid" / CELLS[0]) and not cells.is_done(second)
-    status, out, err = run(tmp_path)
-    assert status == 0 and "1 already done" in out, err
+    done = sum(cells.is_done(tmp_path / "grid" / name) for name in CELLS)
+    assert grid.main(arguments(tmp_path)) == 0
+    assert 0 < done < 4 and f"{done} already done" in capsys.readouterr().out
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
 
 @pytest.mark.slow
-def test_killed_worker_is_retried_or_recorded(trained_grid, tmp_path):
-    def kill_first_worker(*more: str):
-        process = start(*arguments(tmp_path), *more, module="vit.grid", cold=True)
-        first = tmp_path / "grid" / CELLS[0]
-        # A killed cell leaves units behind, so the new training has started only if a worker exists too.
-        worker: list[int] = []
-
-        def is_measured_by_a_worker() -> bool:
-            worker[:] = workers_of(first)
-            return bool(worker) and (first / "coupling" / "units" / "step00000001.nc").exists()
-
-        wait_for(is_measured_by_a_worker, process)
-        os.kill(worker[0], signal.SIGKILL)
-        out, err = process.communicate(timeout=600)
-        return process.returncode, out, err
-
-    status, out, err = kill_first_worker("--retries", "0")
-    assert status == 1 and f"{CELLS[0]}: crashed: the process was killed by SIGKILL" in err
-    assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
-    status, out, err = kill_first_worker("--retries", "1")
-    assert status == 0 and "3 already done" in out, err
-    for name in CELLS:
-        assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
-
-
-@pytest.mark.slow
-def test_failing_cells_do_not_stop_the_others(trained_grid, tmp_path):
+def test_failing_cells_do_not_stop_the_others(tmp_path, capsys):
     """The first cell's checkpoint is damaged; all others diverge at a learning rate of 1e30."""
     first = tmp_path / "grid" / CELLS[0]
     first.mkdir(parents=True)
     (first / "last.ckpt").write_bytes(b"damaged")
-    status, _, err = run(tmp_path, "--retries", "0", lr=1e30)
-    assert status == 1
-    assert f"{CELLS[0]}: crashed: " in err and all(f"{name}: diverged: the training loss" in err for name in CELLS[1:])
+    cells.write(first, "failed", {"reason": "of an earlier run"})
+    assert grid.main(arguments(tmp_path, "--retries", "0", lr=1e30)) == 1
+    err = capsys.readouterr().err
+    assert f"{CELLS[0]}: crashed: ValueError: " in err and "last.ckpt can't be read" in err
+    assert all(f"{name}: diverged: the training loss" in err for name in CELLS[1:])
+    assert "Traceback" in cells.read(first, "failed")["error"]
     assert analyse([str(tmp_path / "grid")]) == 2
 
 
-@pytest.mark.slow
-def test_ray_trains_the_same_cells(trained_grid, tmp_path):
-    status, out, err = run(tmp_path, engine="ray")
-    assert status == 0 and "; ray; " in out and "[4/4]" in out, err
-    for name in CELLS:
-        assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
-    status, out, err = run(tmp_path, engine="processes")
-    assert status == 0 and "4 already done" in out, err
+def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possible(tmp_path, monkeypatch, capsys):
+    tried = []
+
+    def fail(recipe):
+        tried.append(recipe.seed)
+        if recipe.seed or len(tried) == 1:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr("vit.training.train_cell", fail)
+    recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(3)]
+    recipes[2].directory.write_text("a file where the directory should be")
+    grid.train_in_turn(recipes, 1)
+    assert tried == [0, 0, 1, 1, 2, 2]
+    assert cells.read(recipes[0].directory, "failed") is None
+    assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
+    assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
+
+
+def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
+    def finish(recipe):
+        with cells.claim(recipe.directory, recipe):
+            cells.write(recipe.directory, "result", {})
+
+    monkeypatch.setattr("vit.training.train_cell", finish)
+    monkeypatch.setattr(grid, "PATIENCE", 0.05)
+    recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
+    driver = threading.Thread(target=grid.train_in_turn, args=(recipes, 0))
+    with cells.claim(recipes[0].directory, recipes[0]):
+        driver.start()
+        deadline, printed = time.monotonic() + 60, ""
+        while "waiting for it" not in printed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            printed += capsys.readouterr().out
+        assert cells.is_done(recipes[1].directory) and printed.startswith(
+            f"{recipes[0].cell}: trained by another process"
+        )
+    driver.join(60)
+    assert cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """Ray without machines; a function that gives it some, and what cells ask for."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    requests, ended = [], []
+    fake = SimpleNamespace(
+        Tuner=lambda *_, **__: SimpleNamespace(fit=lambda: []),
+        with_parameters=lambda *_, **__: None,
+        with_resources=lambda _, request: requests.append(request),
+        **{name: lambda *_, **__: None for name in ("grid_search", "RunConfig", "FailureConfig", "TuneConfig")},
+    )
+    monkeypatch.setattr(tune, "tune", fake)
+    monkeypatch.setattr(tune.ray, "init", lambda **_: None)
+    monkeypatch.setattr(tune.ray, "shutdown", lambda: ended.append(True))
+
+    def machines(*resources):
+        monkeypatch.setattr(tune.ray, "nodes", lambda: [{"Alive": True, "Resources": one} for one in resources])
+
+    return SimpleNamespace(machines=machines, requests=requests, ended=ended)
+
+
+@pytest.mark.parametrize(
+    "options, accelerator, resources, expected",
+    [
+        ({}, "auto", {"CPU": 2.0, "GPU": 2.0}, 1.0),
+        ({}, "auto", {"CPU": 8.0}, 0.0),
+        ({}, "cpu", {"CPU": 2.0, "GPU": 2.0}, 0.0),
+        ({"gpus_per_cell": 0.25}, "auto", {"CPU": 2.0, "GPU": 2.0}, 0.25),
+    ],
+)
+def test_rays_machines_decide_on_gpus_not_the_driver(options, accelerator, resources, expected, ray, tmp_path):
+    ray.machines(resources)
+    recipe = Recipe(data="digits", batch_size=32, wandb="off", accelerator=accelerator)
+    # The fake returns without a result, as Tune does when it is interrupted.
+    assert grid.run(grid.Grid(out=tmp_path, **options), recipe) == 130
+    assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
+
+
+def test_a_cell_must_fit_on_one_machine(ray, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
+    ray.machines({"CPU": 8.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 64.0})
+    for cpus, gpus in ((8, 1), (64, 0), (1, 0.25)):
+        tune.connect(None, cpus, gpus)
+    for cpus, gpus in ((65, 0), (9, 0.5), (1, 2)):
+        more = ["--cpus_per_cell", str(cpus), "--gpus_per_cell", str(gpus), "--accelerator", "auto"]
+        assert grid.main(arguments(tmp_path, *more, jobs=2)) == 2
+        message = f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that"
+        assert message in (err := capsys.readouterr().err) and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
+    assert len(ray.ended) == 3 and not (tmp_path / "grid").exists()
+
+
+def test_a_cluster_must_answer(ray, monkeypatch):
+    ray.machines({"CPU": 1.0})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        tune.connect(f"ray://{address}", 1, None)
+    for given in (address, None):
+        with pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"):
+            tune.connect(given, 1, None)
+        monkeypatch.setenv("RAY_ADDRESS", address)
 
 
 class TestUsage:
@@ -164,16 +247,19 @@ class TestUsage:
             (["--drop_paths", "0,0.5,1"], "--drop_path 1.0; it must be at least 0 and below 1"),
             (["--seeds", "1,two"], "--seeds '1,two'; give numbers"),
             (["--jobs", "0"], "at least 1 job"),
+            (["--devices", "2"], "each cell of a grid trains on one device"),
             (["--train_size", "9999"], "1437 training images"),
-            (["--batch_size", "33", "--mixup", "0.8"], "even number"),
-            (["--address", "auto"], "a cluster needs Ray"),
+            (["--address", "auto"], "--address auto --jobs 1; one cell at a time is trained here"),
+            (["--model", "vgg11"], "--drop_path 0.1: vgg11 has no stochastic depth; give 0"),
+            (["--rand_augment", "m9"], "--rand_augment 'm9': give timm's notation"),
+            (["--accelerator", "gpu"], "--accelerator gpu; PyTorch finds no GPU"),
         ],
     )
     def test_bad_usage_prints_one_message_and_starts_nothing(self, more, message, tmp_path, capsys, monkeypatch):
-        monkeypatch.setattr(grid.processes, "start_server", lambda: None)  # it imports for 10 s, beside other tests
+        monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
         assert grid.main([*arguments(tmp_path), *more]) == 2
-        assert message in capsys.readouterr().err
-        assert not (tmp_path / "grid").exists()
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1 and not (tmp_path / "grid").exists()
 
     def test_other_settings_are_refused(self, tmp_path, capsys):
         decays, rates = "0.01,0.1", "0,0.1"
@@ -191,10 +277,6 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
     values = [sweep["parameters"][name]["values"] for name in ("weight_decay", "drop_path")]
     assert sorted(set(product(*values))) == sorted((r.weight_decay, r.drop_path) for r in recipes)
     assert sweep["method"] == "grid" and "vit.train" in sweep["command"]
-    # W&B agents and the grid use the same directories, so each can finish the other's cells.
-    assert {str(r.directory) for r in recipes} == {
-        str(replace(TINY, weight_decay=r.weight_decay, drop_path=r.drop_path).directory) for r in recipes
-    }
 
 
 def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
@@ -209,6 +291,8 @@ def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
     for recipe, (name, content) in zip(recipes, states, strict=False):
         recipe.directory.mkdir()
         (recipe.directory / f"{name}.json").write_text(json.dumps(content))
+    recipes[3].directory.mkdir()
+    (recipes[3].directory / "history.json").write_bytes(b"\xff\xfe")  # no text
     console = Console(width=60, record=True, file=open(os.devnull, "w"))
     console.print(overview.table(recipes, "about 3.2 h left"))
     text = console.export_text()

@@ -1,6 +1,5 @@
-"""Tests of the time that trainings and grids take: parts, estimates, the bar, and what a grid prints while it trains."""
+"""Tests of the time that trainings and grids take: parts, estimates, the bar, and what a grid prints of it."""
 
-import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.vit.test_vit_grid import arguments
 from tests.vit.test_vit_train import TINY
-from vit import cells, overview, training
-from vit.bar import Bar
+from vit import cells, grid, overview, training
 from vit.data import load
 from vit.overview import Forecast
-from vit.pace import TIMED, WARM_UP, Pace, Parts, measurements
+from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts
 
 PARTS = Parts(step=2.0, epoch=0.5, test=7.0, measurement=3.0)
 
@@ -21,26 +20,23 @@ PARTS = Parts(step=2.0, epoch=0.5, test=7.0, measurement=3.0)
 @pytest.mark.parametrize(
     "step, test_every, expected",
     [
-        (0, 1, {"step": 30, "epoch": 10, "test": 10, "measurement": 7}),  # measured at 0, 1, 2, 4, 8, 16 and 30
-        (0, 0, {"step": 30, "epoch": 10, "test": 1, "measurement": 7}),
-        (0, 5, {"step": 30, "epoch": 10, "test": 2, "measurement": 7}),
-        (15, 5, {"step": 15, "epoch": 5, "test": 1, "measurement": 2}),
-        (30, 0, {"step": 0, "epoch": 0, "test": 0, "measurement": 0}),
+        (0, 1, 30 * 2 + 10 * 0.5 + 10 * 7 + 7 * 3),  # measured at 0, 1, 2, 4, 8, 16 and 30
+        (0, 0, 30 * 2 + 10 * 0.5 + 1 * 7 + 7 * 3),
+        (0, 5, 30 * 2 + 10 * 0.5 + 2 * 7 + 7 * 3),
+        (15, 5, 15 * 2 + 5 * 0.5 + 1 * 7 + 2 * 3),
+        (30, 0, 0),
     ],
 )
 def test_what_is_left_is_counted_by_the_recipe(step, test_every, expected):
     recipe = replace(TINY, epochs=10, test_every=test_every)
-    left = PARTS.left(recipe, 96, step)
-    assert {name: count for name, (count, _) in left.items()} == expected
-    seconds = {"step": 2.0, "epoch": 0.5, "test": 7.0, "measurement": 3.0}
-    assert PARTS.seconds_left(recipe, 96, step) == sum(expected[name] * seconds[name] for name in seconds)
+    assert PARTS.seconds_left(recipe, 96, step) == expected
 
 
 def test_measurements_are_counted_by_the_schedule():
-    recipe = replace(TINY, epochs=2, batch_size=10)
-    assert measurements(replace(recipe, measure_at="log2"), 80) == 6  # 0, 1, 2, 4, 8, 16
-    assert measurements(replace(recipe, measure_at="every:5"), 80) == 5  # 0, 5, 10, 15, 16
-    assert measurements(replace(recipe, measure_at="off"), 80) == 0
+    recipe, parts = replace(TINY, epochs=2, batch_size=10), Parts(0, 0, 0, measurement=1)
+    assert parts.seconds_left(replace(recipe, measure_at="log2"), 80) == 6  # 0, 1, 2, 4, 8, 16
+    assert parts.seconds_left(replace(recipe, measure_at="every:5"), 80) == 5  # 0, 5, 10, 15, 16
+    assert parts.seconds_left(replace(recipe, measure_at="off"), 80) == 0
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +58,7 @@ def timed(tmp_path_factory):
         for target, seconds in (
             ("vit.module.Classifier.training_step", 1.0),
             ("vit.module.Classifier.on_validation_epoch_end", 20.0),
-            ("vit.progress.TrainingLoss.record", 100.0),
+            ("vit.training.TrainingLoss.record", 100.0),
             ("vit.module.Classifier.on_save_checkpoint", 3.0),
         ):
             patch.setattr(target, advancing(clock, seconds, _attribute(target)))
@@ -99,10 +95,10 @@ def test_what_is_left_is_written_after_the_first_steps(timed):
     recipe, images, _, written = timed
     name, first = written[0]
     untimed = 1.0 / 3 * 360 / 24
-    assert name == "pace" and (first["step"], first["test"], first["measurement"]) == (1.0, untimed, 100.0)
-    assert first["written"] == 100 + WARM_UP + TIMED + 5 * 3 and first["of_memory"] == 0
+    assert name == "pace" and first["written"] == 100 + WARM_UP + TIMED + 5 * 3
     parts = Parts(1.0, 3.0, untimed, 100.0)
     assert first["left"] == parts.seconds_left(recipe, images, WARM_UP + TIMED)
+    assert first["whole"] == parts.seconds_left(recipe, images)
 
 
 def test_the_file_is_removed_after_the_training(tmp_path):
@@ -123,57 +119,76 @@ def test_the_bar_shows_loss_accuracy_and_time_left():
 
 
 @pytest.fixture
-def grid(tmp_path):
+def six(tmp_path):
     return [replace(TINY, seed=seed, epochs=10, out=tmp_path / str(seed)) for seed in range(6)]
 
 
-def pace(cell, whole, left, written=None, **memory):
-    given = {"written": time.time() if written is None else written, "whole": whole, "left": left}
-    cells.write(cell.directory, "pace", {**given, "memory": 0, "of_memory": 0, **memory})
+def pace(cell, whole, left, written=None):
+    content = {"written": time.time() if written is None else written, "whole": whole, "left": left}
+    cells.write(cell.directory, "pace", content)
 
 
-def test_the_time_left_is_that_of_running_and_waiting_cells(grid):
-    for cell in grid:
+def test_the_time_left_is_that_of_running_and_waiting_cells(six):
+    for cell in six:
         cell.directory.mkdir()
-    forecast = Forecast(grid, jobs=2)
-    assert forecast.left() is None and forecast.cost(1) is None
-    pace(grid[0], 1000.0, 400.0), pace(grid[1], 2000.0, 600.0)
-    pace(grid[5], 9.0, 9.0, written=forecast.started - 10)  # of an earlier process
-    cells.write(grid[4].directory, "history", [{}] * 5)
+    forecast, on_ray = Forecast(six, jobs=2), Forecast(six, jobs=None)
+    assert forecast.left() is None and forecast.cost() is None
+    pace(six[0], 1000.0, 400.0), pace(six[1], 2000.0, 600.0)
+    pace(six[5], 9.0, 9.0, written=forecast.started - 10)  # of an earlier process
+    cells.write(six[4].directory, "history", [{}] * 5)
     assert forecast.left() == pytest.approx((400 + 600 + 3 * 1500 + 1500 / 2) / 2, abs=60)
-    assert forecast.cost(1).startswith(
+    assert on_ray.left() == pytest.approx(forecast.left(), abs=60)  # two are seen
+    assert forecast.cost().startswith(
         "about 25 min per cell and 52 min in all, 2 at a time, from the first steps; Ctrl-C"
     )
-    for cell in grid[1:5]:
+    for cell in six[1:5]:
         cells.write(cell.directory, "result", {})
-    cells.write(grid[5].directory, "failed", {})
+    cells.write(six[5].directory, "failed", {})
     assert forecast.left() == pytest.approx(400, abs=60)  # one cell alone
-    cells.write(grid[0].directory, "result", {})
+    cells.write(six[0].directory, "result", {})
     assert forecast.left() == 0
 
 
-def test_cells_on_ray_are_counted_and_a_share_of_a_gpu_is_recommended(grid):
-    forecast = Forecast(grid, jobs=None)
-    for cell in grid[:3]:
-        cell.directory.mkdir()
-        pace(cell, 100.0, 50.0, memory=10**9, of_memory=80 * 10**9)
-    assert forecast.left() == pytest.approx((150 + 300) / 3, abs=30)
-    assert "8 fit beside each other" in forecast.cost(1) and "--gpus_per_cell 0.125" in forecast.cost(1)
-    assert "gpus_per_cell" not in forecast.cost(8)
-
-
-def test_a_grid_prints_its_cost_once_and_goes_on(grid, monkeypatch, capsys):
+def test_a_grid_prints_its_cost_once_and_goes_on(six, monkeypatch, capsys):
     monkeypatch.setattr(overview, "SECONDS", 0.05)
-    with overview.shown(grid, grid, jobs=3) as ended:
-        for cell in grid:
+    with overview.shown(six, six, jobs=3):
+        for cell in six:
             cell.directory.mkdir()
-        pace(grid[0], 120.0, 60.0)
+        pace(six[0], 120.0, 60.0)
         printed, deadline = "", time.monotonic() + 30
         while "from the first steps" not in printed and time.monotonic() < deadline:
             time.sleep(0.01)
             printed += capsys.readouterr().out
-        (grid[0].directory / "result.json").write_text(json.dumps({"status": "finished", "accuracy": 0.5}))
-        ended(grid[0])
+        cells.write(six[0].directory, "result", {"status": "finished", "accuracy": 0.5})
     lines = (printed + capsys.readouterr().out).splitlines()
     assert lines[0].startswith("about 2.0 min per cell and 3.7 min in all, 3 at a time, from the first steps")
-    assert lines[1] == f"[1/6] {grid[0].cell}: 0.5000  about 3.3 min left" and len(lines) == 2
+    assert lines[1] == f"[1/6] {six[0].cell}: 0.5000  about 3.3 min left" and len(lines) == 2
+
+
+@pytest.mark.slow
+def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path, capsys):
+    done = tmp_path / "grid" / "wd0.01_sd0_seed0"
+    done.mkdir(parents=True)
+    cells.write(done, "result", {"status": "finished"})
+    assert grid.main(arguments(tmp_path, "--dry_run", "true", jobs=2)) == 0
+    first, out = capsys.readouterr().out.split("\n", 1)
+    assert first.startswith("4 cells, 1 already done; results would be in ")
+    for text in ("per cell     about", "with 2 at a time", "kept after training:", "measurements of"):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_the_estimate_is_within_a_factor_of_two(tmp_path):
+    """Of the steps, tests and measurements of a training of 60 steps; loading and set-up are timed with them."""
+    recipe = replace(TINY, epochs=20, test_every=5, measure_at="every:10", out=tmp_path / "one")
+    started = time.perf_counter()
+    data = load(recipe)
+    loading = time.perf_counter() - started
+    trial = training.try_cell(recipe, data, loading)
+    expected = trial.seconds(recipe, len(data.train))
+    started = time.perf_counter()
+    training.train(recipe)
+    assert 1 / 2 < expected / (time.perf_counter() - started) < 2
+    assert trial.start > loading and 0.5 < trial.checkpoint / (recipe.directory / "last.ckpt").stat().st_size < 2
