@@ -13,7 +13,7 @@ import pytest
 import xarray as xr
 
 from tests.conftest import ROOT
-from tracker.measures.coordinates import COORDINATES
+from tracker.measures.declaration import COORDINATES
 from tracker.measures.registry import BY_NAME
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,7 +14,7 @@ from tests.stores import generated
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures import names
-from tracker.measures.labels import labelled
+from tracker.measures.dataset import labelled
 from tracker.report.contents import Reader
 from tracker.store.results import Store
 
@@ -164,7 +164,7 @@ CLAIM = """
 import sys, time
 from tracker.common.errors import UsageError
 from tracker.measures import names
-from tracker.measures.labels import labelled
+from tracker.measures.dataset import labelled
 from tracker.store.results import Store
 
 SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}

@@ -6,6 +6,7 @@ that fails inside a library or on the CPU is raised as RuntimeError: it is treat
 smaller memory budget helps.
 """
 
+import gc
 import re
 from typing import Any
 
@@ -64,3 +65,13 @@ def _is_candidate(error: BaseException) -> bool:
     # cuSOLVER's numerical failures are LinAlgErrors, with "cusolver error" in their text.
     numerical: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
     return isinstance(error, RuntimeError) and not isinstance(error, numerical)
+
+
+def release_memory(device: torch.device) -> None:
+    """Free what a measurement that failed has left on a device. Its error must be gone, or have no traceback.
+
+    The frames of the error may be part of reference cycles, and what they held is in the allocator's cache, in pieces.
+    """
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

@@ -30,11 +30,9 @@ from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.batches import measure_calls
 from tracker.measures.calls import record_call
-from tracker.measures.cost import Cost
-from tracker.measures.dataset import Sample, assemble
-from tracker.measures.estimate import estimate
-from tracker.measures.kept import with_kept
-from tracker.measures.labels import labelled
+from tracker.measures.dataset import Sample, assemble, labelled
+from tracker.measures.estimate import Cost, estimate
+from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import Options, Settings
 from tracker.provenance import describe, digest, has_float64, usable_device
@@ -180,6 +178,7 @@ def _why_not_measurable(
         with prepare(model, blocks, [batch], device, settings.torch_dtype, settings.tokens) as prepared:
             replica, cache = prepared.replica, CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
+            prepared.check_reachability()
             for call in recording.calls:
                 call = call.to(replica.dtype, replica.device)
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.

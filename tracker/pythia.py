@@ -235,7 +235,7 @@ def _stop_without_device(step: int, error: Exception) -> None:
 
 def _release_memory(plan: Plan) -> None:
     """Free what a revision that failed has left: its weights would leave too little for the next one's."""
-    from tracker.measures.memory import release_memory
+    from tracker.devices import release_memory
 
     release_memory(plan.measurement.device)
 

@@ -9,7 +9,7 @@ from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from tracker.measures.cost import duration, entry, size
+from tracker.common.text import duration, entry, size
 from vit.cells import is_done, read
 from vit.recipe import Recipe
 

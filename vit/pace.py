@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 
 from tracker import CouplingCallback
-from tracker.measures.cost import duration
+from tracker.common.text import duration
 from tracker.training import schedule as schedules
 from vit.cells import write
 from vit.data import Data

@@ -11,7 +11,7 @@ from tests.models import images, neox, timm_vit, tokens
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.choices import choices
-from tracker.measures.cost import Cost
+from tracker.measures.estimate import Cost
 
 WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, "num_hidden_layers": 4}
 SHAPES = {  # models and options for which the blocks take most of the time

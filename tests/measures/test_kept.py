@@ -10,7 +10,7 @@ from tests import brute_force
 from tests.models import build
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
-from tracker.measures import kept
+from tracker.measures import layers as kept
 
 BOTH = ("jacobian", "singular_vectors")
 TOKENS = (1, -1)

@@ -11,8 +11,8 @@ import tracker
 from tests.models import build, neox, tokens
 from tests.stores import generated
 from tests.test_measure import PROMPTS, tokenizer
+from tracker.measures.dataset import labelled
 from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.labels import labelled
 from tracker.measures.registry import MEASURES
 from tracker.store.results import Store
 

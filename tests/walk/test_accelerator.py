@@ -17,8 +17,8 @@ from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots
 from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
+from tracker.capture.weights import weights_memory
 from tracker.common.errors import CheckpointError
-from tracker.measures.memory import weights_memory
 from tracker.walk import plan, unit
 from tracker.walk.command import parse
 

@@ -11,7 +11,7 @@ from tests.walk.malformed import configured
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
-from tracker.measures.cost import size
+from tracker.common.text import size
 
 
 def dry_run(capsys, *arguments: str) -> dict[str, str]:

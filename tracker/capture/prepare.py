@@ -1,12 +1,13 @@
-"""Prepare a model for one measurement, before anything is recorded.
+"""Prepare a model for one measurement.
 
     blocks: given, declared by the config, recognised by name and confirmed by a forward pass where that is a guess, or found by
         a forward pass alone (`tracker.blocks`, `confirm`)
     class token: where the model is measured at it
-    reachability: that blocks and class token reach the output, where either is an assumption
     replica: the copy of the model that runs
 
-Everything else sees the result alone: the blocks as they are, the forward calls, and the replica.
+Everything else sees the result alone: the blocks as they are, the forward calls, and the replica. That blocks and class token reach
+the output, where either is an assumption, is checked after the first call is recorded (`Prepared.check_reachability`): where blocks
+can't be recorded, that says better what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,20 @@ class Prepared:
         blocks: its blocks, with a class token if that is measured.
         calls: the forward calls.
         replica: the copy that runs.
+        new_replica: makes another one.
+        class_token_by_default: whether the class token is measured because the model has one, not because the caller chose it.
     """
 
     model: nn.Module
     blocks: Blocks
     calls: Sequence[Batch]
     replica: Replica
+    new_replica: Callable[[], Replica]
+    class_token_by_default: bool
+
+    def check_reachability(self) -> None:
+        """Check on the first call that blocks and class token reach the output, as `confirm.check_reachability`."""
+        check_reachability(self.blocks, self.new_replica, self.calls[0], self.class_token_by_default)
 
 
 @contextmanager
@@ -57,12 +66,12 @@ def prepare(
 
     Args:
         blocks: the blocks, an argument of `find_blocks`, or None to find them.
-        calls: the forward calls; blocks and reachability are confirmed on the first.
+        calls: the forward calls; blocks are confirmed on the first.
         dtype: of the measurement.
         tokens: the tokens that are measured; None: the class token of a model that classifies from it, else the last.
 
     Raises:
-        BlocksNotFound: if no blocks, or several lists of them, are found, or they do not reach the output.
+        BlocksNotFound: if no blocks, or several lists of them, are found.
         UsageError: if a class token is to be measured and there is none.
     """
     with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
@@ -70,8 +79,8 @@ def prepare(
         found = _find(model, blocks, new_replica, calls[0])
         if tokens == "cls":
             found = with_class_token(found, calls, partial(new_replica, found))
-        check_reachability(found, partial(new_replica, found), calls[0], class_token_by_default=tokens is None)
-        yield Prepared(model, found, calls, new_replica(found))
+        of_found = partial(new_replica, found)
+        yield Prepared(model, found, calls, of_found(), of_found, class_token_by_default=tokens is None)
 
 
 def _find(

@@ -26,7 +26,7 @@ sends 16-bit weights as float32, in twice the bytes. Where the device has stream
 of their own, so that the copies run beside the device's other work.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tracker.blocks.find import Blocks, unwrap
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, is_device_error
 from tracker.linalg.transfer import copies_beside_work
@@ -308,3 +309,30 @@ def _worker(device: torch.device) -> ThreadPoolExecutor:
 def _stream(device: torch.device) -> torch.Stream:
     """Return the stream of the copies to a device: one for all measurements, as PyTorch caches memory for each stream."""
     return torch.Stream(device)
+
+
+def weights_memory(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int:
+    """Return the bytes that a model's weights take on an accelerator.
+
+    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block.
+    """
+    stored, converted = bytes_of(unwrap(model), dtype)
+    of_blocks = _converted_blocks(model, blocks, dtype)
+    return stored + converted - sum(of_blocks) + max(of_blocks, default=0)
+
+
+def converted_block(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest block's weights in the measuring dtype, if they are stored in another."""
+    return max(_converted_blocks(model, blocks, dtype), default=0)
+
+
+def _converted_blocks(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> Sequence[int]:
+    names = [] if blocks.spans else blocks.names
+    return [bytes_of(unwrap(model).get_submodule(name), dtype)[1] for name in names]
+
+
+def bytes_of(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of a module's weights as stored, and of copies of those in another dtype in `dtype`."""
+    tensors = [*module.parameters(), *module.buffers()]
+    other = sum(t.numel() for t in tensors if t.is_floating_point() and t.dtype != dtype)
+    return sum(t.nbytes for t in tensors), other * dtype.itemsize

@@ -1,6 +1,10 @@
 """Words and lines of messages."""
 
 from collections.abc import Iterable
+from textwrap import wrap
+
+WIDTH = 80  # columns of the printed text
+LABEL = 12
 
 
 def counted(number: int, noun: str) -> str:
@@ -36,3 +40,39 @@ def printable(text: str, most: int = 2000) -> str:
     words = " ".join(text.split())
     words = words if len(words) <= most else f"{words[:most]} …"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def entry(label: str, text: str) -> str:
+    """Return a labelled text, wrapped to `WIDTH` columns."""
+    return "\n".join(
+        wrap(
+            text,
+            WIDTH,
+            initial_indent=f"{label:<{LABEL}} ",
+            subsequent_indent=" " * (LABEL + 1),
+            break_long_words=False,
+        )
+    )
+
+
+def duration(seconds: float) -> str:
+    """Format seconds to two digits, in a unit that a person reads.
+
+    >>> duration(0.034), duration(7.26), duration(412.0), duration(54321.0)
+    ('0.03 s', '7.3 s', '6.9 min', '15 h')
+    """
+    if seconds < 0.1:
+        return f"{seconds:.2f} s"
+    value, unit = (
+        (seconds / 3600, "h") if seconds >= 3600 else (seconds / 60, "min") if seconds >= 100 else (seconds, "s")
+    )
+    return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
+
+
+def size(bytes: int) -> str:
+    """Format a number of bytes.
+
+    >>> size(123_456_789), size(4 << 30)
+    ('123 MB', '4.29 GB')
+    """
+    return f"{bytes / 1e9:.3g} GB" if bytes >= 1e9 else f"{bytes / 1e6:.3g} MB"

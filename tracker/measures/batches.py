@@ -6,14 +6,12 @@ from tracker.capture.prepare import Prepared
 from tracker.capture.recording import Recording
 from tracker.common.progress import Progress
 from tracker.jacobians.rows import Jacobians, Rows
-from tracker.measures.calls import record_call
+from tracker.measures.calls import record_call, warn_of_missing_norm, warn_of_post_norm
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
 from tracker.measures.directions import in_words
-from tracker.measures.final_norm import warn_of_missing_norm
-from tracker.measures.kept import check_kept
+from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
-from tracker.measures.post_norm import warn_of_post_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
@@ -46,6 +44,7 @@ def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) ->
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, jacobians.replica.description)
+            prepared.check_reachability()
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))

@@ -3,8 +3,7 @@
 from typing import Any
 
 from tracker.measures.block_table import LAYER, SECTION
-from tracker.measures.coordinates import OURS
-from tracker.measures.declaration import Measure
+from tracker.measures.declaration import OURS, Measure
 
 _HALF = {"attention": ("attention", "J_A", "MLP"), "mlp": ("MLP", "J_M", "attention")}  # words, symbol, the other half
 

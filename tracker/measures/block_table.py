@@ -7,8 +7,7 @@ To add one of each block, write its formula in a module of this package and an e
 from typing import Any
 
 from tracker.measures import depth_use, normality
-from tracker.measures.coordinates import OURS
-from tracker.measures.declaration import Axis, Measure
+from tracker.measures.declaration import OURS, Axis, Measure
 
 LAYER, POSITION = ("token", "layer"), ("layer", "position")
 SECTION = "Jacobians"  # of the W&B dashboard

@@ -1,10 +1,16 @@
-"""Record one forward call, and measure what is read off its states."""
+"""Whether the final norm counts as part of the last block: `final_norm="auto"` resolved for a model, with the reason in words.
+
+Blocks that end in a norm (post-norm), whose mis-couplings and trajectories read differently.
+
+Record one forward call, and measure what is read off its states.
+"""
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tracker.blocks.find import Blocks
 from tracker.capture.confirm import chosen_positions
 from tracker.capture.inputs import Batch
 from tracker.capture.padding import read_padding
@@ -13,13 +19,68 @@ from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
 from tracker.common.errors import UsageError
+from tracker.common.notices import warn_caller
+from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
-from tracker.measures.final_norm import resolve_final_norm
-from tracker.measures.post_norm import is_post_norm
 from tracker.measures.settings import Settings
 from tracker.measures.states import NOISE, measure_states
+
+
+def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) -> tuple[str, str]:
+    """Return the convention, "include", "exclude" or "drop", and why it is used.
+
+    Raises:
+        UsageError: if the option asks for what this model does not have.
+    """
+    norm = recording.final_norm[0] if recording.final_norm else ""
+    if option == "include" and not norm:
+        raise UsageError(
+            "final_norm='include', but no norm layer takes the last block's output in this model; use 'exclude'"
+        )
+    if option == "drop" and len(recording.calls) < 2:
+        raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
+    if option != "auto":
+        return option, "chosen by the caller"
+    if not norm:
+        return "exclude", "no norm takes the last block's output"
+    if blocks.include_final_norm is None:
+        if recording.logits is None:
+            return "exclude", "not a language model: no logits over a vocabulary follow for each token"
+        return "include", f"a language model: {norm} takes the last block's output, {recording.logits} logits follow"
+    if not blocks.include_final_norm:
+        return "exclude", "not a language model: its blocks are not those of a Hugging Face model of token ids"
+    return "include", f"a Hugging Face model of token ids: {norm} takes the last block's output"
+
+
+def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
+    """Warn if a language model maps its last state to logits without a norm that is known."""
+    if blocks.include_final_norm is None and recording.logits is not None and recording.final_norm is None:
+        warn_caller(
+            f"this is a language model ({recording.logits} logits for each token), but no module was found that normalizes the "
+            "last block's output. Its measures are those without a final norm (final_norm='exclude') and not comparable to "
+            "those of models whose norm is found, such as Hugging Face's. If a function computes the norm, call a module "
+            "instead; if a module does, name it: blocks=find_blocks(model, final_norm='NAME')"
+        )
+
+
+def is_post_norm(recording: Recording) -> bool:
+    """Whether most blocks return the output of a norm of their residual sum."""
+    return 2 * sum(call.ends_in_norm for call in recording.calls) > len(recording.calls)
+
+
+def warn_of_post_norm(recording: Recording) -> None:
+    """Warn that mis-couplings of a post-norm model are far below the null level before any training."""
+    if is_post_norm(recording):
+        warn_caller(
+            "the blocks of this model end in a norm (post-norm, as in BERT): the norm alone gives their Jacobians top singular "
+            "vectors in common, so that mis-coupling is far below its null level even untrained. Compare with the same "
+            "architecture untrained, not with the null level. A norm also sets the length of every state, so alpha_mean "
+            "is about 0 and expodistance is undefined or a constant; read lss. The section on post-norm models in "
+            "docs/measurements.md says more"
+        )
+
 
 SEQUENCE_FIRST = """\
 The blocks are sequence first. If the model itself also takes (tokens, batch, ...), wrap it, because inputs are batch first:

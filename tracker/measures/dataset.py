@@ -1,18 +1,145 @@
-"""The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values."""
+"""The undefined values of a measured Dataset: their counts, and a warning where most values of a measure are undefined.
+
+What a Dataset says of itself: the order of its variables, and the attributes of each.
+
+The variables asked for come first, in the order in which `measures=` names them: those on the dashboard, then the rest. Scores,
+positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`.
+
+The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from tracker.common.notices import warn_caller
 from tracker.jacobians.independent import Independent
 from tracker.measures import names
-from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.registry import DIMS, UNDEFINED
-from tracker.measures.undefined import undefined_values, warn_of_undefined
+from tracker.measures.choices import choices
+from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
+from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
+
+NAMED = 3  # measures that the warning names
+VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block
+
+
+def undefined_values(
+    dataset: xr.Dataset, valid: Sequence[Sequence[int]], pair_layers: xr.DataArray | None
+) -> dict[str, tuple[xr.DataArray, int]]:
+    """Return, for each counted measure, which values are undefined, and how many values it has.
+
+    What a shorter prompt lacks, and what a block without a basis block lacks across tokens, is no value.
+
+    Args:
+        valid: the positions of each prompt that are not padding.
+        pair_layers: the basis block of each block across tokens; None if tokens are not compared.
+    """
+    expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
+    if "position" in dataset.dims:
+        at = np.stack([np.isin(dataset["position"], of_prompt) for of_prompt in valid])
+        expected["position"] = xr.DataArray(at, dims=("prompt", "position"))
+    if "token_position" in dataset:
+        expected["token"] = dataset["token_position"].notnull()
+    if pair_layers is not None:
+        t = dataset["pair_position"].notnull()
+        expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers.notnull()
+    found = {}
+    for measure in MEASURES:
+        for dim in measure.dims:
+            if measure.counted and measure.name in dataset and dim in expected:
+                values, has_value = dataset[measure.name], expected[dim]
+                others = np.prod(
+                    [values.sizes[other] for other in values.dims if other not in has_value.dims], dtype=int
+                )
+                found[measure.name] = values.isnull() & has_value, int(has_value.sum() * others)
+    return found
+
+
+def warn_of_undefined(dataset: xr.Dataset, found: dict[str, tuple[xr.DataArray, int]]) -> None:
+    """Warn if states are not finite, or most values of a measure are undefined; name the first block where they are."""
+    blocks = dataset.attrs["blocks"].split(", ")
+    varies = len(blocks) > 1 and not dataset.attrs["post_norm"]
+    most = {
+        name: (undefined, total)
+        for name, (undefined, total) in found.items()
+        if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS))
+    }
+    sentences = []
+    if "norm" in dataset and (infinite := dataset["norm"] == np.inf).any():
+        first = int(infinite.any([dim for dim in infinite.dims if dim != "depth"]).values.argmax())
+        where = f"after block {first} ({blocks[first - 1]})" if first else "before block 1"
+        total = int(dataset["norm"].notnull().sum())
+        sentences.append(f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}")
+    if most:
+        counts = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
+        rest = f" and most of {len(counts) - NAMED} more measures" if len(counts) > NAMED else ""
+        by_layer = next((undefined for undefined, _ in most.values() if "layer" in undefined.dims), None)
+        first = "" if by_layer is None else f", first at block {_first(by_layer)} ({blocks[_first(by_layer) - 1]})"
+        sentences.append(f"most values are undefined (NaN): {', '.join(counts[:NAMED])}{rest}{first}")
+    if sentences:
+        wider = "measure with dtype=torch.float64; if that changes nothing, " * (dataset.attrs["dtype"] != "float64")
+        warn_caller(
+            f"{'; '.join(sentences)}. Either numbers overflow or underflow, or a block adds nothing (zero weights), or its "
+            f"Jacobian has a rank below K: {wider}check the weights, and choose a smaller k"
+        )
+
+
+def _first(undefined: xr.DataArray) -> int:
+    """Return the first block with an undefined value; in pairs of blocks, with itself, so that the cause is not in the other."""
+    if "layer_other" in undefined.dims:
+        itself = undefined & (undefined["layer"] == undefined["layer_other"])
+        undefined = itself if itself.any() else undefined
+    return 1 + int(undefined.any([dim for dim in undefined.dims if dim != "layer"]).values.argmax())
+
+
+ADDED = ("long_name", "units", "formula", "reference")
+HEADLINE, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in their order
+
+
+def labelled(dataset: xr.Dataset) -> xr.Dataset:
+    """Return a measured Dataset with its variables in order and described; others keep their attributes."""
+    asked = str(dataset.attrs.get("measures", "")).split(", ")
+    asked = [*(name for name in asked if name in choices()), *choices()]
+    in_registry = {name: i for i, name in enumerate(BY_NAME)}
+
+    def place(name: str) -> tuple[int, int, int]:
+        measure = BY_NAME.get(name)
+        option = asked.index(measure.option) if measure and measure.option in asked else 0
+        if name.startswith(DIAGNOSTICS):
+            group = LAST
+        elif measure is None:
+            group = OTHERS
+        elif name in ("token_position", "pair_position"):
+            group = POSITIONS
+        else:
+            group = HEADLINE if measure.dashboard and (not measure.base or measure.option == "tokenwise") else REST
+        return group, option, in_registry.get(name, len(in_registry))
+
+    ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
+    ordered = ordered.assign_coords(dataset.coords)
+    for name, values in ordered.variables.items():
+        if described := _described(name):
+            added = described.label, described.unit, described.formula, described.reference
+            values.attrs |= dict(zip(ADDED, added, strict=True))
+    return ordered
+
+
+def unlabelled(dataset: xr.Dataset) -> xr.Dataset:
+    """Return a Dataset without the attributes that `labelled` adds, which are a quarter of the size of a small file."""
+    plain = dataset.copy()
+    for name, values in plain.variables.items():
+        if _described(name):
+            values.attrs = {key: value for key, value in values.attrs.items() if key not in ADDED}
+    return plain
+
+
+def _described(name: Hashable) -> Measure | Coordinate | None:
+    return BY_NAME.get(str(name)) or COORDINATES.get(str(name))
+
 
 FROM_ONE = ("layer", "layer_other", "rank", "exponent", "direction", "row", "column", "component")
 

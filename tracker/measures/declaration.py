@@ -1,4 +1,7 @@
-"""The declaration of a measured variable."""
+"""The declaration of a measured variable.
+
+The coordinates of a Dataset, and what walks and training runs add to it: label, values or formula, reference, unit.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,3 +70,63 @@ class Measure:
         """Whether it has one value per position, or measured token, and block or state."""
         by_position = self.dims in (("layer", "position"), ("depth", "position"))
         return by_position or (self.dims == ("token", "layer") and bool(self.charts))
+
+
+OURS = "this package"
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A coordinate, or a variable that is no measure: the attributes that describe it."""
+
+    label: str
+    formula: str
+    reference: str = OURS
+    unit: str = "1"
+
+
+COORDINATES = {
+    "prompt": Coordinate("prompt or input", "0, 1, …"),
+    "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text"),
+    "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from"),
+    "difficulty": Coordinate("difficulty of the prompt", "as its source rates it"),
+    "random_seed": Coordinate(
+        "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none"
+    ),
+    "token": Coordinate("index among the chosen tokens", "0, 1, …"),
+    "token_text": Coordinate("text of the token", "the tokenizer's; empty beyond the prompt's last token"),
+    "position": Coordinate("position in the sequence", "t = 0, …, n − 1"),
+    "k": Coordinate("number of top singular vectors", "K", "paper, eq. 10"),
+    "layer": Coordinate("block l, whose Jacobian is expressed in a basis", "l = 1, …, L", "paper, eq. 10"),
+    "layer_other": Coordinate("block l′, whose singular vectors are the basis", "l′ = 1, …, L", "paper, eq. 10"),
+    "pair_layer_other": Coordinate("block l′ of the basis, across tokens", "l′ of each l", "paper, section 3.1"),
+    "pair_token": Coordinate("token t of the Jacobian, among those compared", "0, 1, …", "paper, section 3.1"),
+    "pair_token_other": Coordinate("token t′ of the basis, among those compared", "0, 1, …", "paper, section 3.1"),
+    "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
+    "exponent": Coordinate("rank of the exponent", "k = 1, …, d; 1 is the largest"),
+    "direction": Coordinate("rank of the singular direction", "k = 1, 2, …; 1 is that of the largest singular value"),
+    "random": Coordinate("number of the random direction", "0, 1, …"),
+    "row": Coordinate("row of A", "1, …, K", "paper, eq. 10"),
+    "column": Coordinate("column of A", "1, …, K", "paper, eq. 10"),
+    "output": Coordinate("component of the block's output", "0, …, d − 1"),
+    "input": Coordinate("component of the block's input", "0, …, d − 1"),
+    "depth": Coordinate("number of blocks that the state has passed", "l = 0, …, L", "paper, eq. 15"),
+    "component": Coordinate("principal axis", "1, 2", "paper, A.2.1"),
+    "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),
+    "quantity": Coordinate("measure whose undefined values are counted", "name of the variable"),
+    f"{DIAGNOSTICS}undefined": Coordinate("number of undefined values of a measure", "NaN, but for padding"),
+    "step": Coordinate("training step", "optimizer steps taken"),
+    "repeats": Coordinate("earlier step with the same weights", "−1: none"),
+    "tokens_seen": Coordinate("training tokens seen", "as the name of the checkpoint states", unit="tokens"),
+    "stage": Coordinate("stage of the training", "as the name of the checkpoint states"),
+    "revision": Coordinate("revision of the checkpoint", "branch or tag"),
+    "commit": Coordinate("commit of the checkpoint", "of its repository"),
+    "files_sha256": Coordinate("hash of the weight files", "SHA-256"),
+    "fingerprint": Coordinate("hash of the loaded weights", "of every tensor"),
+    "token_ids_sha256": Coordinate("hash of the token ids that the model received", "SHA-256, of all prompts"),
+    "suspect": Coordinate("why the weights may not be those of the step", "empty: not suspect"),
+    "task": Coordinate("benchmark of a score", "name"),
+    "score": Coordinate(
+        "score on a benchmark", "as its source states it, 0 to 1", "the checkpoint, or the file of scores"
+    ),
+}

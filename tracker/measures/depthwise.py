@@ -25,8 +25,7 @@ from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.directions import heads
-from tracker.measures.kept import kept_arrays
-from tracker.measures.layers import Layer, layers_of
+from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.null_levels import overlap
 from tracker.measures.of_blocks import measure_blocks
 from tracker.measures.plan import Plan, measured_calls

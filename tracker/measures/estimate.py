@@ -1,4 +1,8 @@
-"""Estimate the cost of a measurement from one forward pass and one timed block.
+"""The expected cost of a measurement, as a dry run returns it.
+
+The expected seconds of measures of blocks and of their products, from one timed block.
+
+Estimate the cost of a measurement from one forward pass and one timed block.
 
 The seconds of a stage are those of the timed block, at up to `ROWS` token rows, times the number of blocks and rows. What is
 done once per block, the check of its derivative, is timed apart from what is done for every row. The estimate leaves out
@@ -6,8 +10,8 @@ what does not grow with the model: imports, and the assembly of the Dataset.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from math import ceil
@@ -20,24 +24,139 @@ from tracker.capture.inputs import Batch
 from tracker.capture.prepare import Prepared
 from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.replica import Replica
+from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
+from tracker.common.text import duration, entry, size
+from tracker.jacobians.halves import HalfJacobians
+from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
+from tracker.measures import of_blocks, products
 from tracker.measures.calls import record_call
 from tracker.measures.choices import choices
-from tracker.measures.cost import Cost, size
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import pairs
-from tracker.measures.kept import check_kept, kept_bytes
-from tracker.measures.layers import Layer, matrix_free_layer, triplets_of_jacobians
-from tracker.measures.memory import bytes_of, converted_block
+from tracker.measures.directions import DIRECTIONS, RANDOM, heads
+from tracker.measures.layers import Layer, check_kept, kept_bytes, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.null_levels import moments
-from tracker.measures.of_blocks_estimate import seconds_of_blocks
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a measurement is expected to take; print it to read it.
+
+    Attributes:
+        blocks: the blocks, final norm, unembedding and class token that were found.
+        samples: number of prompts or images.
+        tokens: length of the shortest and of the longest that the model runs on.
+        rows: number of tokens whose Jacobians are measured, over all samples.
+        final_norm: the convention, "include", "exclude" or "drop", and the norm's module.
+        k: the numbers of singular vectors.
+        width: the width d of the hidden state.
+        method: how singular vectors are found.
+        stages: seconds by stage.
+        timed: what was timed, in words.
+        weights_bytes: bytes of the model's weights.
+        peak_bytes: bytes beside the weights at the peak.
+        memory_budget: the limit on `peak_bytes` that was asked for.
+        not_counted: measures that were not asked for, each of which costs more.
+        warnings: what is beyond the budget.
+        refused: why the measurement would stop with an error; "" if nothing was found that stops it.
+    """
+
+    blocks: str
+    samples: int
+    tokens: tuple[int, int]
+    rows: int
+    final_norm: tuple[str, str]
+    k: tuple[int, ...]
+    width: int
+    method: str
+    stages: Mapping[str, float]
+    timed: str
+    weights_bytes: int
+    peak_bytes: int
+    memory_budget: int
+    not_counted: tuple[str, ...]
+    warnings: tuple[str, ...] = field(default=())
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole measurement."""
+        return sum(self.stages.values(), 0.0)
+
+    def __str__(self) -> str:
+        shortest, longest = self.tokens
+        length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
+        convention, norm = self.final_norm
+        lines = [
+            ("refused", self.refused),
+            ("blocks", self.blocks),
+            (
+                "inputs",
+                f"{self.samples} of {length}; Jacobians at {self.rows} token{'s' if self.rows != 1 else ''} in all",
+            ),
+            ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
+            ("K", f"{', '.join(map(str, self.k))} of width {self.width}"),
+            ("method", self.method),
+            ("time", "" if self.refused else f"about {duration(self.seconds)}: {self._stages()}"),
+            ("timed", self.timed),
+            (
+                "memory",
+                f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); memory_budget "
+                f"{size(self.memory_budget)}",
+            ),
+            *(("warning", warning) for warning in self.warnings),
+            ("not counted", f"{', '.join(self.not_counted)} (not asked for by measures)" if self.not_counted else ""),
+        ]
+        return "\n".join(["dry run: nothing was measured", *(entry(label, text) for label, text in lines if text)])
+
+    __repr__ = __str__
+
+    def _stages(self) -> str:
+        return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.stages.items())
+
+
+def seconds_of_blocks(
+    jacobians: Jacobians,
+    recording: Recording,
+    selections: Sequence[Selection],
+    layer: Layer,
+    K: int,
+    choices: Sequence[str],
+    timed: Callable[[Callable[[], Any]], tuple[float, Any]],
+) -> dict[str, float]:
+    """Return the seconds that each choice of `measures=` takes for the blocks of a recording, all like one of them.
+
+    Args:
+        selections: the call of that block, with each row.
+        layer: its Jacobians there.
+        K: the smallest number of singular vectors.
+        timed: function -> its seconds and its result.
+    """
+    L, halves = len(recording.calls), HalfJacobians(jacobians)
+    head = heads([(recording, rows) for _, rows in selections]) if "directions" in choices else None
+    stages = {}
+    for choice in of_blocks.measured(choices):
+        if choice == "products":
+            decompositions = 2 * len(products.depths(L, layer.triplets.V.shape[-2])) - 1
+            step, _ = timed(lambda: products.Chain().multiply(layer.jacobian()))
+            whole, _ = timed(lambda: products.of_matrices([layer.jacobian()], 1))
+            stages[choice] = (2 * L - 1) * step + decompositions * max(0.0, whole - step)
+            continue
+        how = ([layer], [selections], [choice], head, 1 << 24, halves, K)
+        seconds, _ = timed(lambda how=how: of_blocks.measure_blocks(*how))
+        # Random directions are taken once, not for each block.
+        of_each = 2 * DIRECTIONS
+        stages[choice] = seconds * ((L * of_each + RANDOM) / (of_each + RANDOM) if choice == "directions" else L)
+    return stages
+
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first

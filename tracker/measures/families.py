@@ -7,9 +7,8 @@ blocks alone; in those that end in `_normed`, the last block includes the final 
 from dataclasses import replace
 from typing import Any
 
-from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.declaration import DIAGNOSTICS, Measure
+from tracker.measures.declaration import DIAGNOSTICS, OURS, Measure
 
 PAIR = ("token", "k", "layer", "layer_other")
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`

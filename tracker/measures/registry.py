@@ -16,9 +16,8 @@ from tracker.measures import trajectory
 from tracker.measures.block_parts_table import OF_DIRECTIONS, OF_HALVES
 from tracker.measures.block_table import OF_BLOCKS, OF_PRODUCTS, OF_STATES
 from tracker.measures.choices import OPTIONS, choices, defaults
-from tracker.measures.coordinates import OURS
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.declaration import DIAGNOSTICS, Measure
+from tracker.measures.declaration import DIAGNOSTICS, OURS, Measure
 from tracker.measures.families import EXTRAS, KINDS, NORMED, across_tokens, couplings, jacobians, kept
 
 __all__ = [

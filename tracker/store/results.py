@@ -25,7 +25,7 @@ from tracker.common.errors import UsageError
 from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
 from tracker.common.steps import find_repeats
 from tracker.measures.choices import explain_all
-from tracker.measures.labels import labelled, unlabelled
+from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.names import require_version
 from tracker.measures.settings import Settings
 from tracker.store.alike import likeness, require_one_curve

@@ -27,10 +27,9 @@ from tracker.blocks.find import Blocks
 from tracker.capture.inputs import Batch
 from tracker.capture.weights import FAILURES, ON_RANK
 from tracker.common.errors import UsageError, panics_as_errors
-from tracker.devices import is_allocation_failure, is_device_error
+from tracker.devices import is_allocation_failure, is_device_error, release_memory
 from tracker.measurement import measure_samples
 from tracker.measures.dataset import Sample
-from tracker.measures.memory import release_memory
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
 from tracker.training import probe as probes
 

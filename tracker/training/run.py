@@ -25,10 +25,10 @@ from tracker.analysis.summary import summary
 from tracker.blocks.find import Blocks, Named
 from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
+from tracker.devices import release_memory
 from tracker.loggers.protocol import Log, Logger, Row
 from tracker.loggers.selection import checked, chosen
 from tracker.measurement import to_dataset
-from tracker.measures.memory import release_memory
 from tracker.measures.options import settings_from
 from tracker.provenance import has_float64, settings_digest
 from tracker.store.results import Store

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from tracker.measures.cost import Cost
+    from tracker.measures.estimate import Cost
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
 BYTES_PER_TOKEN = 4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
@@ -92,7 +92,7 @@ def describe(
     Raises:
         UsageError: if the model can't be measured with these settings.
     """
-    from tracker.measures.cost import duration, entry, size
+    from tracker.common.text import duration, entry, size
 
     yield entry("dry run", "nothing is fetched, measured or written")
     yield entry("to measure", f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none")
@@ -125,7 +125,7 @@ def describe(
 
 def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
     """Return what is said of downloads."""
-    from tracker.measures.cost import size
+    from tracker.common.text import size
 
     found = downloads(plan.selection, missing)
     if found.unknown == len(missing):
@@ -168,8 +168,8 @@ def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
     """Return the cost of measuring one checkpoint, and the seconds of hashing its weights."""
     from tracker.blocks.find import find_blocks
     from tracker.capture.inputs import batches
+    from tracker.capture.weights import weights_memory
     from tracker.measurement import estimate_cost
-    from tracker.measures.memory import weights_memory
     from tracker.walk.plan import default_budget, stays_on_device
 
     measurement, small, whole = plan.measurement, timed.small, timed.whole

@@ -105,9 +105,9 @@ def _measure(
         UsageError: if memory runs out.
     """
     from tracker.blocks.find import find_blocks
+    from tracker.capture.weights import weights_memory
     from tracker.devices import is_allocation_failure
     from tracker.measurement import measure
-    from tracker.measures.memory import weights_memory
     from tracker.walk.plan import default_budget, stays_on_device
 
     device = measurement.device
