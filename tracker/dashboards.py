@@ -58,7 +58,7 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
     from wandb_workspaces.workspaces import RunsetSettings, Workspace, WorkspaceSettings
 
     from tracker.loggers.wandb import AXIS
-    from tracker.measures.headline import MEAN_OFFDIAG
+    from tracker.measures.registry import MEAN_OFFDIAG
 
     return Workspace(
         entity=entity,
@@ -101,11 +101,11 @@ def _save(workspace: "Workspace") -> None:
 
 def _headlines(k: int) -> "Section":
     """Return a section with what a training run logs by default; a null level shares the panel of what it belongs to."""
-    from tracker.measures.headline import HEADLINES, UNDEFINED
+    from tracker.measures.registry import HEADLINES, UNDEFINED_COUNT
 
     panels: dict[str, tuple[str, list[str]]] = {}  # title and metrics, by the metric without the null level
     for metric, title in HEADLINES.items():
-        if metric == UNDEFINED:  # runs without undefined values do not have it
+        if metric == UNDEFINED_COUNT:  # runs without undefined values do not have it
             continue
         panels.setdefault(metric.replace("_null", ""), (title, []))[1].append(metric.format(k=k))
     lines = [
@@ -190,7 +190,7 @@ def _grid() -> "Section":
     )
     from wandb_workspaces.reports.v2.interface import ParallelCoordinatesPlotColumn
 
-    from tracker.measures.headline import MEAN_OFFDIAG
+    from tracker.measures.registry import MEAN_OFFDIAG
 
     last, accuracy = SummaryMetric(f"{MEAN_OFFDIAG}.last"), SummaryMetric("test/accuracy")
     columns = {

@@ -17,8 +17,7 @@ from tracker.analysis.statistics import (
     scalars,
     sources,
 )
-from tracker.measures.headline import MEAN_OFFDIAG
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
 from tracker.store.results import Store, open_results
 
 

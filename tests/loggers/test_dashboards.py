@@ -23,7 +23,7 @@ from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import LoggedRun, Row
 from tracker.loggers.selection import chosen
 from tracker.loggers.wandb import AXIS, WandbRun
-from tracker.measures.headline import MEAN_OFFDIAG, headline_names
+from tracker.measures.registry import MEAN_OFFDIAG, headline_names
 from tracker.store.results import Store
 
 STEPS = (0, 2, 8)

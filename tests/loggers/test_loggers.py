@@ -20,7 +20,7 @@ from tracker.loggers.protocol import LoggedRun, Row
 from tracker.loggers.selection import chosen, parsed
 from tracker.loggers.wandb import NAMING, WandbRun, resolve_mode
 from tracker.measures import names
-from tracker.measures.headline import headline_names
+from tracker.measures.registry import headline_names
 from tracker.store.results import Store
 
 

@@ -23,7 +23,7 @@ from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
 from tracker.common.errors import CheckpointError
-from tracker.measures.families import CERTIFICATE
+from tracker.measures.layers import CERTIFICATE
 from tracker.report.contents import contents
 from tracker.store.results import VOLATILE, Store
 from tracker.walk.failures import unwritable

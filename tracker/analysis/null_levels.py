@@ -13,7 +13,7 @@ from tracker.analysis.variables import coordinates, in_float64
 from tracker.common.errors import UsageError
 from tracker.measures import null_levels
 from tracker.measures.dataset import compared_layers, compared_tokens, pair_layers
-from tracker.measures.families import NORMED
+from tracker.measures.declaration import NORMED
 from tracker.measures.null_levels import Moments, Overlap
 from tracker.measures.registry import BY_NAME, KINDS
 

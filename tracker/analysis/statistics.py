@@ -24,13 +24,22 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
+from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens, pair_layers
 from tracker.measures.declaration import Measure, Reduction
-from tracker.measures.headline import BELOW_NULL, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL, UNDEFINED, headline_names
-from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, TRAJECTORY
-from tracker.measures.registry import UNDEFINED as COUNTS_OF_UNDEFINED
+from tracker.measures.registry import (
+    BELOW_NULL,
+    BY_NAME,
+    MEAN_OFFDIAG,
+    MEAN_OFFDIAG_NULL,
+    MEASURES,
+    MISCOUPLINGS,
+    UNDEFINED,
+    UNDEFINED_COUNT,
+    headline_names,
+)
 
-USUAL = (*MISCOUPLINGS, *(measure.name for measure in TRAJECTORY if measure.curve))
+USUAL = (*MISCOUPLINGS, *(measure.name for measure in trajectory.DECLARED if measure.curve))
 CURVES = tuple(measure.name for measure in MEASURES if measure.curve)
 SAMPLES = ("prompt", "token")
 ACROSS = ("layer", "pair_token", "pair_token_other")  # the dimensions of pairs of tokens
@@ -201,7 +210,7 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
     The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
-    (`tracker.measures.headline`). The number of undefined values is there if there are any.
+    (`tracker.measures.registry`). The number of undefined values is there if there are any.
     """
     return _recorded({name: float(value) for name, value in _metrics(unit).items()})
 
@@ -217,7 +226,7 @@ def _recorded(found: dict[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in found.items()
-        if (name != UNDEFINED or value) and not (name.startswith("score/") and value != value)
+        if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
     }
 
 
@@ -237,8 +246,8 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
             flat[f"coupling/miscoupling{null}/k{_smallest_k(results)}/mean_offdiag"] for null in ("", "_null")
         )
         flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
-    counts = results.variables[COUNTS_OF_UNDEFINED]
-    return flat | {UNDEFINED: counts.values.sum(counts.dims.index("quantity"))}
+    counts = results.variables[UNDEFINED]
+    return flat | {UNDEFINED_COUNT: counts.values.sum(counts.dims.index("quantity"))}
 
 
 def headlines(unit: xr.Dataset) -> tuple[str, ...]:

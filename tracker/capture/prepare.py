@@ -5,9 +5,9 @@
     class token: where the model is measured at it
     replica: the copy of the model that runs
 
-Everything else sees the result alone: the blocks as they are, the forward calls, and the replica. That blocks and class token reach
-the output, where either is an assumption, is checked after the first call is recorded (`Prepared.check_reachability`): where blocks
-can't be recorded, that says better what is wrong.
+Everything else sees the result alone: the blocks as they are, the forward calls, and the replica. That blocks and class token
+reach the output, where either is an assumption, is checked after the first call is recorded (`Prepared.check_reachability`):
+where blocks can't be recorded, that says better what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Sequence

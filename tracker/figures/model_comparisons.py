@@ -36,7 +36,8 @@ from tracker.common.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
 from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, colour_map, fit_text, fitted_line, panels
 from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
-from tracker.measures.registry import MISCOUPLINGS, NORMED
+from tracker.measures.declaration import NORMED
+from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,10 @@ from tracker.analysis.statistics import noise_label
 from tracker.common.errors import UsageError
 from tracker.loggers.protocol import Choice, Log, Row
 from tracker.measures.declaration import Measure
-from tracker.measures.headline import UNDEFINED
-from tracker.measures.registry import MEASURES
+from tracker.measures.registry import MEASURES, UNDEFINED_COUNT
 from tracker.measures.states import NOISE
 
-SOMETIMES = (UNDEFINED, "score/")  # begin the names of metrics that some steps lack
+SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
 
 
 def checked(log: Log) -> Log:

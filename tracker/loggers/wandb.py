@@ -1,7 +1,7 @@
 """Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
 
 The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. The automatic workspace shows the
-headline numbers (`tracker.measures.headline`) and hides the others that `LoggedRun.log` chooses; `tracker.dashboards` shows
+headline numbers (`tracker.measures.registry`) and hides the others that `LoggedRun.log` chooses; `tracker.dashboards` shows
 these as well. Numbers and pictures are logged: neither prompts nor the store.
 """
 
@@ -16,8 +16,7 @@ from tracker.common.files import read_json, write_atomic
 from tracker.common.text import first_line
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
 from tracker.measures import names
-from tracker.measures.headline import MEAN_OFFDIAG
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
 
 if TYPE_CHECKING:
     import wandb

@@ -18,13 +18,14 @@ The matrix for k < K is the leading k x k part of the one for K, so one product 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tracker.linalg.svd import above_rounding
+from tracker.measures.declaration import COUPLING, MINOR, NORMED, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -187,3 +188,61 @@ def _frobenius(A: Tensor) -> Tensor:
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, torch.nan)
+
+
+PAIR = ("token", "k", "layer", "layer_other")
+OF_PAIRS, SWAPPED = "A = U′ᵀ J V′", "A = V′ᵀ J U′"
+
+
+def _declared() -> tuple[Measure, ...]:
+    """Return the variables for layer pairs: each definition's measure and its variants."""
+    measures = []
+    for definition in DEFINITIONS:
+        name, shown = definition.name, definition.dashboard
+        plain = Measure(
+            name,
+            PAIR,
+            definition.label,
+            option="coupling",
+            curve="pairs",
+            null=True,
+            counted=True,
+            metric=f"coupling/{name}",
+            logged=("", "_q25", "_q75", "_null"),
+            dashboard=COUPLING if "" in shown else "",
+            text=definition.text,
+            formula=f"{definition.equation}, {OF_PAIRS}",
+            reference=definition.reference,
+        )
+        variant = replace(plain, base=name, dashboard="")
+        normed = replace(
+            variant,
+            name=f"{name}{NORMED}",
+            variant="normed",
+            label=f"{definition.label}, {WITH_NORM}",
+            metric=f"coupling/{name}{NORMED}",
+            logged=("", "_null") if "" in shown else (),
+            dashboard=MINOR if "normed" in shown else "",
+            text=f"{definition.text} Here the last block includes the final norm, as in the paper.",
+            formula=f"{plain.formula}; the last block includes the final norm",
+            reference=f"{definition.reference}; paper, eq. 7",
+        )
+        swapped = replace(
+            variant,
+            name=f"{name}_vju",
+            variant="vju",
+            label=f"{definition.label}, sides swapped",
+            option="vju",
+            metric=f"coupling/{name}_vju",
+            logged=("", "_null"),
+            dashboard=MINOR if "vju" in shown else "",
+            text=f"{definition.text} Here A = V′ᵀ J U′, the sides of the basis swapped.",
+            formula=f"{definition.equation}, {SWAPPED}",
+        )
+        measures += [plain, normed, swapped]
+    return tuple(measures)
+
+
+DECLARED = _declared()
+MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
+VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju"))  # over layer pairs

@@ -5,7 +5,7 @@ The coordinates of a Dataset, and what walks and training runs add to it: label,
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,6 +13,15 @@ Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last
 Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks", "table"]
 DIAGNOSTICS = "diagnostics_"  # begins the names of variables that say how far the results can be trusted
+NORMED = "_normed"  # ends the names of variables that include the final norm
+WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
+COUPLING, JACOBIANS, MINOR = "Coupling", "Jacobians", "Tokens, entropy, noise"  # sections of the W&B dashboard
+POSITION, BLOCK, STATE, LAYER = (
+    ("position",),
+    ("layer", "position"),
+    ("depth", "position"),
+    ("token", "layer"),
+)  # dimensions
 
 
 @dataclass(frozen=True)
@@ -130,3 +139,10 @@ COORDINATES = {
         "score on a benchmark", "as its source states it, 0 to 1", "the checkpoint, or the file of scores"
     ),
 }
+
+
+def of_each_block(name: str, label: str, **more: Any) -> Measure:
+    """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
+    more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": JACOBIANS}
+    more.setdefault("charts", ("depth",))
+    return Measure(name, LAYER, label, counted=True, **more)

@@ -23,13 +23,13 @@ from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling
-from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.coupling import MISCOUPLINGS
+from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.directions import heads
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.null_levels import overlap
 from tracker.measures.of_blocks import measure_blocks
 from tracker.measures.plan import Plan, measured_calls
-from tracker.measures.registry import MISCOUPLINGS, NORMED
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 

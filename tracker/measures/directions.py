@@ -27,6 +27,7 @@ from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import drawn, to_device
+from tracker.measures.declaration import LAYER, OURS, Measure
 
 DIRECTIONS, WORDS, RANDOM = 5, 5, 256
 PARTS = ("out", "in")  # u_k, v_k
@@ -140,3 +141,44 @@ def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) 
         return np.asarray(flat, dtype=object).reshape(ids.shape[:-1])
 
     return {name: texts(value) if name.endswith("_words") else value for name, value in values.items()}
+
+
+_LOGITS = "logits of the next token, to first order, if xᴸ moves along"
+
+
+def _declared() -> tuple[Measure, ...]:
+    shared: dict[str, Any] = {"option": "directions", "reference": OURS}
+    measures = []
+    for part, symbol, what, signs in (
+        ("out", "uₖ", "output", "the better of both signs"),
+        ("in", "vₖ", "input", "one sign"),
+    ):
+        score = f"max of ({_LOGITS} {symbol}, minus their mean), / their standard deviation"
+        measures += [
+            Measure(
+                f"direction_{part}_words",
+                (*LAYER, "direction"),
+                f"words of the {what} direction",
+                formula=f"tokens of the largest {_LOGITS} {symbol}; the sign is that of the larger score of uₖ",
+                **shared,
+            ),
+            Measure(
+                f"direction_{part}_score",
+                (*LAYER, "direction"),
+                f"score of the words of the {what} direction",
+                formula=score,
+                **shared,
+            ),
+            Measure(
+                f"direction_{part}_score_null",
+                ("token",),
+                f"score of the words of random {what} directions, 0.95 quantile",
+                formula=f"score of 256 random directions, {signs}",
+                **shared,
+            ),
+        ]
+    words = "words of a random direction"
+    return (*measures, Measure("direction_random_words", ("token", "random"), words, formula=words, **shared))
+
+
+DECLARED = _declared()

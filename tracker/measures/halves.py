@@ -13,6 +13,8 @@ NaN for blocks that do not show their halves, and for couplings where a half has
 of the blocks, and two sets of singular triplets.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from tracker.jacobians.halves import Halves
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
+from tracker.measures.declaration import JACOBIANS, LAYER, OURS, Measure
 from tracker.measures.depth_use import jacobian_gain
 from tracker.measures.null_levels import moments, null_level, overlap
 
@@ -59,3 +62,69 @@ def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
     K, d = s.shape[-1], J.shape[-1]
     of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
     return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[:, 0, 0]
+
+
+_HALF = {"attention": ("attention", "J_A", "MLP"), "mlp": ("MLP", "J_M", "attention")}  # words, symbol, the other half
+
+
+def _declared() -> tuple[Measure, ...]:
+    measures = []
+    for half, (words, symbol, other) in _HALF.items():
+        shared: dict[str, Any] = {"option": "halves", "reference": OURS}
+        drawn: dict[str, Any] = shared | {
+            "curve": "quartiles",
+            "logged": ("",),
+            "dashboard": JACOBIANS,
+            "charts": ("depth",),
+        }
+        measures += [
+            Measure(
+                f"{half}_gain",
+                LAYER,
+                f"gain of the {words}",
+                formula=f"‖{symbol}‖ / √d",
+                metric=f"jacobian/{half}_gain",
+                text=f"Root mean square singular value of the Jacobian of the {words} alone.",
+                axis="logarithmic",
+                **drawn,
+            ),
+            Measure(
+                f"{half}_share",
+                LAYER,
+                f"share of the {words} in the block's top directions",
+                formula=f"Σₖ uₖ · {symbol} vₖ / Σₖ sₖ, J = U S Vᵀ of the block, k ≤ the smallest K",
+                metric=f"jacobian/{half}_share",
+                text=f"How much of what the block does along its strongest directions the {words} does; where both read the same "
+                "state, the shares add up to 1.",
+                **drawn,
+            ),
+            Measure(
+                f"{half}_coupling",
+                LAYER,
+                f"mis-coupling of the {words} in the bases of the {other}",
+                formula=f"‖A − S‖ / ‖s‖₂, A = U′ᵀ {symbol} V′, U′ and V′ of the {other}, for the smallest K",
+                metric=f"jacobian/{half}_coupling",
+                text=f"Mis-coupling m_K of the {words} in the singular bases of the {other} of the same block; about 1 for "
+                "unrelated ones.",
+                **drawn,
+            ),
+            Measure(
+                f"{half}_coupling_null",
+                LAYER,
+                f"mis-coupling of the {words} in the bases of the {other}: null level",
+                formula=f"√E[‖A − S‖²] / ‖s‖₂, A = (Q U′)ᵀ {symbol} Q V′, Q a random rotation",
+                **shared,
+            ),
+            Measure(
+                f"{half}_matrix",
+                (*LAYER, "row", "column"),
+                f"residual alignment of the {words}",
+                option="halves",
+                formula=f"Uᵀ {symbol} V, J = U S Vᵀ of the block, for the smallest K",
+                reference="Li and Papyan (2023)",
+            ),
+        ]
+    return tuple(measures)
+
+
+DECLARED = _declared()

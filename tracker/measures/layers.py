@@ -22,7 +22,8 @@ from tracker.common.text import size
 from tracker.jacobians.restriction import Selection
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
-from tracker.measures.null_levels import Moments, moments
+from tracker.measures.declaration import DIAGNOSTICS, NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.null_levels import Moments, declared_parts, moments
 from tracker.measures.plan import SQUARES, Plan
 from tracker.measures.settings import Settings
 
@@ -252,3 +253,98 @@ def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.nd
         for name, part in (("left_singular_vector", "U"), ("right_singular_vector", "V")):
             arrays[name] = np.stack([getattr(layer.triplets, part).cpu().numpy() for layer in layers], 1)
     return arrays
+
+
+YES = "1: yes, 0: no"
+CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
+    "residual": (
+        "largest residual of a triplet, relative to s₁",
+        "max over k of ‖J vₖ − sₖ uₖ‖ and ‖Jᵀ uₖ − sₖ vₖ‖, / s₁",
+    ),
+    "complete": (
+        "whether no larger singular value was missed",
+        f"{YES}; σ² I − R Rᵀ is positive definite, R = J − U S Vᵀ, σ = 1.0001 s_K",
+    ),
+    "formed": ("whether the Jacobian was formed, not known by its products alone", YES),
+    "full_svd": ("whether the triplets come from a full decomposition", YES),
+    "sliced": ("whether the Jacobian was evaluated at its row alone, not over the full sequence", YES),
+    "value_error": (
+        "error of the row's output against the recorded one",
+        "‖f − f₀‖ / max(‖f₀‖, floor ‖x‖), f of the row alone, f₀ as recorded",
+    ),
+    "derivative_error": (
+        "error of a vector-Jacobian product against that of the full sequence",
+        "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
+    ),
+    "independent_error": (
+        "error of J v against forward mode, or differences of values",
+        "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u and v random",
+    ),
+}
+
+
+def _declared() -> tuple[Measure, ...]:
+    """Return the singular values and certificates of the Jacobians, with and without the final norm in the last block."""
+    measures = []
+    for end, variant, text in (("", "", ""), (NORMED, "normed", f", last block {WITH_NORM}")):
+        shared: dict[str, Any] = {"option": "coupling", "variant": variant}
+        layer, rank = ("token", "layer"), ("token", "layer", "rank")
+        gap = "gap to the next singular value, relative to s_1"
+        measures += [
+            Measure(
+                f"singular_value{end}",
+                rank,
+                f"singular value{text}",
+                formula="sₖ, J = U S Vᵀ",
+                reference="paper, eq. 9",
+                **shared,
+            ),
+            Measure(
+                f"{DIAGNOSTICS}singular_gap{end}",
+                rank,
+                f"{gap}{text}",
+                formula="(sₖ − sₖ₊₁) / s₁",
+                reference=OURS,
+                **shared,
+            ),
+            *(
+                Measure(f"{DIAGNOSTICS}{name}{end}", layer, f"{label}{text}", formula=formula, reference=OURS, **shared)
+                for name, (label, formula) in CERTIFICATE.items()
+            ),
+            *declared_parts("", end, layer, text, shared),
+        ]
+    return tuple(measures)
+
+
+def _declared_kept() -> tuple[Measure, ...]:
+    """Return the variables of `keep=`: the Jacobians and singular vectors themselves."""
+    layer = ("token", "layer")
+    return (
+        Measure(
+            "jacobian",
+            (*layer, "output", "input"),
+            "Jacobian of the block's residual function at the token",
+            option="keep",
+            formula="Jˡ = ∂fˡ(x) / ∂x at x = xˡ⁻¹, without the identity of the skip connection",
+            reference="paper, eq. 8",
+        ),
+        Measure(
+            "left_singular_vector",
+            (*layer, "output", "rank"),
+            "left singular vector",
+            option="keep",
+            formula="uₖ, column k of U, J = U S Vᵀ",
+            reference="paper, eq. 9",
+        ),
+        Measure(
+            "right_singular_vector",
+            (*layer, "input", "rank"),
+            "right singular vector",
+            option="keep",
+            formula="vₖ, column k of V, J = U S Vᵀ",
+            reference="paper, eq. 9",
+        ),
+    )
+
+
+DECLARED, DECLARED_KEPT = _declared(), _declared_kept()

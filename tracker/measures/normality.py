@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tracker.linalg.cores import batch_on_cores
 from tracker.linalg.svd import SMALL, Triplets
+from tracker.measures.declaration import OURS, of_each_block
 
 Jacobian = Float[Tensor, "*B d d"]
 Values = Float[Tensor, "*B"]
@@ -50,3 +51,37 @@ def _unit(J: Jacobian) -> Jacobian:
     """Return J / |J|_F: squares of tiny entries underflow."""
     J = J / J.abs().amax((-2, -1), keepdim=True)
     return J / torch.linalg.matrix_norm(J, keepdim=True)
+
+
+DECLARED = (
+    of_each_block(
+        "symmetric_share",
+        "symmetric share of the Jacobian",
+        option="normality",
+        compute=lambda block: symmetric_share(block.J),
+        formula="‖(J + Jᵀ) / 2‖² / ‖J‖²",
+        reference=OURS,
+        text="How much of a block's Jacobian J is symmetric: 1 all of it, 0 none, 1/2 for unrelated input and output directions.",
+        axis="linear",
+    ),
+    of_each_block(
+        "mean_alignment",
+        "alignment of output and input directions, mean",
+        option="normality",
+        compute=lambda block: alignment(block.triplets).mean(-1),
+        formula="mean of uₖ · vₖ over k ≤ K, for the largest K, J = U S Vᵀ",
+        reference="Li and Papyan (2023); paper, section 3.2",
+        text="Mean of uₖ · vₖ: 1 if a block's strongest output directions are its strongest input directions (J = U S Uᵀ), −1 if "
+        "they are opposite, 0 if they are unrelated.",
+    ),
+    of_each_block(
+        "departure",
+        "departure from normality",
+        option="eigenvalues",
+        compute=lambda block: departure(block.J),
+        formula="√(‖J‖² − Σₖ |λₖ|²) / ‖J‖, λ the eigenvalues of J",
+        reference="Henrici (1962)",
+        text="Henrici's departure of a block's Jacobian from normality, relative to its norm: 0 for a normal matrix, such as a "
+        "symmetric one, 1 for a nilpotent one.",
+    ),
+)

@@ -28,10 +28,13 @@ stored, and the levels of all pairs are computed from them when they are read. D
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import pi, sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from tracker.measures.declaration import OURS, Measure
 
 Jacobian = Float[Tensor, "*batch d d"]
 SingularValues = Float[Tensor, "*batch L K"]  # of the Jacobians
@@ -210,3 +213,35 @@ class _Entries:
 def _products(s: SingularValues, g: Float[Tensor, "*batch M K"]) -> Pairs:
     """Return sum_k s_k g_k of every pair."""
     return s @ g.mT
+
+
+def declared_parts(
+    start: str, end: str, dims: tuple[str, ...], text: str, shared: dict[str, Any]
+) -> tuple[Measure, ...]:
+    """Return the variables from which null levels are computed: moments of each Jacobian, overlaps of its singular vectors."""
+    of_jacobian = {
+        "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d"),
+        "symmetric_norm": ("norm of the Jacobian's symmetric part without the isotropic one", "‖(J + Jᵀ) / 2 − τ I‖"),
+        "antisymmetric_norm": ("norm of the Jacobian's antisymmetric part", "‖(J − Jᵀ) / 2‖"),
+    }
+    of_vectors = {
+        "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
+        "overlap_squares": (
+            "overlap of left and right singular vectors: squares", "Σ (uᵢ · vⱼ)² over i ≠ j ≤ K", _with_k(dims),
+        ),
+        "overlap_fourths": (
+            "overlap of left and right singular vectors: fourth powers", "Σ (uᵢ · vⱼ)⁴ over i ≠ j ≤ K", _with_k(dims),
+        ),
+    }  # fmt: skip
+    declared = {name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()} | of_vectors
+    shared = {"reference": OURS} | shared
+    return tuple(
+        Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
+        for name, (label, formula, of) in declared.items()
+    )
+
+
+def _with_k(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dimensions with K before those of blocks, as in `PAIR` and `TOKEN_PAIR`."""
+    at = dims.index("layer")
+    return (*dims[:at], "k", *dims[at:])

@@ -16,14 +16,15 @@ from torch import Tensor
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import Selection
 from tracker.linalg.svd import Triplets
+from tracker.measures import depth_use, normality
 from tracker.measures.choices import OPTIONS
 from tracker.measures.directions import Head, measure_directions
 from tracker.measures.halves import half_values
 from tracker.measures.layers import Layer
 from tracker.measures.plan import FORMING
 from tracker.measures.products import Products
-from tracker.measures.registry import OF_BLOCKS
 
+DECLARED = (*depth_use.DECLARED, *normality.DECLARED)  # values of each block at each token
 CHOICES = tuple(option.name for option in OPTIONS if option.of_jacobians)  # of `measures=` that are computed here
 
 
@@ -77,7 +78,7 @@ def measure_blocks(
     """
     if not measured(choices):
         return {}
-    declared = [measure for measure in OF_BLOCKS if measure.option in choices]
+    declared = [measure for measure in DECLARED if measure.option in choices]
     like = layers[0].triplets.V
     products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype) if "products" in choices else None
     forms = bool(FORMING & set(choices))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 from tracker.common.errors import UsageError
 from tracker.common.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
-from tracker.measures.settings import OPTIONS, USUAL, Options, Settings
+from tracker.measures.settings import MEASURES, OPTIONS, USUAL, Options, Settings
 
 CHOICES = {
     "final_norm": FinalNorm,
@@ -114,8 +114,12 @@ def _canonical(name: str, value: Any) -> Any:
             return USUAL
         value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
         several = isinstance(value, Iterable) and not isinstance(value, bytes)
-        # Settings refuses what is not a measure's name, with the allowed ones.
-        return tuple(map(str, value)) if several else (str(value),)
+        names = tuple(map(str, value)) if several else (str(value),)
+        if not names or set(names) - {*MEASURES, "all"}:
+            from tracker.measures.refusal import refusal
+
+            raise UsageError(refusal(names))
+        return names
     if name == "pair_layers":
         return _layer_pairs(value)
     numbers = tuple(whole_numbers(value))

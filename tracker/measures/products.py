@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tracker.linalg.products import Chain
 from tracker.linalg.svd import SMALL, above_rounding
+from tracker.measures.declaration import JACOBIANS, LAYER, WITHOUT_NORM, Axis, Measure
 
 WIDE_DEPTHS, DEPTHS = 4, 8  # depths that are decomposed, of models wider than SMALL and of others
 
@@ -109,3 +110,74 @@ def of_matrices(Js: Sequence[Float[Tensor, "R d d"]], K: int) -> dict[str, Tenso
     for l, J in enumerate(Js, 1):
         found.add(l, J)
     return found.values(lambda l: Js[l - 1])
+
+
+_FORMS = {  # of products: the blocks, in symbols and in words
+    "from_first": ("P = (I + Jˡ) … (I + J¹)", "from the first block to block l"),
+    "to_last": ("P = (I + Jᴸ) … (I + Jˡ)", "from block l to the last block"),
+}
+_OF_ONE: dict[str, tuple[str, str, str, str, Axis]] = {  # label, formula, reference, text, axis
+    "amplification": (
+        "amplification",
+        "s₁, P = U S Vᵀ",
+        "Pennington et al. (2017)",
+        "The largest factor by which a small change of the token's state grows",
+        "logarithmic",
+    ),
+    "effective_rank": (
+        "effective rank",
+        "exp(−Σₖ pₖ ln pₖ), pₖ = sₖ / Σⱼ sⱼ, P = U S Vᵀ",
+        "Roy and Vetterli (2007)",
+        "How many directions of a small change of the token's state survive alike: at most the model's width",
+        "from zero",
+    ),
+}
+
+
+def _declared() -> tuple[Measure, ...]:
+    measures = []
+    for form, (product, words) in _FORMS.items():
+        end = f"{product}, blocks {WITHOUT_NORM}"
+        for name, (label, formula, reference, text, axis) in _OF_ONE.items():
+            whole = form == "from_first"  # the curve is of its last value, the product of all blocks
+            measures.append(
+                Measure(
+                    f"{form}_{name}",
+                    LAYER,
+                    f"{label} {words}",
+                    option="products",
+                    formula=f"{formula}, {end}",
+                    reference=reference,
+                    text=f"{text}, {words}, the other tokens held fixed.",
+                    curve="last quartiles" if whole else None,
+                    metric=f"jacobian/{name}" if whole else "",
+                    logged=("",) if whole else (),
+                    dashboard=JACOBIANS if whole else "",
+                    charts=("depth",),
+                    axis=axis,
+                )
+            )
+        measures.append(
+            Measure(
+                f"{form}_singular_value",
+                (*LAYER, "rank"),
+                f"singular value of the product {words}",
+                option="products",
+                formula=f"sₖ, P = U S Vᵀ, {end}",
+                reference="Pennington et al. (2017)",
+            )
+        )
+    exponents = Measure(
+        "lyapunov_exponent",
+        ("token", "exponent"),
+        "Lyapunov exponent of all blocks",
+        option="products",
+        formula="ln(sₖ) / L, P = (I + Jᴸ) … (I + J¹) = U S Vᵀ",
+        reference="Pennington et al. (2017)",
+        text="Mean logarithmic growth, in a block, of each of the d directions of a small change of the token's state.",
+        counted=True,
+    )
+    return (*measures, exponents)
+
+
+DECLARED = _declared()

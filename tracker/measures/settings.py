@@ -129,10 +129,6 @@ class Settings:
             )
         if self.k is not None and min(self.k) < 1:
             raise self._refused_k("width")
-        if not self.measures or set(self.measures) - {*MEASURES, "all"}:
-            from tracker.measures.refusal import refusal
-
-            raise UsageError(refusal(self.measures))
         for needing in choices.OPTIONS:
             if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
                 raise UsageError(

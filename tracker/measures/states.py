@@ -18,14 +18,57 @@ from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
-from tracker.measures import trajectory
-from tracker.measures.declaration import Measure
-from tracker.measures.registry import DIMS, STATES
+from tracker.measures import depth_use, trajectory
+from tracker.measures.declaration import MINOR, STATE, Measure
 from tracker.measures.settings import Settings
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 
 OF_STATES = ("trajectory", "entropy", "pca", "noise")  # measures
+
+STATES = (*trajectory.DECLARED, *depth_use.DECLARED_OF_STATES)  # variables that are read off the states alone
+DECLARED = (
+    Measure(
+        "entropy",
+        STATE,
+        "entropy of the next token",
+        "nats",
+        option="entropy",
+        formula="−Σ p ln p, p = softmax(M norm(xˡ)), M the unembedding",
+        reference="paper, Fig. 26",
+        curve="last quartiles",
+        counted=True,
+        metric="trajectory/entropy",
+        logged=("",),
+        dashboard=MINOR,
+        text="The prediction from each state, through the final norm and the unembedding.",
+        charts=("depth",),
+    ),
+    Measure(
+        "pca",
+        (*STATE, "component"),
+        "state on the principal axes of the last states",
+        trajectory.HIDDEN_STATE,
+        option="pca",
+        formula="components of xˡ on the two principal axes of the rows of Xᴸ",
+        reference="paper, A.2.1",
+        counted=True,
+    ),
+    Measure(
+        "noise_similarity",
+        ("noise", *STATE),
+        "cosine to the states without noise",
+        option="noise",
+        formula="cos(xˡ, x̃ˡ), x̃ˡ the state with noise on the embeddings",
+        reference="paper, Fig. 32",
+        curve="last mean",
+        counted=True,
+        metric="trajectory/noise_similarity",
+        logged=("",),
+        dashboard=MINOR,
+    ),
+)
+DIMS = {measure.name: measure.dims for measure in (*STATES, *DECLARED)}
 
 # (samples, positions) -> values with the dimensions of `DIMS`, the positions of one sample after those of another
 StateMeasure = Callable[[slice, slice], dict[str, Tensor]]

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +34,80 @@ from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
-from tracker.measures.declaration import DIAGNOSTICS
+from tracker.measures.coupling import DEFINITIONS, OF_PAIRS
+from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
 from tracker.measures.depthwise import of_null_levels, pairs
-from tracker.measures.layers import Layer, triplets_of_jacobians
-from tracker.measures.null_levels import Moments, moments
+from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
+from tracker.measures.null_levels import Moments, declared_parts, moments
 from tracker.measures.plan import Plan
-from tracker.measures.registry import DIMS, KINDS
+
+TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
+KINDS = {  # of token pairs
+    "self": "self: J of t against J of t′",
+    "fixed_input": "fixed input: first token to t, to t′",
+    "fixed_output": "fixed output: t, t′ to last token",
+}
+LINKS = {  # which Jacobians
+    "self": "J = Jˡ(t → t), U′ and V′ of Jˡ′(t′ → t′)",
+    "fixed_input": "J = Jˡ(t₁ → t), U′ and V′ of Jˡ′(t₁ → t′), t₁ the first token",
+    "fixed_output": "J = Jˡ(t → T), U′ and V′ of Jˡ′(t′ → T), T the last token",
+}
+
+
+def _declared() -> tuple[Measure, ...]:
+    """Return the variables for token pairs of every kind."""
+    measures = []
+    for kind, text in KINDS.items():
+        shared: dict[str, Any] = {"option": "tokenwise", "variant": kind}
+        for definition in DEFINITIONS:
+            name, shown = definition.name, "tokens" in definition.dashboard
+            measures.append(
+                Measure(
+                    f"{kind}_{name}",
+                    TOKEN_PAIR,
+                    f"{definition.label}, {text}",
+                    base=name,
+                    curve="token pairs",
+                    null=True,
+                    counted=True,
+                    metric=f"tokens/{kind}/{name}",
+                    logged=("", "_null"),
+                    dashboard=MINOR if shown else "",
+                    formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
+                    reference=f"{definition.reference}; across tokens: paper, section 3.1",
+                    **shared,
+                )
+            )
+        tokens = TOKEN_PAIR[1:3]
+        shared["reference"] = "paper, section 3.1"
+        for name in ("residual", "complete"):
+            label, formula = CERTIFICATE[name]
+            formula = f"{formula}; {LINKS[kind]}"
+            measures.append(
+                Measure(f"{DIAGNOSTICS}{kind}_{name}", tokens, f"{label}, {text}", formula=formula, **shared)
+            )
+        measures += [
+            *declared_parts(f"{kind}_", "", tokens, f", {text}", shared),
+            Measure(
+                f"{kind}_singular_value",
+                (*tokens, "rank"),
+                f"singular value, {text}",
+                formula=f"sₖ, J = U S Vᵀ, {LINKS[kind]}",
+                **shared,
+            ),
+            Measure(
+                f"{kind}_matrix",
+                (*TOKEN_PAIR[1:], "row", "column"),
+                f"coupling matrix A, {text}",
+                formula=f"{OF_PAIRS}, {LINKS[kind]}, for the smallest K",
+                **shared,
+            ),
+        ]
+    return tuple(measures)
+
+
+DECLARED = _declared()
+DIMS = {measure.name: measure.dims for measure in DECLARED}
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
 Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name with the kind left open
@@ -64,7 +133,7 @@ def tokenwise_couplings(
     basis_layers: Mapping[int, int],
     plan: Plan,
 ) -> list[dict[str, np.ndarray]]:
-    """Return the measures of all kinds for each selected sample, with the dimensions of `registry.DIMS`.
+    """Return the measures of all kinds for each selected sample, with the dimensions of `DIMS`.
 
     Blocks that have no basis block are NaN.
 

@@ -17,10 +17,14 @@ Cost O(L n d).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from tracker.measures.declaration import BLOCK, NORMED, OURS, POSITION, STATE, Measure
 
 States = Float[Tensor, "depth n d"]
 
@@ -146,3 +150,160 @@ def _around_each_layer(per_step: Tensor, width: int, reduce) -> Float[Tensor, "L
         values = reduce(windows)
         out[half - 1 : half - 1 + values.shape[0]] = values
     return out
+
+
+HIDDEN_STATE = "units of the hidden state"
+
+
+def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False, **more: Any) -> tuple[Measure, ...]:
+    """Return a variable of `DECLARED`, with quartiles as its curve if it has one.
+
+    Args:
+        both: also return the variable with the final norm applied to the last state, NAME_normed.
+    """
+    if "curve" in more:
+        more |= {"metric": f"trajectory/{name}", "logged": ("",)}
+    measure = Measure(name, dims, label, option="trajectory", **more)
+    if not both:
+        return (measure,)
+    normed = replace(
+        measure,
+        name=f"{name}{NORMED}",
+        label=f"{label}, with the final norm",
+        variant="normed",
+        base=name,
+        formula=f"{measure.formula}; the final norm applied to xᴸ",
+        metric=f"{measure.metric}{NORMED}" if measure.metric else "",
+        dashboard="",
+        charts=(),
+    )
+    return measure, normed
+
+
+IN_WINDOW = "As over training, but over a window of states around each block; near the ends no window fits."
+DECLARED = (
+    *_of_states(
+        "lss",
+        POSITION,
+        "line-shape score",
+        both=True,
+        compute=lss,
+        formula="L / ‖Σₗ (xˡ − xˡ⁻¹) / ‖xˡ − xˡ⁻¹‖‖",
+        reference="paper, eq. 15 and 16",
+        text="How straight a token's path through the blocks is: 1 is a straight line, higher is more winding.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+    ),
+    *_of_states(
+        "expodistance",
+        POSITION,
+        "expodistance",
+        both=True,
+        compute=expodistance,
+        formula="Varₗ αˡ / (Avgₗ αˡ)², αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
+        reference="paper, eq. 17 and 18",
+        text="How unevenly the norm of a token's state grows from block to block: 0 is exponential growth. It diverges "
+        "where the mean growth rate nears zero.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+        axis="logarithmic",
+    ),
+    *_of_states(
+        "alpha_mean",
+        POSITION,
+        "mean growth rate α",
+        both=True,
+        compute=alpha_mean,
+        formula="Avgₗ αˡ, αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
+        reference="paper, eq. 17",
+        text="How much the norm of a token's state grows in a block: the mean over blocks of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+    ),
+    *_of_states(
+        "equidistance",
+        POSITION,
+        "variation of step lengths",
+        both=True,
+        compute=equidistance,
+        formula="Stdₗ ‖xˡ − xˡ⁻¹‖ / Avgₗ ‖xˡ − xˡ⁻¹‖",
+        reference="paper, Fig. 25",
+        text="How unequal the steps of a token's state from block to block are: standard deviation over mean of their lengths; "
+        "0 is equal steps.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("training",),
+        axis="from zero",
+    ),
+    *_of_states(
+        "lss_window",
+        BLOCK,
+        "line-shape score in a window",
+        both=True,
+        compute=lss_window,
+        formula="line-shape score over the states around block l",
+        reference="paper, Figs 26 to 28",
+        windowed=True,
+        text=IN_WINDOW,
+        charts=("depth", "blocks"),
+    ),
+    *_of_states(
+        "expodistance_window",
+        BLOCK,
+        "expodistance in a window",
+        both=True,
+        compute=expodistance_window,
+        formula="expodistance over the states around block l",
+        reference="paper, Fig. 29 and 30",
+        windowed=True,
+        text=IN_WINDOW,
+        charts=("depth", "blocks"),
+        axis="logarithmic",
+    ),
+    *_of_states(
+        "equidistance_window",
+        BLOCK,
+        "variation of step lengths in a window",
+        both=True,
+        compute=equidistance_window,
+        formula="equidistance over the states around block l",
+        reference="paper, Fig. 26",
+        windowed=True,
+        text=f"{IN_WINDOW} 0 is equal steps.",
+        charts=("depth",),
+    ),
+    *_of_states(
+        "norm",
+        STATE,
+        "norm of the states",
+        both=True,
+        unit=HIDDEN_STATE,
+        compute=norms,
+        formula="‖xˡ‖",
+        reference="paper, Figs 26 and 30",
+        text="‖xˡ‖, the length of a token's state after l blocks.",
+        charts=("depth",),
+        axis="logarithmic",
+    ),
+    *_of_states(
+        "update_ratio",
+        BLOCK,
+        "update ratio",
+        compute=update_ratio,
+        formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
+        reference=OURS,
+        text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state.",
+        curve="quartiles",
+        counted=True,
+        dashboard="Trajectory",
+        charts=("depth",),
+        axis="logarithmic",
+    ),
+)

@@ -23,7 +23,8 @@ from tracker.analysis.statistics import USUAL, inverse_fit, layers_in_words, mid
 from tracker.analysis.variables import PAIRS
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
-from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, NORMED, VARIANTS
+from tracker.measures.declaration import NORMED
+from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -160,7 +160,7 @@ def print_other_tokens(hashes: Mapping[int, str]) -> None:
 
 def headline(row: "Row") -> str:
     """Return the result of a checkpoint in a few words."""
-    from tracker.measures.headline import LSS, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL
+    from tracker.measures.registry import LSS, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL
 
     parts = []
     if MEAN_OFFDIAG in row.scalars:
