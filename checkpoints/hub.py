@@ -29,7 +29,6 @@ FORMATS = {
 }
 INDEX = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}
 TEXT = (".json", ".txt", ".model")
-CODE = ".py"
 COMMIT, SHA256 = r"[0-9a-f]{40}", r"[0-9a-f]{64}"
 
 
@@ -54,7 +53,6 @@ class Listing:
 
     commit: str
     files: tuple[File, ...]
-    with_code: bool = False  # whether its Python files are needed
 
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
@@ -75,11 +73,10 @@ class Listing:
 
     @property
     def needed(self) -> tuple[File, ...]:
-        """All files to download: weights, configuration and tokenizer, perhaps code."""
+        """All files to download: weights, configuration and tokenizer."""
         others = {index for name, index in INDEX.items() if name != self.format}
         text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
-        code = [f for f in self.files if f.name.endswith(CODE)] if self.with_code else []
-        return (*text, *code, *self.weights)
+        return (*text, *self.weights)
 
     @property
     def bytes(self) -> int:
@@ -129,20 +126,6 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
-
-
-def list_files(
-    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
-) -> dict[str, Listing]:
-    """List the files of each revision, as `list_revisions` does.
-
-    Raises:
-        CheckpointError: if the listing of a revision can't be got.
-    """
-    listings, faults = list_revisions(repo, commits, cache_dir, offline, notify)
-    for error in faults.values():
-        raise error
-    return listings
 
 
 def list_revisions(

@@ -1,7 +1,7 @@
 """Whether a user's checkpoint stays the same while it is measured, and copies of its files that nobody else writes to.
 
-A training run may write to a directory at any time. A file that is read twice (weights to measure and to hash, code to check
-and to run) is then two things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are
+A training run may write to a directory at any time. A file that is read twice (weights to measure and to hash) is
+then two things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are
 copied before they are mapped, and compared with what they were once all is measured. Files of the hub's cache are named by
 their hash, and nobody rewrites them: they need neither.
 """
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoints.hub import CODE, TEXT
+from checkpoints.hub import TEXT
 from tracker.common.errors import CheckpointError
 from tracker.common.text import first_line
 
@@ -74,9 +74,7 @@ def _copy(source: Path, copy: Path) -> None:
             )
         copy.mkdir()
         for file in files:
-            target = copy / file.relative_to(source)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+            shutil.copyfile(file, copy / file.name)
         for file in source.iterdir():
             if file.is_file() and file not in files:
                 (copy / file.name).symlink_to(file.absolute())
@@ -88,13 +86,10 @@ def _copy(source: Path, copy: Path) -> None:
 
 
 def _read_by_loading(source: Path) -> list[Path]:
-    """List the files that loading reads: weights, configuration, tokenizer and code, but not the state of an optimizer."""
+    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer."""
     if source.is_file():
         return [source]
-    return [
-        *(file for file in source.iterdir() if file.name.endswith((*WEIGHTS, *TEXT)) and file.is_file()),
-        *(file for file in source.rglob(f"*{CODE}") if file.is_file()),
-    ]
+    return [file for file in source.iterdir() if file.name.endswith((*WEIGHTS, *TEXT)) and file.is_file()]
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:

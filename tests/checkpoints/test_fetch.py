@@ -16,7 +16,7 @@ import pytest
 from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
-from checkpoints.hub import list_branches, list_files
+from checkpoints.hub import list_branches, list_revisions
 from tests.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
 
@@ -36,7 +36,9 @@ class Fetcher:
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
         revision = f"step{step}"
         commits = commits or list_branches(REPO, self.messages.append)[0]
-        listing = list_files(REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append)[revision]
+        listing = list_revisions(REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append)[0][
+            revision
+        ]
         return fetch(REPO, revision, listing, self.cache, notify=self.messages.append, count=self.count, **options)
 
     def count(self, size: int) -> None:
@@ -208,7 +210,7 @@ def test_revision_that_moves_after_the_listing_is_fetched_as_listed(fetcher):
     assert directory.name == before.name
     assert (directory / "model.safetensors").read_bytes() == (before / "model.safetensors").read_bytes()
     # The listing of step 2 is cached, but its commit is removed from the hub before the download.
-    list_files(REPO, {"step2": commits["step2"]}, fetcher.cache)
+    list_revisions(REPO, {"step2": commits["step2"]}, fetcher.cache)
     fetcher.published(2).rename(fetcher.root / "gone")
     with pytest.raises(CheckpointError, match="step2 is no longer on the hub as it was listed"):
         fetcher.fetch(2, commits)
@@ -322,7 +324,7 @@ def test_without_network_the_cache_is_used(fetcher, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(fetcher.cache))
     commits, reason = list_branches(REPO, fetcher.messages.append)
     assert "can't be reached (ConnectError" in reason and commits.keys() == {"step1"}
-    found = list_files(REPO, commits, fetcher.cache, offline=True)
+    found, _ = list_revisions(REPO, commits, fetcher.cache, offline=True)
     fetcher.assert_whole(1, fetch(REPO, "step1", found["step1"], fetcher.cache, offline=reason))
     (fetcher.cache / "models--org--toy" / "snapshots" / commits["step1"] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="ConnectError.*step1 lacks model.safetensors in the cache"):
@@ -334,7 +336,7 @@ def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher
 
     fetcher.fetch(1)
     shutil.rmtree(Path(os.environ["TRACKER_CACHE"]))
-    found = list_files(REPO, list_branches(REPO)[0], fetcher.cache, offline=True)
+    found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache, offline=True)
     (weights,) = found["step1"].weights
     assert found.keys() == {"step1"} and weights.sha256 == blob(fetcher.published(1) / "model.safetensors")
 
@@ -342,13 +344,13 @@ def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher
 FETCH = """
 import sys
 from tracker.common.errors import CheckpointError
-from checkpoints.hub import list_branches, list_files
+from checkpoints.hub import list_branches, list_revisions
 from checkpoints.fetch import fetch
 from pathlib import Path
 cache = Path(sys.argv[1])
 for step in sys.argv[2:]:
     try:
-        listing = list_files("org/toy", {step: list_branches("org/toy")[0][step]}, cache)[step]
+        listing = list_revisions("org/toy", {step: list_branches("org/toy")[0][step]}, cache)[0][step]
         print(step, fetch("org/toy", step, listing, cache))
     except CheckpointError as error:
         print(step, error)
@@ -365,11 +367,11 @@ FETCH_IN_THREADS = """
 import sys, threading
 from pathlib import Path
 from checkpoints.fetch import fetch
-from checkpoints.hub import list_branches, list_files
+from checkpoints.hub import list_branches, list_revisions
 
 cache = Path(sys.argv[1])
 commits = list_branches("org/toy")[0]
-found = list_files("org/toy", commits, cache)
+found, _ = list_revisions("org/toy", commits, cache)
 print("ready", flush=True)
 for line in sys.stdin:
     step = line.strip()
@@ -462,7 +464,7 @@ def used(cache: Path) -> int:
 def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
     theirs = fetcher.fetch(0)  # fetched without a budget, as by another program
     commits, _ = list_branches(REPO)
-    found = list_files(REPO, commits, fetcher.cache)
+    found, _ = list_revisions(REPO, commits, fetcher.cache)
     before = used(fetcher.cache)
     disk = DiskBudget(fetcher.cache, budget=2 * SIZE + 1000)
     for step in (1, 2, 4):
@@ -483,7 +485,7 @@ def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
 
 def test_revision_in_use_is_not_evicted(fetcher):
     commits, _ = list_branches(REPO)
-    found = list_files(REPO, commits, fetcher.cache)
+    found, _ = list_revisions(REPO, commits, fetcher.cache)
     mine, others = DiskBudget(fetcher.cache, budget=SIZE + 1000), DiskBudget(fetcher.cache, budget=SIZE + 1000)
     use = mine.try_reserve(REPO, found["step1"])
     directory = fetcher.fetch(1, commits)
@@ -495,7 +497,7 @@ def test_revision_in_use_is_not_evicted(fetcher):
 
 def test_partial_download_of_a_killed_process_is_evicted(fetcher):
     commits, _ = list_branches(REPO)
-    found = list_files(REPO, commits, fetcher.cache)
+    found, _ = list_revisions(REPO, commits, fetcher.cache)
     disk = DiskBudget(fetcher.cache, budget=SIZE + 1000)
     disk.try_reserve(REPO, found["step1"]).release()
     (weights,) = found["step1"].weights
@@ -507,7 +509,7 @@ def test_partial_download_of_a_killed_process_is_evicted(fetcher):
 
 
 def test_revision_larger_than_the_budget_is_refused(fetcher):
-    found = list_files(REPO, list_branches(REPO)[0], fetcher.cache)
+    found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache)
     with pytest.raises(CheckpointError, match="more than the whole --disk_budget of 0.0001 GB"):
         DiskBudget(fetcher.cache, budget=100_000).try_reserve(REPO, found["step1"])
     assert missing_files(fetcher.cache, found["step1"])

@@ -8,11 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
-import tracker
-from checkpoints.configuration import code_digest
-from tests.walk.malformed import FAULTS, FOREIGN, configured, with_code
+from tests.walk.malformed import FAULTS, with_code
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tracker import pythia
 from tracker.store.results import Store
@@ -66,54 +63,6 @@ def test_code_of_a_tokenizer_that_is_not_needed_is_not_run(suite, tmp_path):
     mapped = {"AutoTokenizer": [None, "foreign.Tokenizer"]}
     with_code("tokenizer_config.json", tokenizer_class="Tokenizer", auto_map=mapped)(checkpoint)
     assert walk(tmp_path) == 0 and not (checkpoint / "executed").exists()
-
-
-@pytest.mark.slow
-def test_approved_code_of_a_directory_runs(suite, tmp_path, capsys):
-    checkpoint = copy_of(suite, tmp_path / "step1")
-    FOREIGN["configuration and model"](checkpoint)
-    rename_head(checkpoint)
-    assert walk(tmp_path) == 1
-    digest = code_digest(checkpoint)
-    assert capsys.readouterr().err.rstrip().endswith(f"add --trust_remote_code {digest}")
-    assert walk(tmp_path, "--trust_remote_code", "0" * 16) == 1
-    assert "are not those that --trust_remote_code approves" in capsys.readouterr().err
-    assert not (checkpoint / "executed").exists()
-    assert walk(tmp_path, "--trust_remote_code", digest, "--debug") == 0
-    assert (checkpoint / "executed").exists()
-    assert tracker.open_results(tmp_path / "out").attrs["remote_code"] == digest
-    assert walk(tmp_path, "--trust_remote_code", "yes") == 2
-    assert "give the digest of the files that you have read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("module", ["{}/elsewhere/foreign", "sub/foreign", "somebody/else--foreign"])
-def test_approval_is_for_files_of_the_directory(suite, tmp_path, capsys, module):
-    """transformers would import a module from any path that auto_map names."""
-    elsewhere, checkpoint = tmp_path / "elsewhere", copy_of(suite, tmp_path / "run" / "step1")
-    FOREIGN["configuration and model"](checkpoint)
-    for directory in (elsewhere, checkpoint / "sub"):
-        directory.mkdir()
-        shutil.copy(checkpoint / "foreign.py", directory / "foreign.py")
-    configured(auto_map={"AutoConfig": f"{module.format(tmp_path)}.Config"})(checkpoint)
-    assert walk(tmp_path / "run", "--trust_remote_code", code_digest(checkpoint)) == 1
-    assert "needs code of another repository or directory" in capsys.readouterr().err
-    assert not (checkpoint / "executed").exists()
-
-
-def test_the_digest_of_code_is_of_all_files_below(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "a.py").write_text("1")
-    before = code_digest(tmp_path)
-    (tmp_path / "sub" / "b.py").write_text("1")
-    assert before != code_digest(tmp_path)
-
-
-def rename_head(checkpoint: Path) -> None:
-    """Give the head its present name: transformers renames it for the model type "gpt_neox" alone."""
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["lm_head.weight"] = weights.pop("embed_out.weight")
-    (checkpoint / "model.safetensors").unlink()
-    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.slow

@@ -14,11 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import tracker
 from checkpoints import identity
-from checkpoints.configuration import code_digest
 from checkpoints.identity import load_copy, unchanged
 from tests import processes
-from tests.walk.malformed import FOREIGN
-from tests.walk.test_malformed_checkpoints import rename_head
 from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
@@ -150,27 +147,6 @@ def test_a_lightning_checkpoint_that_is_saved_again_fails_alone(walker, tmp_path
 
 
 @pytest.mark.slow
-def test_code_that_is_replaced_after_its_digest_was_compared_does_not_run(walker, runs, monkeypatch, capsys):
-    """transformers reads the files after the digest of the approved code was compared with them."""
-    checkpoint = runs / "step8"
-    FOREIGN["configuration and model"](checkpoint)
-    rename_head(checkpoint)
-    digest, compared = code_digest(checkpoint), []
-
-    def code_digest_and_replace(directory):
-        found = code_digest(directory)
-        if not compared:
-            (checkpoint / "foreign.py").write_text(f"import os\nos.mkdir({str(runs / 'not approved')!r})\n")
-        compared.append(found)
-        return found
-
-    monkeypatch.setattr("checkpoints.configuration.code_digest", code_digest_and_replace)
-    assert pythia.main(walker.arguments("--trust_remote_code", digest, model=str(checkpoint))) == 1
-    assert compared[0] == digest and not (runs / "not approved").exists()
-    assert f"{checkpoint / 'foreign.py'} {MEASURED.format('changed')}" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"])
 def test_settings_that_change_during_a_walk_leave_it_without_a_page(edit, walker, runs, monkeypatch, capsys):
     """Nobody but a walk respects the lock on them; the page would state settings that nothing was measured with."""
@@ -217,8 +193,8 @@ def test_a_link_to_another_file_is_a_change(tmp_path):
 
 def test_the_copy_has_the_directorys_name_and_is_removed(tmp_path, monkeypatch):
     run = tmp_path / "run" / "step8"
-    (run / "code").mkdir(parents=True)
-    for name in ("model.safetensors", "config.json", "optimizer.pt", "code/part.py"):
+    run.mkdir(parents=True)
+    for name in ("model.safetensors", "config.json", "optimizer.pt"):
         (run / name).write_text(name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     copies = []
@@ -226,10 +202,10 @@ def test_the_copy_has_the_directorys_name_and_is_removed(tmp_path, monkeypatch):
     def load(copy: Path) -> dict[str, str]:
         copies.append(copy)
         assert copy.name == "step8" and (copy / "optimizer.pt").is_symlink()
-        assert not any((copy / name).is_symlink() for name in ("model.safetensors", "config.json", "code/part.py"))
+        assert not any((copy / name).is_symlink() for name in ("model.safetensors", "config.json"))
         return {str(file.relative_to(copy)): file.read_text() for file in copy.rglob("*") if file.is_file()}
 
-    names = ("model.safetensors", "config.json", "optimizer.pt", "code/part.py")
+    names = ("model.safetensors", "config.json", "optimizer.pt")
     assert load_copy(load, run) == {name: name for name in names}
 
     def refuse(copy: Path):

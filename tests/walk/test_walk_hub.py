@@ -20,7 +20,6 @@ from checkpoints import __main__ as command_line
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.hub_server import serve
-from tests.walk.malformed import FOREIGN
 from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
@@ -394,33 +393,3 @@ def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "complete" in table[1]
     assert command_line.main(["verify", "nano"]) == 0
     assert "no published hash to compare with" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_code_of_a_repository_runs_if_its_commit_is_approved(walker, served, capsys):
-    """Other revisions may run it if their files equal those of the commit."""
-    directories = {step: snapshots(served.root) / commit(served.root, step) for step in (2, 4, 8)}
-    for step, directory in directories.items():
-        FOREIGN["configuration and model"](directory)
-        code = directory / "foreign.py"
-        code.write_text(re.sub(r"os\.mkdir\(.*?\)", "", code.read_text()) + ("# edited\n" if step == 8 else ""))
-        index = directory / "model.safetensors.index.json"
-        index.write_text(index.read_text().replace("embed_out", "lm_head"))
-        for name in SHARDS:
-            weights = {key.replace("embed_out", "lm_head"): value for key, value in load_file(directory / name).items()}
-            (directory / name).unlink()
-            save_file(weights, directory / name, metadata={"format": "pt"})
-    given = walker.arguments("--steps", "2,4,8")
-    assert pythia.main(given) == 1
-    approved = commit(served.root, 8)
-    assert capsys.readouterr().err.rstrip().endswith(f"add --trust_remote_code {approved}")
-    assert pythia.main([*given, "--trust_remote_code", commit(served.root, 2)]) == 1
-    err = capsys.readouterr().err
-    assert "failed: step 8: the Python files of" in err and "Traceback" not in err
-    found = tracker.open_results(walker.directory / "out")
-    assert found.step.values.tolist() == [2, 4] and len(found.attrs["remote_code"]) == 16
-    assert found.attrs["remote_code_commit"] == commit(served.root, 2)
-    assert pythia.main([*given, "--trust_remote_code", "main"]) == 2
-    assert "give the commit of block-coupling/nano whose code you have read" in capsys.readouterr().err
-    assert pythia.main([*given, "--trust_remote_code", "0" * 40]) == 2
-    assert "has no such commit" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity
-from checkpoints.configuration import require_size, runs_own_code, weights_in
+from checkpoints.configuration import require_size, weights_in
 from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
@@ -214,7 +214,7 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
-            return _from_config(source, weights_in(source), measurement.approved_code, with_tokenizer, given)
+            return _from_config(source, weights_in(source), with_tokenizer, given)
         model, own = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
         return _Timed(model, model, own, f"loaded from {source}")
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
@@ -235,7 +235,7 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
         )
     stored = weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
     if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, stored, measurement.approved_code, with_tokenizer, given)
+        return _from_config(directory, stored, with_tokenizer, given)
     with tempfile.TemporaryDirectory() as temporary:
         fetched = fetch(
             checkpoint.source,
@@ -244,7 +244,7 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
             Path(temporary),
             offline=selection.offline,
         )
-        return _from_config(fetched, stored, measurement.approved_code, with_tokenizer, given)
+        return _from_config(fetched, stored, with_tokenizer, given)
 
 
 def _without_weights(listing: Listing) -> Listing:
@@ -252,7 +252,7 @@ def _without_weights(listing: Listing) -> Listing:
     return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
 
 
-def _from_config(directory: Path, stored: int, approved_code: str, with_tokenizer: bool, given: Any) -> _Timed:
+def _from_config(directory: Path, stored: int, with_tokenizer: bool, given: Any) -> _Timed:
     """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
 
     Args:
@@ -265,15 +265,14 @@ def _from_config(directory: Path, stored: int, approved_code: str, with_tokenize
     import torch
 
     with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
-        own_code = runs_own_code(directory, approved_code)
-        config, auto = read_architecture(directory, own_code)
-        options = {"dtype": config.dtype or torch.float32, "trust_remote_code": own_code}
+        config, auto = read_architecture(directory)
+        options = {"dtype": config.dtype or torch.float32, "trust_remote_code": False}
         with torch.device("meta"):
             whole = auto.from_config(config, **options)
         require_size(directory, whole, stored)
         with torch.random.fork_rng():
             small = auto.from_config(_with_few_blocks(config), **options)
-    tokenizer = load_own_tokenizer(directory, approved_code) if with_tokenizer else given
+    tokenizer = load_own_tokenizer(directory) if with_tokenizer else given
     return _Timed(small.eval(), whole.eval(), tokenizer, "from the checkpoint's configuration and tokenizer")
 
 

@@ -5,15 +5,13 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
-from checkpoints.configuration import fetch_code
 from checkpoints.disk import DiskBudget
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
@@ -114,8 +112,6 @@ class Measurement:
     settings: "Settings"  # but for the memory budget, which depends on the model if none is given
     memory_budget: int | None
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
-    approved_code: str  # digest of the code that checkpoints may run, or ""
-    approved_commit: str  # of the repository, if the code was approved by it
     inputs: Any
     inputs_digest: str
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
@@ -172,7 +168,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
     """
     joined = scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite.name)
-    measurement = _measurement(walk, _approved_code(walk, suite, notify))
+    measurement = _measurement(walk)
     if walk.workers < 0 or (walk.address and not walk.workers):
         raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
@@ -186,45 +182,21 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     return Plan(selection, measurement, output, disk, notices)
 
 
-def _approved_code(walk: Walk, suite: Suite, notify: Callable[[str], None]) -> str:
-    """Return the digest of the Python code that checkpoints may run, or "".
-
-    Raises:
-        ValueError, CheckpointError: if there is no such commit, or it has no code.
-    """
-    given = walk.trust_remote_code
-    if given is None:
-        return ""
-    if not suite.on_hub:
-        if not re.fullmatch(r"[0-9a-f]{16}", given):
-            raise ValueError(
-                f"--trust_remote_code {given}; give the digest of the files that you have read: a refusal states it"
-            )
-        return given
-    if not re.fullmatch(r"[0-9a-f]{40}", given):
-        raise ValueError(
-            f"--trust_remote_code {given}; give the commit of {suite.source} whose code you have read, 40 hexadecimal digits"
-        )
-    return fetch_code(suite.source, given, suite.cache_dir, notify)
-
-
-def _measurement(walk: Walk, approved_code: str) -> Measurement:
+def _measurement(walk: Walk) -> Measurement:
     import torch
 
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
     digest, inputs, labels = _inputs(walk)
-    load = _loader(walk, approved_code)
+    load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
     if settings.k and min(settings.k) < 1:
         raise ValueError(f"--k {','.join(map(str, settings.k))}; each K must be at least 1")
     budget = walk.options.get("memory_budget")
-    approved = walk.trust_remote_code or ""
-    commit = approved if len(approved) == 40 else ""  # the digest of a directory's files is shorter
-    return Measurement(settings, budget, load, approved_code, commit, inputs, digest, labels, walk.max_tokens, device)
+    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
 
 
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> Selection:
@@ -242,10 +214,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
     suspect = examined.suspect if walk.allow_suspect else {}
-    listings = examined.listings
-    if walk.trust_remote_code:
-        listings = {name: replace(listing, with_code=True) for name, listing in listings.items()}
-    return Selection(suite, kept, excluded, suspect, listings, examined.offline, examined.unlisted)
+    return Selection(suite, kept, excluded, suspect, examined.listings, examined.offline, examined.unlisted)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -298,8 +267,6 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     elif walk.tokenizer and walk.inputs is None:
         directory = Path(walk.tokenizer)
         identity |= {"tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer}
-    if measurement.approved_code:
-        identity |= {"remote_code": measurement.approved_code}
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
@@ -343,16 +310,14 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     return digest(inputs)[:16], inputs, {}
 
 
-def _loader(walk: Walk, approved_code: str) -> Callable[[Path], tuple[Any, Any]]:
+def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     """Return the function that loads a directory or file."""
     from checkpoints import load
 
     if walk.inputs is None and walk.tokenizer is None:
         if walk.module:
             raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
-        return partial(load.load, approved_code=approved_code)
-    load_file = (
-        load.lightning_loader(walk.module) if walk.module else partial(load.load_model, approved_code=approved_code)
-    )
+        return load.load
+    load_file = load.lightning_loader(walk.module) if walk.module else load.load_model
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
     return lambda file: (load_file(file), tokenizer)
