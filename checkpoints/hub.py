@@ -6,7 +6,6 @@ The listing of a commit never changes and is cached on disk. If the hub can't be
 import json
 import re
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from checkpoints.retries import PATIENCE, TIMEOUT, Notify, with_retries
+from checkpoints.retries import TIMEOUT, Notify, with_retries
 from tracker.common.errors import CheckpointError, Unreachable
 from tracker.common.files import cache_root, write_atomic
 
@@ -39,7 +38,7 @@ class File:
     name: str
     size: int
     sha256: str | None = None  # None for small files, which the hub keeps in git
-    git: str | None = None  # the hash of a small file, if listed
+    git: str | None = None  # the hash of a small file; None if the cache alone lists it
 
     @property
     def blob(self) -> str | None:
@@ -155,10 +154,10 @@ def list_revisions(
 def _request_listings(
     repo: str, commits: Mapping[str, str], notify: Notify
 ) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
-    """Request several listings; stop asking if the latest ones failed and much time has passed."""
+    """Request several listings; stop asking if `AT_ONCE` fail in a row."""
     listings: dict[str, Listing] = {}
     faults: dict[str, CheckpointError] = {}
-    failed_in_a_row, started, stop = 0, time.monotonic(), threading.Event()
+    failed_in_a_row, stop = 0, threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         requests = {pool.submit(_request_listing, repo, commits[r], notify, stop): r for r in commits}
         for request in as_completed(requests):
@@ -171,7 +170,7 @@ def _request_listings(
             except Unreachable as error:
                 faults[revision] = error
                 failed_in_a_row += 1
-                if failed_in_a_row >= AT_ONCE and time.monotonic() - started > PATIENCE:
+                if failed_in_a_row >= AT_ONCE:
                     stop.set()
             except CheckpointError as error:
                 faults[revision] = error
@@ -219,7 +218,9 @@ def _file(sibling: "RepoSibling") -> File:
         raise ValueError(f"it lists {name!r} with size {size!r}")
     if sha256 is not None and not _is(SHA256, sha256):
         raise ValueError(f"it lists {name!r} with SHA-256 {sha256!r}")
-    return File(name, size, sha256, None if sha256 or not _is(COMMIT, sibling.blob_id) else sibling.blob_id)
+    if sha256 is None and not _is(COMMIT, sibling.blob_id):
+        raise ValueError(f"it lists {name!r} without a hash")
+    return File(name, size, sha256, None if sha256 else sibling.blob_id)
 
 
 def _is_path(name: str) -> bool:
@@ -242,9 +243,10 @@ def _is(pattern: str, value: object) -> bool:
 
 def _cached_listing(repo: str, commit: str) -> Listing | None:
     try:
-        return Listing(commit, tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text())))
+        files = tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return Listing(commit, files) if all(file.blob for file in files) else None
 
 
 def _listing_file(repo: str, commit: str) -> Path:

@@ -55,7 +55,7 @@ def served(suite, tmp_path, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("checkpoints.retries.LONGEST_WAIT", 0.05)
+        monkeypatch.setattr("checkpoints.retries.FIRST_PAUSE", 0.05)
         yield server
 
 
