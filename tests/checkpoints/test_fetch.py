@@ -36,9 +36,10 @@ class Fetcher:
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
         revision = f"step{step}"
         commits = commits or list_branches(REPO, self.messages.append)[0]
-        listing = list_revisions(REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append)[0][
-            revision
-        ]
+        listings, faults = list_revisions(REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append)
+        for fault in faults.values():
+            raise fault
+        listing = listings[revision]
         return fetch(REPO, revision, listing, self.cache, notify=self.messages.append, count=self.count, **options)
 
     def count(self, size: int) -> None:
@@ -71,6 +72,8 @@ def publish(root: Path, step: int, content: bytes) -> None:
 def fetcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.001)
     for step in STEPS:
         publish(tmp_path / "hub", step, hashlib.shake_128(bytes([step])).digest(SIZE))
@@ -217,6 +220,61 @@ def test_revision_that_moves_after_the_listing_is_fetched_as_listed(fetcher):
     fetcher.published(2).rename(fetcher.root / "gone")
     with pytest.raises(CheckpointError, match="step2 is no longer on the hub as it was listed"):
         fetcher.fetch(2, commits)
+
+
+def in_listing(**entries):
+    """Return a fault: the entry of the weights in a listing has other values."""
+
+    def change(content: bytes) -> bytes:
+        info = json.loads(content)
+        next(file for file in info["siblings"] if file["rfilename"] == "model.safetensors").update(entries)
+        return json.dumps(info).encode()
+
+    return "GET .*blobs=", {"content": change}
+
+
+# An answer of the hub, and the message. The client or this program would follow each of them into an error of another kind.
+REFUSED = {
+    "a name that leaves the cache": (in_listing(rfilename="../../x.json"), "can't be read .ValueError: it lists '../../x.json'"),
+    "a name of 300 characters": (in_listing(rfilename="x" * 300), "can't be read .ValueError: it lists 'xxx"),
+    "a name with half a character": (in_listing(rfilename="\ud800"), "can't be read .ValueError: it lists .*ud800"),
+    "a size in words": (in_listing(size="many"), "can't be read .ValueError: it lists 'model.safetensors' with size 'many'"),
+    "a hash that leaves the cache": (in_listing(lfs={"sha256": "../x", "size": 1, "pointerSize": 1}), "with SHA-256 '../x'"),
+    "no hash": (in_listing(lfs=None, blobId=None), "can't be read .ValueError: it lists 'model.safetensors' without a hash"),
+    "another commit": (("GET .*blobs=", {"content": lambda c: c.replace(b'"sha": "', b'"sha": "0')}), "about the commit '0"),
+    "a log-in page": (("GET .*blobs=", {"content": lambda _: b"<html>"}), "can't be read .JSONDecodeError.*check HF_ENDPOINT"),
+    "no content": (("GET .*model.safetensors", {"status": 204}), "model.safetensors of .* answers 204 No Content"),
+    "a teapot": (("GET .*model.safetensors", {"status": 418}), "model.safetensors of .* answers 418 I'm a Teapot"),
+    "no access": (
+        ("GET .*config.json", {"status": 403, "headers": {"X-Error-Message": "not yours"}}),
+        "config.json of .* answers 403 Forbidden .not yours., and no token is in use.*hf auth login",
+    ),
+    "another small file": (("GET .*config.json", {"content": lambda c: c[::-1], "times": 2}), "does not match its git hash"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_answer_that_is_of_no_use_is_one_message(fetcher, case):
+    (path, fault), message = REFUSED[case]
+    fetcher.server.fail(path, **fault)
+    with pytest.raises(CheckpointError, match=message):
+        fetcher.fetch(1)
+    fetcher.assert_whole(1, fetcher.fetch(1))
+
+
+def test_a_file_larger_than_the_free_space_is_not_requested(fetcher):
+    path, fault = in_listing(size=10**18)
+    fetcher.server.fail(path, **fault)
+    with pytest.raises(CheckpointError, match=r"step1 does not fit on the disk of .*1e\+09 GB are needed"):
+        fetcher.fetch(1)
+    assert not fetcher.server.requested("GET .*model.safetensors")
+
+
+def test_redirects_in_circles_end(fetcher):
+    path = f"/{REPO}/resolve/{fetcher.published(1).name}/model.safetensors"
+    fetcher.server.fail(f"GET {path}", status=302, headers={"Location": path}, times=100)
+    with pytest.raises(Unreachable, match="can't be read .TooManyRedirects"):
+        fetcher.fetch(1)
 
 
 WEDNESDAY = "Wed, 21 Oct 2015 07:30:10 GMT"
