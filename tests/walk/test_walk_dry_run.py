@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from checkpoints.shapes import pythia_shapes
-from tests.walk.malformed import configured
+from tests.walk.test_malformed_checkpoints import configured
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
