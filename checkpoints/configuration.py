@@ -1,8 +1,4 @@
-"""Read a checkpoint's configuration; refuse sizes that its files can't hold, and code that is no part of transformers.
-
-transformers runs the Python files of a checkpoint that names them in `auto_map`, asks on the terminal whether to, or refuses
-to: here it is always told `trust_remote_code=False`, which refuses.
-"""
+"""Refuse a configuration that asks for sizes that the files can't hold, or for code that is no part of transformers."""
 
 import json
 import re
@@ -14,7 +10,6 @@ from tracker.common.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedConfig
 
 CONFIGURATION = "config.json"
 # Entries that make transformers build as many modules, or entries of a dictionary, and how many there may be: the deepest
@@ -26,26 +21,17 @@ MOST_BUFFERED = 10**9  # values, beyond those that the files can hold, in masks 
 IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
-def read_config(directory: Path) -> "PreTrainedConfig":
-    """Read the configuration of a checkpoint's directory.
+def check_configuration(directory: Path) -> None:
+    """Check the configuration in a checkpoint's directory before transformers reads it.
 
     Raises:
-        CheckpointError: if it is no mapping, would make transformers build more modules than any model has, or asks for
-            code of the hub.
-        Exception: whatever transformers raises for entries that it can't use, and for a configuration that needs its own code.
+        CheckpointError: if it is no mapping, or has an absurd count or an implementation that is no part of transformers.
     """
-    from transformers import AutoConfig
-
     _check_entries(directory / CONFIGURATION, _entries(directory / CONFIGURATION))
-    return AutoConfig.from_pretrained(directory, trust_remote_code=False)
 
 
 def _check_entries(file: Path, value: Any, name: str = "") -> None:
-    """Check a configuration, or the entry `name` of one, before transformers reads it.
-
-    Raises:
-        CheckpointError: for an absurd count, or for an implementation that is not part of transformers and torch.
-    """
+    """Check a configuration, or the entry `name` of one."""
     if isinstance(value, dict):
         for key, inner in value.items():
             # An implementation may be given for each part: {"text_config": "sdpa"}.
@@ -81,22 +67,6 @@ def check_index(directory: Path) -> None:
                     f"{directory / name} names {outside[0]!r}, which is no file of its directory: restore it, or leave this "
                     "checkpoint out"
                 )
-
-
-def check_size(directory: Path, config: "PreTrainedConfig", auto: Any) -> None:
-    """Compare the number of parameters in a configuration with the size of the weight files, before weights are allocated.
-
-    Args:
-        auto: the class of transformers that builds the model.
-
-    Raises:
-        CheckpointError: if the files are too small for the model.
-    """
-    import torch
-
-    with torch.device("meta"):
-        model = auto.from_config(config, trust_remote_code=False)
-    require_size(directory, model, weights_in(directory))
 
 
 def weights_in(directory: Path) -> int:

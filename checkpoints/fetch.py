@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
@@ -54,7 +55,6 @@ def fetch(
     listing: Listing,
     cache_dir: Path | None = None,
     *,
-    offline: str = "",
     notify: Notify = print,
     count: Count = lambda _: None,
     stop: threading.Event | None = None,
@@ -62,7 +62,6 @@ def fetch(
     """Download the needed files of a listed revision that the cache lacks, and return the snapshot's directory.
 
     Args:
-        offline: why the hub can't be reached; the cache must then contain every file.
         count: called with the number of bytes as they arrive.
         stop: an event that another thread sets to end the download at the next chunk.
 
@@ -74,9 +73,6 @@ def fetch(
     repo_cache = repo_dir(repo, cache_dir)
     directory = repo_cache / "snapshots" / listing.commit
     missing = missing_files(directory, listing)
-    if missing and offline:
-        names = ", ".join(file.name for file in missing)
-        raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {repo_cache.parent}")
     try:
         for file in missing:
             blob = repo_cache / "blobs" / str(file.blob)
@@ -84,7 +80,11 @@ def fetch(
                 attempts = Attempts(f"{file.name} of {repo} at {revision}", notify, stop)
                 _download(repo, listing.commit, file, blob, attempts, count)
             _link(directory / file.name, blob)
-        _write_ref(repo_cache / "refs" / revision, listing.commit, required=bool(missing))
+        reference = repo_cache / "refs" / revision  # by which offline walks find the commit of the branch
+        if read_ref(reference) != listing.commit:
+            with nullcontext() if missing else suppress(OSError):  # a cache that can't be written to may lack nothing
+                reference.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(reference, listing.commit.encode())
     except OSError as error:
         raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
     return directory
@@ -197,18 +197,6 @@ def _new_hash(file: File) -> "hashlib._Hash":
     if file.sha256:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
-
-
-def _write_ref(reference: Path, commit: str, required: bool) -> None:
-    """Record the commit of a branch in the cache, so that offline walks find it."""
-    if read_ref(reference) == commit:
-        return
-    try:
-        reference.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(reference, commit.encode())
-    except OSError:
-        if required:
-            raise
 
 
 def _describe_error(error: OSError, what: str, cache: Path) -> str:

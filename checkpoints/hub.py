@@ -143,37 +143,26 @@ def list_revisions(
     listings = {revision: listing for revision, listing in cached.items() if listing is not None}
     unknown = {revision: commit for revision, commit in commits.items() if revision not in listings}
     if offline:
-        found = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
-        return listings | {revision: listing for revision, listing in found.items() if listing is not None}, {}
+        snapshots = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
+        return listings | {revision: listing for revision, listing in snapshots.items() if listing is not None}, {}
     if len(unknown) > AT_ONCE:
         notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
-    requested, faults = _request_listings(repo, unknown, notify)
-    return listings | requested, faults
-
-
-def _request_listings(
-    repo: str, commits: Mapping[str, str], notify: Notify
-) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
-    """Request several listings; stop asking if `AT_ONCE` fail in a row."""
-    listings: dict[str, Listing] = {}
     faults: dict[str, CheckpointError] = {}
     failed_in_a_row, stop = 0, threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        requests = {pool.submit(_request_listing, repo, commits[r], notify, stop): r for r in commits}
+        requests = {pool.submit(_request_listing, repo, unknown[r], notify, stop): r for r in unknown}
         for request in as_completed(requests):
-            revision = requests[request]
             try:
                 listing = request.result()
-                failed_in_a_row = 0
-                if listing is not None:
-                    listings[revision] = listing
-            except Unreachable as error:
-                faults[revision] = error
-                failed_in_a_row += 1
-                if failed_in_a_row >= AT_ONCE:
-                    stop.set()
             except CheckpointError as error:
-                faults[revision] = error
+                faults[requests[request]] = error
+                failed_in_a_row += 1
+                if failed_in_a_row >= AT_ONCE:  # the others are not asked for
+                    stop.set()
+                continue
+            failed_in_a_row = 0
+            if listing is not None:
+                listings[requests[request]] = listing
     return listings, faults
 
 
@@ -279,21 +268,18 @@ def describe_cache(path: Path, flag: str) -> str:
         flag: the flag that was given the path, which takes a repository too.
     """
     inside = path.parent if path.name in ("snapshots", "refs", "blobs") else path
-    groups = ([inside], path.glob("models--*"), path.glob("hub/models--*"))
-    found = (sorted(one for one in group if _is_cached_repository(one)) for group in groups)
-    repositories = next(filter(None, found), [])
+    directories = [inside, *sorted(path.glob("models--*")), *sorted(path.glob("hub/models--*"))]
+    repositories = [
+        one for one in directories if re.fullmatch("models--.+--.+", one.name) and (one / "snapshots").is_dir()
+    ]
     if not repositories:
         return ""
     cache = quote(str(repositories[0].parent))
-    names = [one.name.removeprefix("models--").replace("--", "/", 1) for one in repositories]
+    names = [repository.name.removeprefix("models--").replace("--", "/", 1) for repository in repositories]
     return (
         f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
         f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"
     )
-
-
-def _is_cached_repository(directory: Path) -> bool:
-    return re.fullmatch(r"models--.+?--.+", directory.name) is not None and (directory / "snapshots").is_dir()
 
 
 def read_ref(reference: Path) -> str:

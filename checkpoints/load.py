@@ -1,4 +1,8 @@
-"""Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights."""
+"""Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights.
+
+transformers runs the Python files that a checkpoint names in `auto_map`, or asks on the terminal whether to, unless it is told
+`trust_remote_code=False`: then it refuses.
+"""
 
 import importlib
 import os
@@ -8,7 +12,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.configuration import check_index, check_size, read_config
+from checkpoints.configuration import check_configuration, check_index, require_size, weights_in
 from checkpoints.hub import describe_cache, list_branches
 from tracker.common.errors import CheckpointError, panics_as_errors
 from tracker.common.text import first_line
@@ -55,12 +59,16 @@ def load_model(directory: Path) -> "PreTrainedModel":
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged, or the model needs code of its own.
     """
+    import torch
+
     # Otherwise transformers starts a thread that converts legacy weights over the network.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     with readable(directory, str(directory), DAMAGED), without_progress_bars():
         check_index(directory)
         config, auto = read_architecture(directory)
-        check_size(directory, config, auto)
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=False)
+        require_size(directory, model, weights_in(directory))
         loaded: Any = auto.from_pretrained(
             directory,
             config=config,
@@ -76,10 +84,11 @@ def load_model(directory: Path) -> "PreTrainedModel":
 
 def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, Any]":
     """Return a checkpoint's configuration, and the class of transformers that builds its model: with a head if it has one."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = read_config(directory)
+    check_configuration(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     return config, AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 

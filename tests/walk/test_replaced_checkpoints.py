@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import tracker
-from checkpoints import identity
-from checkpoints.identity import load_copy, unchanged
+from checkpoints import integrity
+from checkpoints.integrity import load_copy, unchanged
 from tests import processes
 from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
@@ -187,7 +187,7 @@ def test_a_copy_that_can_not_be_made_is_refused(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(identity.shutil, "copyfile", fail)
+    monkeypatch.setattr(integrity.shutil, "copyfile", fail)
     with pytest.raises(CheckpointError, match=r"can't be copied to .*Input/output error"):
         load_copy(Path.iterdir, run)
 

@@ -229,7 +229,7 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
         raise CheckpointError(
             "nano is trained first, in about a minute on two cores; a dry run after that times its blocks"
         )
-    if listing is None and not cached:
+    if not cached and (listing is None or selection.offline):
         raise CheckpointError(
             f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
         )
@@ -237,13 +237,7 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
     if listing is None or not missing_files(directory, _without_weights(listing)):
         return _from_config(directory, stored, with_tokenizer, given)
     with tempfile.TemporaryDirectory() as temporary:
-        fetched = fetch(
-            checkpoint.source,
-            checkpoint.revision,
-            _without_weights(listing),
-            Path(temporary),
-            offline=selection.offline,
-        )
+        fetched = fetch(checkpoint.source, checkpoint.revision, _without_weights(listing), Path(temporary))
         return _from_config(fetched, stored, with_tokenizer, given)
 
 

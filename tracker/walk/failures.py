@@ -78,17 +78,13 @@ def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict
     cache = cache_of(selection)
     lacking = {}
     for checkpoint in checkpoints:
-        listing = selection.listings.get(checkpoint.name)
-        if listing is None:
-            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} is not in the cache {cache}; {CONNECT}"
-            continue
-        repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
-        missing = missing_files(repository / "snapshots" / listing.commit, listing)
-        if missing:
-            names = ", ".join(file.name for file in missing)
-            lacking[checkpoint] = (
-                f"{checkpoint.source} at {checkpoint.name} lacks {names} in the cache {cache}; {CONNECT}"
-            )
+        listing, state = selection.listings.get(checkpoint.name), "is not"
+        if listing is not None:
+            repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
+            missing = missing_files(repository / "snapshots" / listing.commit, listing)
+            state = f"lacks {', '.join(file.name for file in missing)}" if missing else ""
+        if state:
+            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} {state} in the cache {cache}; {CONNECT}"
     return lacking
 
 

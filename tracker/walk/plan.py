@@ -24,6 +24,9 @@ from tracker.walk.prompts import load_prompts, prompts_digest
 if TYPE_CHECKING:
     import torch
 
+    from tracker.measures.settings import Settings
+    from tracker.store.results import Store
+
 
 def default_budget(device: "torch.device", weights: int) -> int:
     """Return the default memory budget; it depends on the machine and the model, not on the memory that happens to be free.
@@ -62,13 +65,6 @@ def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
     if hasattr(module, "memory_reserved"):
         free += module.memory_reserved(device) - module.memory_allocated(device)
     return free, total
-
-
-if TYPE_CHECKING:
-    import torch
-
-    from tracker.measures.settings import Settings
-    from tracker.store.results import Store
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,24 +24,22 @@ if TYPE_CHECKING:
 WAIT = 0.5  # seconds between checks of other walks
 
 
+@dataclass(eq=False)
 class Prefetched:
     """A claimed checkpoint that a thread fetches.
 
     The thread is a daemon, so that a stalled connection does not delay an exit; a later walk resumes its partial download.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        disk: DiskBudget,
-        checkpoint: Checkpoint,
-        claim: Lock,
-        upcoming: Sequence[str],
-        shown: Progress,
-    ):
-        self.selection, self.disk, self.checkpoint, self.claim = selection, disk, checkpoint, claim
-        self.upcoming, self.shown = upcoming, shown
-        self.use: Lock | None = None
+    selection: Selection
+    disk: DiskBudget
+    checkpoint: Checkpoint
+    claim: Lock
+    upcoming: Sequence[str]  # commits that are measured later
+    shown: Progress
+    use: Lock | None = None
+
+    def __post_init__(self) -> None:
         self.stop = threading.Event()
         self.arrival: Future[Path] = Future()
         threading.Thread(target=self._fetch, daemon=True).start()
@@ -77,16 +76,15 @@ class Prefetched:
         if listing is None:
             missing = f"{repo} has no revision {revision}; see its branches on the hub"
             raise CheckpointError(selection.unlisted.get(revision, missing))
-        if selection.offline:
-            return fetch(repo, revision, listing, cache_dir, offline=selection.offline)
+        snapshot = repo_dir(repo, cache_dir) / "snapshots" / listing.commit
+        if selection.offline:  # its files are in the cache: those that lack some are not asked for
+            return snapshot
         while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
-        lacking = missing_files(repo_dir(repo, cache_dir) / "snapshots" / listing.commit, listing)
-        if not lacking:
-            return fetch(repo, revision, listing, cache_dir)
-        count = self.shown.downloading(revision, sum(file.size for file in lacking))
+        lacking = missing_files(snapshot, listing)
+        count = self.shown.downloading(revision, sum(file.size for file in lacking)) if lacking else lambda _: None
         return fetch(repo, revision, listing, cache_dir, notify=self.shown.notify, count=count, stop=self.stop)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
-from checkpoints.identity import load_copy, unchanged
+from checkpoints.integrity import load_copy, unchanged
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import UsageError, panics_as_errors
 from tracker.common.steps import UNTRAINED
