@@ -12,7 +12,7 @@ for each a directory of verified files, a loaded model with tokenizer, and bench
 | `fetch` | resumable, hash-verified downloads into the hub's cache |
 | `disk` | the disk budget of downloads, and eviction |
 | `integrity` | suspect revisions (known defects, repeated or missing files), fingerprints of weights, files that change |
-| `configuration` | configurations that ask for too much memory, or for code |
+| `configuration` | the configurations of Pythia, and those that ask for too much memory or for code |
 | `load` | models and tokenizers from a directory or a Lightning checkpoint |
 | `scores` | published and users' benchmark scores, joined by step |
 | `nano` | the embedded suite: a small GPT-NeoX, trained locally in about a minute |

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -56,8 +57,7 @@ class Listing:
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
         """The weight files by format, in the order of the shards."""
-        found = {name: _matching(self.files, pattern) for name, pattern in FORMATS.items()}
-        return {name: files for name, files in found.items() if files}
+        return {name: files for name, pattern in FORMATS.items() if (files := _matching(self.files, pattern))}
 
     @property
     def format(self) -> str | None:
@@ -85,10 +85,10 @@ class Listing:
 
 def _matching(files: Iterable[File], pattern: str) -> tuple[File, ...]:
     matches = {file: re.fullmatch(pattern, file.name) for file in files}
-    found = [file for file, match in matches.items() if match]
+    weights = [file for file, match in matches.items() if match]
     # transformers prefers a single file to shards.
-    single = [file for file in found if (match := matches[file]) and match["of"] is None]
-    return tuple(single or sorted(found, key=lambda file: file.name))
+    single = [file for file in weights if (match := matches[file]) and match["of"] is None]
+    return tuple(single or sorted(weights, key=lambda file: file.name))
 
 
 def missing_shards(files: Iterable[File]) -> list[str]:
@@ -113,15 +113,16 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
     from huggingface_hub import HfApi
 
     try:
-        found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
-        branches = {str(branch.name): str(branch.target_commit) for branch in found.branches}
-        if others := [name for name in branches if not _is_reference(name)]:
-            notify(f"{repo}: the hub lists a branch {others[0]!r}, which git does not allow; it is left out")
-        return {name: commit for name, commit in branches.items() if name not in others}, ""
+        references = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
+        branches = {str(branch.name): str(branch.target_commit) for branch in references.branches}
+        for name in [name for name in branches if not _is_reference(name)]:
+            notify(f"{repo}: the hub lists a branch {name!r}, which git does not allow; it is left out")
+            del branches[name]
+        return branches, ""
     except Unreachable as error:
-        references = repo_dir(repo) / "refs"
-        files = (file for file in references.rglob("*") if not file.name.startswith("."))  # dot files are being written
-        cached = {str(file.relative_to(references)): commit for file in files if (commit := read_ref(file))}
+        directory = repo_dir(repo) / "refs"
+        files = (file for file in directory.rglob("*") if not file.name.startswith("."))  # dot files are being written
+        cached = {str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))}
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
@@ -188,11 +189,9 @@ def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Eve
     listing = with_retries(ask, what, notify)
     if listing is None:
         return None
-    try:
+    with suppress(OSError):  # a cache that can't be written to: the listing is requested again next time
         _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in listing.files]).encode())
-    except OSError:
-        pass  # a cache that can't be written: the listing is requested again next time
     return listing
 
 
@@ -214,11 +213,9 @@ def _file(sibling: "RepoSibling") -> File:
 
 def _is_path(name: str) -> bool:
     """Whether a file of this name can be below a directory."""
-    try:
-        parts = [part.encode() for part in name.split("/")]
-    except UnicodeEncodeError:
-        return False
-    return not any(part in (b"", b".", b"..") or b"\0" in part or len(part) > 255 for part in parts)
+    return name.isprintable() and not any(
+        part in ("", ".", "..") or len(part.encode()) > 255 for part in name.split("/")
+    )
 
 
 def _is_reference(name: str) -> bool:

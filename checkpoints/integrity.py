@@ -69,8 +69,8 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) 
         commits, offline = {}, str(error.__cause__)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
-    found = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings, faults = hub.list_revisions(suite.source, found, suite.cache_dir, bool(offline), notify)
+    published = {c.name: commits[c.name] for c in compared if c.name in commits}
+    listings, faults = hub.list_revisions(suite.source, published, suite.cache_dir, bool(offline), notify)
     if not_compared := [c.name for c in compared if c.name in faults]:
         first = not_compared[0]
         notify(f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}")
@@ -95,8 +95,8 @@ def find_suspects(
     """
     reasons: dict[int, list[str]] = defaultdict(list)
     for checkpoint in checkpoints:
-        if known := known_defect(checkpoint):
-            reasons[checkpoint.step].append(known)
+        if defect := known_defect(checkpoint):
+            reasons[checkpoint.step].append(defect)
         listing = listings.get(checkpoint.name)
         if listing is not None:
             reasons[checkpoint.step] += _missing(listing)
@@ -111,14 +111,10 @@ def find_suspects(
 def known_defect(checkpoint: Checkpoint) -> str | None:
     """Return the reported defect of a revision with a link to the report, or None."""
     for defect in _table():
-        steps = {
-            *defect["steps"],
-            *(s for first, last, every in defect.get("ranges", ()) for s in range(first, last + 1, every)),
-        }
-        if (checkpoint.source, checkpoint.stage) == (
-            defect["source"],
-            defect.get("stage", ""),
-        ) and checkpoint.step in steps:
+        steps = set(defect["steps"])
+        steps.update(*(range(first, last + 1, every) for first, last, every in defect.get("ranges", ())))
+        where = (defect["source"], defect.get("stage", ""))
+        if where == (checkpoint.source, checkpoint.stage) and checkpoint.step in steps:
             return f"{defect['reason']} ({defect['link']})"
     return None
 
@@ -225,14 +221,20 @@ def unchanged(source: Path) -> Iterator[None]:
     if not source.exists():
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
     before = {file: _identity(file) for file in _read_by_loading(source)}
+    failure = None
     try:
         yield
     except Exception as error:
-        if found := _change(before):
-            raise CheckpointError(found) from error
-        raise
-    if found := _change(before):
-        raise CheckpointError(found)
+        failure = error
+    for file, identity in before.items():
+        now = _identity(file)
+        if now != identity:
+            raise CheckpointError(
+                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
+                "when nothing writes there any more, run the same command again"
+            ) from failure
+    if failure is not None:
+        raise failure
 
 
 def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
@@ -292,15 +294,3 @@ def _identity(file: Path) -> tuple[int, ...] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def _change(before: dict[Path, tuple[int, ...] | None]) -> str:
-    """Describe the first change of files, or return ""."""
-    for file, known in before.items():
-        now = _identity(file)
-        if now != known:
-            return (
-                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
-                "when nothing writes there any more, run the same command again"
-            )
-    return ""

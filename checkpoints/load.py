@@ -190,10 +190,10 @@ def _tokenizer(source: Path | str, **options: Any) -> "PreTrainedTokenizerBase":
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     vocabularies = [*tokenizer.vocab_files_names.values(), "tokenizer.json"]
     if isinstance(source, Path):
-        found = [file for file in vocabularies if (source / file).is_file()]
+        has_one = any((source / file).is_file() for file in vocabularies)
     else:
-        found = [file for file in vocabularies if isinstance(try_to_load_from_cache(source, file), str)]
-    if tokenizer.vocab_files_names and not found:  # a tokenizer of bytes needs no file
+        has_one = any(isinstance(try_to_load_from_cache(source, file), str) for file in vocabularies)
+    if tokenizer.vocab_files_names and not has_one:  # a tokenizer of bytes needs no file
         raise ValueError(f"there is none of {', '.join(dict.fromkeys(vocabularies))}")
     return tokenizer
 

@@ -28,13 +28,7 @@ Notify = Callable[[str], None]
 
 
 class Attempts:
-    """The attempts at one request.
-
-    Args:
-        what: what is requested, for messages.
-        notify: receives the reason and the pause before each further attempt.
-        stop: an event that another thread sets to end a pause.
-    """
+    """The attempts at one request; `notify` receives why each further one is made, and `stop` ends a pause."""
 
     def __init__(self, what: str, notify: Notify = print, stop: threading.Event | None = None):
         self.what, self.notify, self.stop = what, notify, stop or threading.Event()
@@ -75,8 +69,7 @@ def with_retries(ask: Callable[[], T], what: str, notify: Notify = print) -> T:
     """Call `ask`, a function of huggingface_hub, and again after transient errors.
 
     Raises:
-        Unreachable: if all attempts fail, with the last reason, or if the answer can't be read.
-        CheckpointError: why the hub refuses, and what to do.
+        Unreachable, CheckpointError: as `wait_or_raise`, or if the answer can't be read.
     """
     from huggingface_hub import get_session
     from huggingface_hub.errors import OfflineModeIsEnabled

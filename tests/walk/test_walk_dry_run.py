@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.shapes import pythia_shapes
+from checkpoints.configuration import pythia_shapes
 from tests.walk.test_malformed_checkpoints import configured
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401

@@ -27,9 +27,9 @@ class Failures:
         """Record a failure; return its message, or the step that failed before for the same cause."""
         message = printable(message)
         shown = message.replace(checkpoint.name, re.sub(r"\d+", "*", checkpoint.name))
-        found = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
-        first = next(iter(found), None)
-        found[checkpoint.step] = shown if found else message
+        messages = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
+        first = next(iter(messages), None)
+        messages[checkpoint.step] = message if first is None else shown
         return message if first is None else f"for the same reason as step {first}"
 
     def alike(self, count: int) -> bool:
@@ -40,10 +40,10 @@ class Failures:
     def lines(self) -> list[str]:
         """Return a line for each cause, with the steps that it stopped."""
         lines = []
-        for found in self._by_cause.values():
-            steps, messages = list(found), list(found.values())
+        for messages in self._by_cause.values():
+            steps = list(messages)
             counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {join_names(steps)}"
-            lines.append(f"failed: {counted}: {messages[-1]}")
+            lines.append(f"failed: {counted}: {messages[steps[-1]]}")
         return lines
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
 from checkpoints.disk import DiskBudget
+from checkpoints.fetch import cached_snapshot
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -36,10 +37,10 @@ def default_budget(device: "torch.device", weights: int) -> int:
     """
     from tracker.capture.recording import host_memory
 
-    known = _free_and_total(device)
-    if known is None:
+    memory = _free_and_total(device)
+    if memory is None:
         return host_memory()
-    _, total = known
+    _, total = memory
     left = total * 9 // 10 - weights  # a tenth for the driver, libraries and fragmentation
     return left if total // 8 <= left < total // 2 else total // 2
 
@@ -48,9 +49,9 @@ def stays_on_device(device: "torch.device", weights: int, budget: int) -> bool:
     """Return whether all weights are to stay on the device: they and the budget fit into what is free."""
     if device.type == "cpu":
         return False
-    known = _free_and_total(device)
+    memory = _free_and_total(device)
     # A device that does not report its memory is taken to have half a budget more.
-    free = budget + budget // 2 if known is None else known[0]
+    free = budget + budget // 2 if memory is None else memory[0]
     return weights + budget <= free
 
 
@@ -89,16 +90,10 @@ class Selection:
             if listing is not None and all(file.sha256 for file in listing.weights):
                 return integrity.files_digest(directory, listing)
             try:
-                directory = self.cached(checkpoint)
+                directory = cached_snapshot(checkpoint.source, checkpoint.revision, self.suite.cache_dir)
             except CheckpointError:
                 return ""
         return integrity.files_digest(directory, listing)
-
-    def cached(self, checkpoint: Checkpoint) -> Path:
-        """Return the directory of a cached revision."""
-        from checkpoints.fetch import cached_snapshot
-
-        return cached_snapshot(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
 
 
 @dataclass(frozen=True)
@@ -218,16 +213,16 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
 
     store = store_of(walk, suite)
     identity = _identity(walk, suite, measurement)
-    held = None
+    lock = None
     if not walk.dry_run or store.steps():  # a dry run writes nothing
-        held = store.check_settings(identity, hold=not walk.dry_run)
+        lock = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
-        found = store.revision(0)
-        if found != untrained(walk.untrained):
+        revision = store.revision(0)
+        if revision != untrained(walk.untrained):
             raise ValueError(
-                f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"
+                f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
             )
-    return Output(store, settings_digest(identity), joined, held)
+    return Output(store, settings_digest(identity), joined, lock)
 
 
 def require_settings(store: "Store", digests: Collection[str]) -> None:
@@ -272,33 +267,25 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
 
     if walk.inputs is None:
         prompts = [prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)]
-        known = {name: [getattr(prompt, name) for prompt in prompts] for name in ("difficulty", "source")}
-        known = {name: labels for name, labels in known.items() if None not in labels}
-        if "source" in known:
-            known["prompt_source"] = known.pop("source")
-        return prompts_digest(prompts), [prompt.text for prompt in prompts], known
+        columns = {
+            "difficulty": [prompt.difficulty for prompt in prompts],
+            "prompt_source": [prompt.source for prompt in prompts],
+        }
+        labels = {name: column for name, column in columns.items() if None not in column}
+        return prompts_digest(prompts), [prompt.text for prompt in prompts], labels
     import torch
 
     form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        held = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {held[1]}, and pickles of other objects than tensors can run code" if held else "no tensors"
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        content = f"a {name[1]}, and pickles of other objects than tensors can run code" if name else "no tensors"
         raise ValueError(
-            f"--inputs {walk.inputs} is not read: it holds {what}; {form}. Of what a tokenizer returns: "
+            f"--inputs {walk.inputs} is not read: it holds {content}; {form}. Of what a tokenizer returns: "
             "torch.save(dict(encoding), FILE)"
         ) from error
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    except Exception as error:  # torch raises errors of many types for a damaged file
         raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error
     values = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     if not any(isinstance(value, torch.Tensor) and value.dim() for value in values):

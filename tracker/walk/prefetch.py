@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
-from checkpoints.fetch import fetch
+from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
@@ -26,7 +26,7 @@ WAIT = 0.5  # seconds between checks of other walks
 
 @dataclass(eq=False)
 class Prefetched:
-    """A claimed checkpoint that a thread fetches.
+    """A claimed checkpoint that a thread fetches; `arrival` receives its directory, or why it can't be fetched.
 
     The thread is a daemon, so that a stalled connection does not delay an exit; a later walk resumes its partial download.
     """
@@ -43,14 +43,6 @@ class Prefetched:
         self.stop = threading.Event()
         self.arrival: Future[Path] = Future()
         threading.Thread(target=self._fetch, daemon=True).start()
-
-    def directory(self) -> Path:
-        """Wait for the checkpoint and return its directory.
-
-        Raises:
-            CheckpointError: if it can't be fetched.
-        """
-        return self.arrival.result()
 
     def close(self) -> None:
         """Give up or finish the checkpoint: others may measure or evict it."""
@@ -69,9 +61,9 @@ class Prefetched:
         selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        if not selection.suite.on_hub:
-            return selection.cached(checkpoint)
         repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
+        if not selection.suite.on_hub:
+            return cached_snapshot(repo, revision, cache_dir)
         listing = selection.listings.get(revision)
         if listing is None:
             missing = f"{repo} has no revision {revision}; see its branches on the hub"
