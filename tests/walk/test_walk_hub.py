@@ -309,18 +309,6 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
 
 
 @pytest.mark.slow
-def test_walks_of_two_stores_share_one_cache(walker, served, tmp_path):
-    walker.cache = tmp_path / "cache"
-    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
-    walks = [walker.start("--out", str(tmp_path / name), "--steps", "1,4", **environment) for name in "ab"]
-    for walk in walks:
-        _, err = walk.communicate(timeout=300)
-        assert walk.returncode == 0, err
-    assert_same_results(tmp_path / "a", tmp_path / "b")
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.slow
 def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker, served, tmp_path):
     """Two walks at a time work on one store, and both are killed at random moments; KILLS=20 kills more of them."""
     kills = int(os.environ.get("KILLS", "6"))

@@ -120,7 +120,7 @@ def describe(
 
 
 def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
-    """Return what is said of downloads."""
+    """Describe the downloads."""
     from tracker.measures.cost import size
 
     total = downloads(plan.selection, missing)
@@ -140,10 +140,7 @@ def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int 
     lines = [
         ("download", f"{size(total.download)}; {size(total.cached)} are in the cache already"),
         ("sizes", "; ".join(sources)),
-        (
-            "disk",
-            f"at most {size(kept)} of downloads ({limit}); {size(total.largest)} per checkpoint",
-        ),
+        ("disk", f"at most {size(kept)} of downloads ({limit}); {size(total.largest)} per checkpoint"),
     ]
     if disk_budget is not None and total.largest > disk_budget:
         lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
