@@ -115,17 +115,16 @@ def check_index(directory: Path) -> None:
     """Check the form of the index of weights in several files, if there is one.
 
     Raises:
-        CheckpointError: if it does not map tensors to files.
+        CheckpointError: if it does not map tensors to files of the directory.
     """
     for name in INDEX.values():
         if (directory / name).is_file():
             shards = _entries(directory / name).get("weight_map")
-            if not (isinstance(shards, dict) and all(isinstance(shard, str) for shard in shards.values())):
-                raise CheckpointError(f"{directory / name} has no weight_map from tensors to files: restore it")
-            if outside := [shard for shard in shards.values() if Path(shard).name != shard]:
+            files = list(shards.values()) if isinstance(shards, dict) else [shards]
+            if wrong := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
                 raise CheckpointError(
-                    f"{directory / name} names {outside[0]!r}, which is no file of its directory: restore it, or leave this "
-                    "checkpoint out"
+                    f"{directory / name} has no weight_map from tensors to files of its directory ({wrong[0]!r}): restore it, or "
+                    "leave this checkpoint out"
                 )
 
 

@@ -69,7 +69,6 @@ def fetch(
         CheckpointError: if a file can't be downloaded or does not match its hash. Complete files and the partial file
             are kept for the next attempt.
     """
-    stop = stop or threading.Event()
     repo_cache = repo_dir(repo, cache_dir)
     directory = repo_cache / "snapshots" / listing.commit
     missing = missing_files(directory, listing)

@@ -48,7 +48,6 @@ def test_values_keep_their_hyphens():
         ([], False),
         (["--allow_suspect"], True),
         (["--allow-suspect"], True),
-        (["--allow_suspect", "true"], True),
         (["--allow-suspect=true"], True),
         (["--allow_suspect", "false"], False),
         (["--allow_suspect", "--device", "cpu"], True),

@@ -75,7 +75,7 @@ def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict
     """Return which checkpoints can't be measured because the hub can't be reached, and what the cache lacks of each."""
     if not selection.offline:
         return {}
-    cache = cache_of(selection)
+    cache = repo_dir(selection.suite.source, selection.suite.cache_dir).parent
     lacking = {}
     for checkpoint in checkpoints:
         listing, state = selection.listings.get(checkpoint.name), "is not"
@@ -88,14 +88,10 @@ def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict
     return lacking
 
 
-def cache_of(selection: Selection) -> Path:
-    """Return the hub's cache that a walk reads."""
-    return repo_dir(selection.suite.source, selection.suite.cache_dir).parent
-
-
 def nothing_cached(selection: Selection) -> str:
     """Describe that the hub can't be reached and that the cache holds none of the checkpoints."""
+    cache = repo_dir(selection.suite.source, selection.suite.cache_dir).parent
     return (
-        f"{selection.offline}, and no checkpoint is complete in the cache "
-        f"{cache_of(selection)}; {CONNECT}. --model nano is trained here and needs no connection"
+        f"{selection.offline}, and no checkpoint is complete in the cache {cache}; {CONNECT}. --model nano is trained here and "
+        "needs no connection"
     )

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,11 +131,8 @@ def prefetch(
                 continue
             coming[0].arrival.exception()  # waits
             start_next()
-            prefetched = coming.popleft()
-            try:
+            with closing(coming.popleft()) as prefetched:
                 yield prefetched
-            finally:
-                prefetched.close()
     finally:
         for prefetched in coming:
             prefetched.close()
