@@ -1,7 +1,6 @@
 """Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights.
 
-transformers runs the Python files that a checkpoint names in `auto_map`, or asks on the terminal whether to, unless it is told
-`trust_remote_code=False`: then it refuses.
+Without `trust_remote_code=False`, transformers runs a checkpoint's Python files, or asks on the terminal whether to.
 """
 
 import importlib
