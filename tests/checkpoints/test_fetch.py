@@ -183,6 +183,14 @@ def test_wrong_hash_is_fetched_again_once_and_then_refused(fetcher):
     fetcher.assert_whole(2, fetcher.fetch(2))
 
 
+def test_a_file_that_is_shorter_than_listed_is_refused_and_completed_later(fetcher):
+    fetcher.server.fail("model.safetensors", content=lambda b: b[:200_000], times=100)
+    with pytest.raises(CheckpointError, match="step2.*416"):
+        fetcher.fetch(2)
+    fetcher.server.faults.clear()
+    fetcher.assert_whole(2, fetcher.fetch(2))
+
+
 def test_truncated_cached_file_is_fetched_again(fetcher):
     directory = fetcher.fetch(1)
     weights = (directory / "model.safetensors").resolve()

@@ -414,7 +414,7 @@ def test_prompt_longer_than_the_context_is_refused_or_cut(walker, run):
     walker.prompts.write_text("import os " * 60 + "\n")
     status, _, err = run("--steps", "0")
     assert status == 2 and "the model's context of 64" in err
-    status, _, err = run("--steps", "0", "--max_tokens", "20")
+    status, _, err = walker.run("--steps", "0", "--max_tokens", "20")
     assert status == 0 and "cut to its first 20 (max_tokens)" in err
 
 

@@ -198,6 +198,8 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     assert pythia.main(walker.arguments("--steps", "0,1")) == 0
     out, err = capsys.readouterr()
     assert "step1 can't be compared with the others; step1: can't get the files of" in out and not err
+    assert pythia.main(walker.arguments("--steps", "1", "--out", str(tmp_path / "other"))) == 1
+    assert capsys.readouterr().err.startswith("failed: step 1: can't get the files of block-coupling/nano at ")
     assert command_line.main(["list", "block-coupling/nano"]) == 1
     assert "can't be read" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step1 "))
 
