@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from checkpoints.shapes import pythia_shapes
+from checkpoints.configuration import pythia_shapes
 
 VOCABULARY = 512  # embeddings are not timed
 IMAGES = {"deit-ti": (32, 4), "deit-ti-224": (224, 16)}  # side of the images and of the patches, in pixels

@@ -86,11 +86,8 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
         missing = {file.name for file in missing_files(directory, listing)} if listing else set()
         cached = [file for file in listing.weights if file.name not in missing] if listing else []
         damaged = [file.name for file in cached if file.sha256 and hash_file(directory / file.name) != file.sha256]
-        problems = [
-            f"DAMAGED: {', '.join(damaged)}" if damaged else "",
-            _defects(checkpoint, examination),
-        ]
-        verdict = "; ".join(filter(None, problems))
+        problems = [f"DAMAGED: {', '.join(damaged)}"] if damaged else []
+        verdict = "; ".join(filter(None, [*problems, _defects(checkpoint, examination)]))
         failed |= bool(verdict)
         if cached and not missing:
             digests[checkpoint.step] = integrity.files_digest(directory, listing)
@@ -105,8 +102,8 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
 
 def _defects(checkpoint: Checkpoint, examination: Examination) -> str:
     """Return why a checkpoint is suspect or its files are not listed, or ""."""
-    found = (examination.suspect.get(checkpoint.step), examination.unlisted.get(checkpoint.name))
-    return "; ".join(filter(None, found))
+    reasons = (examination.suspect.get(checkpoint.step), examination.unlisted.get(checkpoint.name))
+    return "; ".join(filter(None, reasons))
 
 
 def _passed(cached: Sequence[File]) -> str:
@@ -118,9 +115,7 @@ def _passed(cached: Sequence[File]) -> str:
 def _listing(suite: Suite, checkpoint: Checkpoint, examination: Examination) -> Listing | None:
     if checkpoint.revision is None or not suite.on_hub:
         directory = _directory(suite, checkpoint, None)
-        if not directory.is_dir():
-            return None
-        return integrity.files_in(directory)
+        return integrity.files_in(directory) if directory.is_dir() else None
     return examination.listings.get(checkpoint.revision)
 
 

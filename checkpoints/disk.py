@@ -5,6 +5,10 @@
 The record of a revision is written before its download starts and contains the expected sizes. The budget bounds the sum
 over all records, whichever process wrote them. A process that downloads or measures a revision holds a shared lock on it;
 eviction needs the exclusive lock. A revision in use is therefore kept, and one of a killed process can be evicted.
+
+The hub's client can delete revisions too (`scan_cache_dir().delete_revisions`), but it deletes also files that others added to
+a snapshot, and blobs that another process downloads and has not linked yet; and it deletes nothing of a repository with a
+broken link or reference.
 """
 
 import hashlib
@@ -16,7 +20,7 @@ from checkpoints.hub import File, Listing, read_ref, repo_dir
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, write_atomic
 
-Files = dict[str, tuple[int, str | None]]  # size in bytes and SHA-256 of files, by path within the cache
+Files = dict[str, tuple[int, str]]  # size in bytes and name of the blob of files, by path within the cache
 
 
 def partial_file(blob: Path) -> Path:
@@ -55,90 +59,71 @@ class DiskBudget:
             CheckpointError: if the revision alone exceeds the budget.
         """
         self.records.mkdir(parents=True, exist_ok=True)
-        with self._exclusive():
-            use = Lock.wait(self._lock(listing.commit), shared=True)
-            files = self._to_fetch(repo, listing) | self._read(listing.commit)
+        with Lock.wait(self.records / ".lock"):
+            record = self.records / f"{listing.commit}.json"
+            use = Lock.wait(record.with_suffix(".lock"), shared=True)
+            files = self._to_fetch(repo, listing) | _read(record)
             size = _bytes(files)
             if self.budget is not None and size > self.budget:
                 use.release()
                 raise CheckpointError(
-                    f"its files take {_gigabytes(size)}, more than the whole --disk_budget of {_gigabytes(self.budget)}; "
-                    "raise the budget"
+                    f"its files take {size / 1e9:.3g} GB, more than the whole --disk_budget of {self.budget / 1e9:.3g} GB; raise "
+                    "the budget"
                 )
-            if not self._free_space(size, listing.commit, upcoming):
+            if not self._free_space(size, record, upcoming):
                 use.release()
                 return None
             if files:
-                write_atomic(self._record(listing.commit), json.dumps(files).encode())
+                write_atomic(record, json.dumps(files).encode())
             return use
-
-    def used_bytes(self) -> int:
-        """Return the size of all files that this program downloaded or started to download."""
-        return sum(_bytes(self._read(commit)) for commit in self._commits())
 
     def _to_fetch(self, repo: str, listing: Listing) -> Files:
         """Return the files that the cache lacks; files that are present already are never evicted."""
         directory = repo_dir(repo, self.cache)
-        files: Files = {}
-        for file in listing.needed:
-            pointer = directory / "snapshots" / listing.commit / file.name
-            if not pointer.exists():
-                has_blob = file.sha256 is not None and (directory / "blobs" / file.sha256).exists()
-                files[str(pointer.relative_to(self.cache))] = (0 if has_blob else file.size, file.sha256)
-        return files
+        pointers = {directory / "snapshots" / listing.commit / file.name: file for file in listing.needed}
+        return {
+            str(pointer.relative_to(self.cache)): (
+                0 if (directory / "blobs" / str(file.blob)).exists() else file.size,
+                str(file.blob),
+            )
+            for pointer, file in pointers.items()
+            if not pointer.exists()
+        }
 
-    def _free_space(self, size: int, commit: str, upcoming: Collection[str]) -> bool:
+    def _free_space(self, size: int, record: Path, upcoming: Collection[str]) -> bool:
         """Evict other revisions, oldest first, until `size` bytes fit; return False if they do not."""
         if self.budget is None:
             return True
-        others = {other: _bytes(self._read(other)) for other in self._commits() if other != commit}
-        used = sum(others.values())
-        for other in sorted(others, key=lambda other: (other in upcoming, self._record(other).stat().st_mtime)):
+        others = {other: _read(other) for other in self.records.glob("*.json") if other != record}
+        used = sum(map(_bytes, others.values()))
+        for other in sorted(others, key=lambda other: (other.stem in upcoming, other.stat().st_mtime)):
             if used + size <= self.budget:
                 break
             if self._evict(other):
-                used -= others[other]
+                used -= _bytes(others[other])
         return used + size <= self.budget
 
-    def _evict(self, commit: str) -> bool:
+    def _evict(self, record: Path) -> bool:
         """Remove the downloaded files of a revision; return False if it is in use."""
-        lock = Lock.take(self._lock(commit))
+        lock = Lock.take(record.with_suffix(".lock"))
         if lock is None:
             return False
-        shared = {sha for other in self._commits() if other != commit for _, sha in self._read(other).values()}
-        for name, (_, sha) in self._read(commit).items():
-            pointer = self.cache / name
-            snapshot = next(parent for parent in pointer.parents if parent.name == commit)
-            directory = snapshot.parent.parent
-            blob = pointer.resolve() if pointer.is_symlink() else directory / "blobs" / sha if sha else pointer
-            pointer.unlink(missing_ok=True)
-            linked = {path.resolve() for path in (directory / "snapshots").rglob("*")}
-            if blob.resolve() not in linked and sha not in shared - {None}:
+        files = _read(record)
+        for name in files:
+            (self.cache / name).unlink(missing_ok=True)
+        for repository in {self.cache / Path(name).parts[0] for name in files}:  # one
+            kept = {path.resolve().name for path in (repository / "snapshots").rglob("*")}
+            for other in set(self.records.glob("*.json")) - {record}:
+                kept |= {blob for _, blob in _read(other).values()}
+            for blob in {repository / "blobs" / blob for _, blob in files.values() if blob not in kept}:
                 blob.unlink(missing_ok=True)
                 partial_file(blob).unlink(missing_ok=True)
+            snapshot = repository / "snapshots" / record.stem
             if snapshot.is_dir() and not any(snapshot.iterdir()):
                 _remove(snapshot)
-        self._record(commit).unlink()
+        record.unlink()
         lock.release(remove=True)
         return True
-
-    def _exclusive(self) -> Lock:
-        return Lock.wait(self.records / ".lock")
-
-    def _lock(self, commit: str) -> Path:
-        return self.records / f"{commit}.lock"
-
-    def _record(self, commit: str) -> Path:
-        return self.records / f"{commit}.json"
-
-    def _commits(self) -> list[str]:
-        return [record.stem for record in self.records.glob("*.json")]
-
-    def _read(self, commit: str) -> Files:
-        try:
-            return {name: (size, sha) for name, (size, sha) in json.loads(self._record(commit).read_text()).items()}
-        except FileNotFoundError:
-            return {}
 
 
 def _remove(snapshot: Path) -> None:
@@ -149,9 +134,12 @@ def _remove(snapshot: Path) -> None:
             reference.unlink(missing_ok=True)
 
 
+def _read(record: Path) -> Files:
+    try:
+        return {name: (size, str(blob)) for name, (size, blob) in json.loads(record.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+
+
 def _bytes(files: Files) -> int:
     return sum(size for size, _ in files.values())
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

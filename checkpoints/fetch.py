@@ -3,7 +3,7 @@
 Files are downloaded by our own loop, as blobs named by their hash. Since version 2, huggingface_hub discards a partial file
 when a download ends early, but a 10 GB shard has to resume where it stopped, also in another process; and it sleeps as long as
 the hub asks, without a limit. The hash is computed while a file arrives, and the snapshot links to the blob of the listed hash,
-whatever the hub says later. The hub's client downloads only small files for which the hub lists no hash.
+whatever the hub says later.
 """
 
 import errno
@@ -13,16 +13,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
 from checkpoints.hub import File, Listing, read_ref, repo_dir
-from checkpoints.retries import SLOWEST, TIMEOUT, WINDOW, Attempts, Notify, require_content, with_retries
+from checkpoints.retries import TIMEOUT, Attempts, Notify, unexpected
 from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, Unreachable
 from tracker.common.files import write_atomic
 from tracker.common.text import first_line
 
 BLOCK = 1 << 20  # bytes
+SLOWEST, WINDOW = 1000, 60.0  # bytes a second, over so many seconds, below which a download has stalled
 Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded
 
 
@@ -53,7 +55,6 @@ def fetch(
     listing: Listing,
     cache_dir: Path | None = None,
     *,
-    offline: str = "",
     notify: Notify = print,
     count: Count = lambda _: None,
     stop: threading.Event | None = None,
@@ -61,7 +62,6 @@ def fetch(
     """Download the needed files of a listed revision that the cache lacks, and return the snapshot's directory.
 
     Args:
-        offline: why the hub can't be reached; the cache must then contain every file.
         count: called with the number of bytes as they arrive.
         stop: an event that another thread sets to end the download at the next chunk.
 
@@ -69,25 +69,21 @@ def fetch(
         CheckpointError: if a file can't be downloaded or does not match its hash. Complete files and the partial file
             are kept for the next attempt.
     """
-    stop = stop or threading.Event()
     repo_cache = repo_dir(repo, cache_dir)
     directory = repo_cache / "snapshots" / listing.commit
     missing = missing_files(directory, listing)
-    if missing and offline:
-        names = ", ".join(file.name for file in missing)
-        raise CheckpointError(f"{offline}, and {repo} at {revision} lacks {names} in the cache {repo_cache.parent}")
     try:
         for file in missing:
-            what = f"{file.name} of {repo} at {revision}"
-            if file.blob is None:
-                count(file.size)
-                _download_by_client(repo, listing.commit, file, cache_dir, what, notify, stop)
-                continue
-            blob = repo_cache / "blobs" / file.blob
+            blob = repo_cache / "blobs" / str(file.blob)
             if not blob.exists() or blob.stat().st_size != file.size:
-                _download(repo, listing.commit, file, blob, Attempts(what, notify, stop), count)
+                attempts = Attempts(f"{file.name} of {repo} at {revision}", notify, stop)
+                _download(repo, listing.commit, file, blob, attempts, count)
             _link(directory / file.name, blob)
-        _write_ref(repo_cache / "refs" / revision, listing.commit, required=bool(missing))
+        reference = repo_cache / "refs" / revision  # by which offline walks find the commit of the branch
+        if read_ref(reference) != listing.commit:
+            with nullcontext() if missing else suppress(OSError):  # a cache that can't be written to may lack nothing
+                reference.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(reference, listing.commit.encode())
     except OSError as error:
         raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
     return directory
@@ -107,27 +103,6 @@ def _link(pointer: Path, blob: Path) -> None:
         temporary = partial_file(pointer)
         shutil.copyfile(blob, temporary)
         temporary.replace(pointer)
-
-
-def _download_by_client(
-    repo: str, commit: str, file: File, cache_dir: Path | None, what: str, notify: Notify, stop: threading.Event
-) -> None:
-    """Let huggingface_hub download a file into the snapshot."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError
-    from huggingface_hub.utils import disable_progress_bars, httpx
-
-    disable_progress_bars()
-
-    def ask() -> None:
-        try:
-            hf_hub_download(repo, file.name, revision=commit, cache_dir=cache_dir)
-        except LocalEntryNotFoundError as error:  # the client raises it if the hub does not answer, or not as a hub
-            if isinstance(error.__cause__, (httpx.HTTPError, FileMetadataError)):
-                raise error.__cause__ from error
-            raise
-
-    with_retries(ask, what, notify, stop)
 
 
 def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts, count: Count) -> None:
@@ -160,7 +135,7 @@ def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts
 def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempts, count: Count) -> str:
     """Download the rest of a file to `target` and return the hash of its whole content."""
     from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, httpx
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
 
     url = hf_hub_url(repo, file.name, revision=commit)
     sha = _new_hash(file)
@@ -184,7 +159,9 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
             headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
             try:
                 with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
-                    require_content(response, attempts.what)
+                    hf_raise_for_status(response)
+                    if response.status_code not in (200, 206):
+                        raise unexpected(attempts.what, f"answers {response.status_code} {response.reason_phrase}")
                     if have and response.status_code != 206:  # the server ignored the range: start over
                         handle.truncate(0)
                         count(-have)
@@ -219,18 +196,6 @@ def _new_hash(file: File) -> "hashlib._Hash":
     if file.sha256:
         return hashlib.sha256()
     return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
-
-
-def _write_ref(reference: Path, commit: str, required: bool) -> None:
-    """Record the commit of a branch in the cache, so that offline walks find it."""
-    if read_ref(reference) == commit:
-        return
-    try:
-        reference.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(reference, commit.encode())
-    except OSError:
-        if required:
-            raise
 
 
 def _describe_error(error: OSError, what: str, cache: Path) -> str:

@@ -6,15 +6,15 @@ The listing of a commit never changes and is cached on disk. If the hub can't be
 import json
 import re
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from checkpoints.retries import PATIENCE, TIMEOUT, Notify, with_retries
+from checkpoints.retries import TIMEOUT, Notify, with_retries
 from tracker.common.errors import CheckpointError, Unreachable
 from tracker.common.files import cache_root, write_atomic
 
@@ -29,7 +29,6 @@ FORMATS = {
 }
 INDEX = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}
 TEXT = (".json", ".txt", ".model")
-CODE = ".py"
 COMMIT, SHA256 = r"[0-9a-f]{40}", r"[0-9a-f]{64}"
 
 
@@ -40,7 +39,7 @@ class File:
     name: str
     size: int
     sha256: str | None = None  # None for small files, which the hub keeps in git
-    git: str | None = None  # the hash of a small file, if listed
+    git: str | None = None  # the hash of a small file; None if the cache alone lists it
 
     @property
     def blob(self) -> str | None:
@@ -54,13 +53,11 @@ class Listing:
 
     commit: str
     files: tuple[File, ...]
-    with_code: bool = False  # whether its Python files are needed
 
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
         """The weight files by format, in the order of the shards."""
-        found = {name: _matching(self.files, pattern) for name, pattern in FORMATS.items()}
-        return {name: files for name, files in found.items() if files}
+        return {name: files for name, pattern in FORMATS.items() if (files := _matching(self.files, pattern))}
 
     @property
     def format(self) -> str | None:
@@ -75,11 +72,10 @@ class Listing:
 
     @property
     def needed(self) -> tuple[File, ...]:
-        """All files to download: weights, configuration and tokenizer, perhaps code."""
+        """All files to download: weights, configuration and tokenizer."""
         others = {index for name, index in INDEX.items() if name != self.format}
         text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
-        code = [f for f in self.files if f.name.endswith(CODE)] if self.with_code else []
-        return (*text, *code, *self.weights)
+        return (*text, *self.weights)
 
     @property
     def bytes(self) -> int:
@@ -89,10 +85,10 @@ class Listing:
 
 def _matching(files: Iterable[File], pattern: str) -> tuple[File, ...]:
     matches = {file: re.fullmatch(pattern, file.name) for file in files}
-    found = [file for file, match in matches.items() if match]
+    weights = [file for file, match in matches.items() if match]
     # transformers prefers a single file to shards.
-    single = [file for file in found if (match := matches[file]) and match["of"] is None]
-    return tuple(single or sorted(found, key=lambda file: file.name))
+    single = [file for file in weights if (match := matches[file]) and match["of"] is None]
+    return tuple(single or sorted(weights, key=lambda file: file.name))
 
 
 def missing_shards(files: Iterable[File]) -> list[str]:
@@ -117,32 +113,19 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
     from huggingface_hub import HfApi
 
     try:
-        found = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
-        branches = {str(branch.name): str(branch.target_commit) for branch in found.branches}
-        if others := [name for name in branches if not _is_reference(name)]:
-            notify(f"{repo}: the hub lists a branch {others[0]!r}, which git does not allow; it is left out")
-        return {name: commit for name, commit in branches.items() if name not in others}, ""
+        references = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
+        branches = {str(branch.name): str(branch.target_commit) for branch in references.branches}
+        for name in [name for name in branches if not _is_reference(name)]:
+            notify(f"{repo}: the hub lists a branch {name!r}, which git does not allow; it is left out")
+            del branches[name]
+        return branches, ""
     except Unreachable as error:
-        references = repo_dir(repo) / "refs"
-        files = (file for file in references.rglob("*") if not file.name.startswith("."))  # dot files are being written
-        cached = {str(file.relative_to(references)): commit for file in files if (commit := read_ref(file))}
+        directory = repo_dir(repo) / "refs"
+        files = (file for file in directory.rglob("*") if not file.name.startswith("."))  # dot files are being written
+        cached = {str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))}
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
-
-
-def list_files(
-    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
-) -> dict[str, Listing]:
-    """List the files of each revision, as `list_revisions` does.
-
-    Raises:
-        CheckpointError: if the listing of a revision can't be got.
-    """
-    listings, faults = list_revisions(repo, commits, cache_dir, offline, notify)
-    for error in faults.values():
-        raise error
-    return listings
 
 
 def list_revisions(
@@ -161,37 +144,26 @@ def list_revisions(
     listings = {revision: listing for revision, listing in cached.items() if listing is not None}
     unknown = {revision: commit for revision, commit in commits.items() if revision not in listings}
     if offline:
-        found = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
-        return listings | {revision: listing for revision, listing in found.items() if listing is not None}, {}
+        snapshots = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
+        return listings | {revision: listing for revision, listing in snapshots.items() if listing is not None}, {}
     if len(unknown) > AT_ONCE:
         notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
-    requested, faults = _request_listings(repo, unknown, notify)
-    return listings | requested, faults
-
-
-def _request_listings(
-    repo: str, commits: Mapping[str, str], notify: Notify
-) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
-    """Request several listings; stop asking if the latest ones failed and much time has passed."""
-    listings: dict[str, Listing] = {}
     faults: dict[str, CheckpointError] = {}
-    failed_in_a_row, started, stop = 0, time.monotonic(), threading.Event()
+    failed_in_a_row, stop = 0, threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        requests = {pool.submit(_request_listing, repo, commits[r], notify, stop): r for r in commits}
+        requests = {pool.submit(_request_listing, repo, unknown[r], notify, stop): r for r in unknown}
         for request in as_completed(requests):
-            revision = requests[request]
             try:
                 listing = request.result()
-                failed_in_a_row = 0
-                if listing is not None:
-                    listings[revision] = listing
-            except Unreachable as error:
-                faults[revision] = error
-                failed_in_a_row += 1
-                if failed_in_a_row >= AT_ONCE and time.monotonic() - started > PATIENCE:
-                    stop.set()
             except CheckpointError as error:
-                faults[revision] = error
+                faults[requests[request]] = error
+                failed_in_a_row += 1
+                if failed_in_a_row >= AT_ONCE:  # the others are not asked for
+                    stop.set()
+                continue
+            failed_in_a_row = 0
+            if listing is not None:
+                listings[requests[request]] = listing
     return listings, faults
 
 
@@ -217,11 +189,9 @@ def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Eve
     listing = with_retries(ask, what, notify)
     if listing is None:
         return None
-    try:
+    with suppress(OSError):  # a cache that can't be written to: the listing is requested again next time
         _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in listing.files]).encode())
-    except OSError:
-        pass  # a cache that can't be written: the listing is requested again next time
     return listing
 
 
@@ -236,16 +206,16 @@ def _file(sibling: "RepoSibling") -> File:
         raise ValueError(f"it lists {name!r} with size {size!r}")
     if sha256 is not None and not _is(SHA256, sha256):
         raise ValueError(f"it lists {name!r} with SHA-256 {sha256!r}")
-    return File(name, size, sha256, None if sha256 or not _is(COMMIT, sibling.blob_id) else sibling.blob_id)
+    if sha256 is None and not _is(COMMIT, sibling.blob_id):
+        raise ValueError(f"it lists {name!r} without a hash")
+    return File(name, size, sha256, None if sha256 else sibling.blob_id)
 
 
 def _is_path(name: str) -> bool:
     """Whether a file of this name can be below a directory."""
-    try:
-        parts = [part.encode() for part in name.split("/")]
-    except UnicodeEncodeError:
-        return False
-    return not any(part in (b"", b".", b"..") or b"\0" in part or len(part) > 255 for part in parts)
+    return name.isprintable() and not any(
+        part in ("", ".", "..") or len(part.encode()) > 255 for part in name.split("/")
+    )
 
 
 def _is_reference(name: str) -> bool:
@@ -259,9 +229,10 @@ def _is(pattern: str, value: object) -> bool:
 
 def _cached_listing(repo: str, commit: str) -> Listing | None:
     try:
-        return Listing(commit, tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text())))
+        files = tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+    return Listing(commit, files) if all(file.blob for file in files) else None
 
 
 def _listing_file(repo: str, commit: str) -> Path:
@@ -294,21 +265,18 @@ def describe_cache(path: Path, flag: str) -> str:
         flag: the flag that was given the path, which takes a repository too.
     """
     inside = path.parent if path.name in ("snapshots", "refs", "blobs") else path
-    groups = ([inside], path.glob("models--*"), path.glob("hub/models--*"))
-    found = (sorted(one for one in group if _is_cached_repository(one)) for group in groups)
-    repositories = next(filter(None, found), [])
+    directories = [inside, *sorted(path.glob("models--*")), *sorted(path.glob("hub/models--*"))]
+    repositories = [
+        one for one in directories if re.fullmatch("models--.+--.+", one.name) and (one / "snapshots").is_dir()
+    ]
     if not repositories:
         return ""
     cache = quote(str(repositories[0].parent))
-    names = [one.name.removeprefix("models--").replace("--", "/", 1) for one in repositories]
+    names = [repository.name.removeprefix("models--").replace("--", "/", 1) for repository in repositories]
     return (
         f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
         f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"
     )
-
-
-def _is_cached_repository(directory: Path) -> bool:
-    return re.fullmatch(r"models--.+?--.+", directory.name) is not None and (directory / "snapshots").is_dir()
 
 
 def read_ref(reference: Path) -> str:

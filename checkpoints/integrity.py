@@ -1,29 +1,37 @@
-"""Integrity checks of checkpoints: file hashes before a download, tensor values after loading.
+"""Integrity checks of checkpoints: file hashes before a download, tensor values after loading, files after measuring.
 
 Two steps of a training run never have a weight file or shard in common, so a file that several revisions share belongs to
 at most one of them. A file shared with the last step is attributed to the last step. Otherwise the owner is unknown, and
 all revisions that share the file are suspect: a wrong point in a curve is worse than a gap. Steps 0 and 1 may legitimately
 agree: a warm-up that starts at learning rate zero leaves the weights unchanged (EleutherAI/gpt-neox issue 1373).
+
+A training run may write to a user's directory at any time. A file that is read twice (weights to measure and to hash) is then
+two things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are copied before they are
+mapped (`load_copy`), and compared with what they were once all is measured (`unchanged`). Files of the hub's cache are named by
+their hash, and nobody rewrites them: they need neither.
 """
 
 import hashlib
 import os
+import shutil
+import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from checkpoints import hub
-from checkpoints.hub import File, Listing, missing_shards
+from checkpoints.hub import TEXT, File, Listing, missing_shards
 from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common import files
 from tracker.common.errors import CheckpointError, Unreachable
-from tracker.common.text import join_names
+from tracker.common.text import first_line, join_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +39,10 @@ if TYPE_CHECKING:
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
 COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
+WEIGHTS = (".safetensors", ".bin")
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,8 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) 
         commits, offline = {}, str(error.__cause__)
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
-    found = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings, faults = hub.list_revisions(suite.source, found, suite.cache_dir, bool(offline), notify)
+    published = {c.name: commits[c.name] for c in compared if c.name in commits}
+    listings, faults = hub.list_revisions(suite.source, published, suite.cache_dir, bool(offline), notify)
     if not_compared := [c.name for c in compared if c.name in faults]:
         first = not_compared[0]
         notify(f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}")
@@ -84,8 +95,8 @@ def find_suspects(
     """
     reasons: dict[int, list[str]] = defaultdict(list)
     for checkpoint in checkpoints:
-        if known := known_defect(checkpoint):
-            reasons[checkpoint.step].append(known)
+        if defect := known_defect(checkpoint):
+            reasons[checkpoint.step].append(defect)
         listing = listings.get(checkpoint.name)
         if listing is not None:
             reasons[checkpoint.step] += _missing(listing)
@@ -100,14 +111,10 @@ def find_suspects(
 def known_defect(checkpoint: Checkpoint) -> str | None:
     """Return the reported defect of a revision with a link to the report, or None."""
     for defect in _table():
-        steps = {
-            *defect["steps"],
-            *(s for first, last, every in defect.get("ranges", ()) for s in range(first, last + 1, every)),
-        }
-        if (checkpoint.source, checkpoint.stage) == (
-            defect["source"],
-            defect.get("stage", ""),
-        ) and checkpoint.step in steps:
+        steps = set(defect["steps"])
+        steps.update(*(range(first, last + 1, every) for first, last, every in defect.get("ranges", ())))
+        where = (defect["source"], defect.get("stage", ""))
+        if where == (checkpoint.source, checkpoint.stage) and checkpoint.step in steps:
             return f"{defect['reason']} ({defect['link']})"
     return None
 
@@ -201,3 +208,89 @@ def _hash(name: str, tensor: "Tensor") -> tuple[str, str | None]:
             values = values if values.dtype == torch.float64 else values.float()
         digest.update(values.view(torch.uint8).numpy().data)
     return name, digest.hexdigest()
+
+
+@contextmanager
+def unchanged(source: Path) -> Iterator[None]:
+    """Compare the files of a checkpoint, a directory or one file, before and after what is done with them in this context.
+
+    Raises:
+        CheckpointError: if there is none; if a file was replaced, deleted or written to, in place of whatever that led to. New
+            files are allowed.
+    """
+    if not source.exists():
+        raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
+    before = {file: _identity(file) for file in _read_by_loading(source)}
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    for file, identity in before.items():
+        now = _identity(file)
+        if now != identity:
+            raise CheckpointError(
+                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
+                "when nothing writes there any more, run the same command again"
+            ) from failure
+    if failure is not None:
+        raise failure
+
+
+def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
+    """Load a checkpoint from a copy of its directory in `TMPDIR`, which keeps its name and is unlinked when it is loaded.
+
+    Mapped weights stay readable after that, and need no memory that the system can't take back. A single file is read as it
+    is: it is not mapped.
+
+    Raises:
+        CheckpointError: as `load`, with the directory's own path; if the copy can't be made.
+    """
+    if source.is_file():
+        return load(source)
+    with tempfile.TemporaryDirectory(prefix="tracker-", ignore_cleanup_errors=True) as temporary:
+        copy = Path(temporary) / source.resolve().name
+        _copy(source, copy)
+        try:
+            return load(copy)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(copy), str(source))) from error
+
+
+def _copy(source: Path, copy: Path) -> None:
+    """Copy what loading reads; other files, such as an optimizer's state, are links."""
+    files = _read_by_loading(source)
+    try:
+        size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(copy.parent).free
+        if size > free:
+            raise CheckpointError(
+                f"{source} is copied before it is measured, so that nobody changes it meanwhile, and {tempfile.gettempdir()} has "
+                f"no space for its {size / 1e9:.3g} GB ({free / 1e9:.3g} GB are free); set TMPDIR to a directory with more space"
+            )
+        copy.mkdir()
+        for file in files:
+            shutil.copyfile(file, copy / file.name)
+        for file in source.iterdir():
+            if file.is_file() and file not in files:
+                (copy / file.name).symlink_to(file.absolute())
+    except OSError as error:
+        raise CheckpointError(
+            f"{source} can't be copied to {tempfile.gettempdir()} ({first_line(error)}); it is copied before it is measured, so "
+            "that nobody changes it meanwhile: make it readable, or set TMPDIR to another directory"
+        ) from error
+
+
+def _read_by_loading(source: Path) -> list[Path]:
+    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer."""
+    if source.is_file():
+        return [source]
+    return [file for file in source.iterdir() if file.name.endswith((*WEIGHTS, *TEXT)) and file.is_file()]
+
+
+def _identity(file: Path) -> tuple[int, ...] | None:
+    """Return what changes with a file's content, also if its size and modification time are set back; None without a file."""
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

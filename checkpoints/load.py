@@ -1,4 +1,7 @@
-"""Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights."""
+"""Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights.
+
+Without `trust_remote_code=False`, transformers runs a checkpoint's Python files, or asks on the terminal whether to.
+"""
 
 import importlib
 import os
@@ -8,7 +11,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
-from checkpoints.configuration import check_index, check_size, describe_refusal, read_config, runs_own_code
+from checkpoints.configuration import check_configuration, check_index, require_size, weights_in
 from checkpoints.hub import describe_cache, list_branches
 from tracker.common.errors import CheckpointError, panics_as_errors
 from tracker.common.text import first_line
@@ -27,68 +30,65 @@ DAMAGED = "if a file is missing or damaged, download it again"
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
 
-def load(directory: Path, approved_code: str = "") -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a downloaded checkpoint's model and tokenizer.
-
-    Args:
-        approved_code: the digest of the checkpoint's own code that the user approved (`configuration.code_digest`).
 
     Raises:
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged or missing, or the checkpoint needs
-            code that is not approved.
+            Python code of its own.
     """
     if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
         raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
-    return load_model(directory, approved_code), load_own_tokenizer(directory, approved_code)
+    return load_model(directory), load_own_tokenizer(directory)
 
 
-def load_own_tokenizer(directory: Path, approved_code: str = "") -> "PreTrainedTokenizerBase":
+def load_own_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer in a checkpoint's directory.
 
     Raises:
-        CheckpointError: if there is none, it is damaged, or it needs code that is not approved.
+        CheckpointError: if there is none, it is damaged, or it needs code of its own.
     """
     with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
-        return _tokenizer(directory, trust_remote_code=runs_own_code(directory, approved_code))
+        return _tokenizer(directory)
 
 
-def load_model(directory: Path, approved_code: str = "") -> "PreTrainedModel":
+def load_model(directory: Path) -> "PreTrainedModel":
     """Load a downloaded checkpoint's model in the stored dtype; its weights are memory-mapped.
 
     Raises:
-        CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged, or the model needs code that is
-            not approved.
+        CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged, or the model needs code of its own.
     """
+    import torch
+
     # Otherwise transformers starts a thread that converts legacy weights over the network.
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     with readable(directory, str(directory), DAMAGED), without_progress_bars():
         check_index(directory)
-        own_code = runs_own_code(directory, approved_code)
-        config, auto = read_architecture(directory, own_code)
-        check_size(directory, config, auto, own_code)
+        config, auto = read_architecture(directory)
+        with torch.device("meta"):
+            model = auto.from_config(config, trust_remote_code=False)
+        require_size(directory, model, weights_in(directory))
         loaded: Any = auto.from_pretrained(
             directory,
             config=config,
             dtype="auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            trust_remote_code=own_code,
+            trust_remote_code=False,
         )
     model, info = loaded
     _check_tensors(directory, info)
     return model
 
 
-def read_architecture(directory: Path, own_code: bool = False) -> "tuple[PreTrainedConfig, Any]":
+def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, Any]":
     """Return a checkpoint's configuration, and the class of transformers that builds its model: with a head if it has one."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = read_config(directory, own_code)
-    with_head = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or (
-        own_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    )
-    return config, AutoModelForCausalLM if with_head else AutoModel
+    check_configuration(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return config, AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
@@ -115,7 +115,10 @@ def readable(directory: Path, what: str, remedy: str) -> Iterator[None]:
         ) from error
     except Exception as error:  # libraries raise errors of any type for files that they don't expect
         if "trust_remote_code" in str(error):
-            raise CheckpointError(describe_refusal(directory)) from error
+            raise CheckpointError(
+                f"{directory} needs Python code of its own, and a walk runs no code of a checkpoint: load the model yourself and "
+                "call tracker.measure(model, ...)"
+            ) from error
         raise CheckpointError(
             f"{what} can't be loaded ({type(error).__name__}: {first_line(error)}); {remedy}"
         ) from error
@@ -183,13 +186,13 @@ def _tokenizer(source: Path | str, **options: Any) -> "PreTrainedTokenizerBase":
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source, **{"trust_remote_code": False} | options)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     vocabularies = [*tokenizer.vocab_files_names.values(), "tokenizer.json"]
     if isinstance(source, Path):
-        found = [file for file in vocabularies if (source / file).is_file()]
+        has_one = any((source / file).is_file() for file in vocabularies)
     else:
-        found = [file for file in vocabularies if isinstance(try_to_load_from_cache(source, file), str)]
-    if tokenizer.vocab_files_names and not found:  # a tokenizer of bytes needs no file
+        has_one = any(isinstance(try_to_load_from_cache(source, file), str) for file in vocabularies)
+    if tokenizer.vocab_files_names and not has_one:  # a tokenizer of bytes needs no file
         raise ValueError(f"there is none of {', '.join(dict.fromkeys(vocabularies))}")
     return tokenizer
 

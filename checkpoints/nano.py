@@ -25,10 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints.configuration import Shape
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
-from checkpoints.shapes import Shape
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, write_atomic
 

@@ -1,10 +1,10 @@
-"""Requests to the hub: which failures are tried again, for how long, and what is said when the hub refuses.
+"""Requests to the hub: which failures are tried again, how often, how long, and the message if the hub refuses.
 
-After 408, 429, 5xx, time-outs and dropped connections a request is made again, up to a number of attempts and a total waiting
-time, with a message for each. Whatever else the hub answers ends the request with one sentence that states what to do.
+A request is made again after 408, 429, 5xx, time-outs and dropped connections: six times in all, three if nobody answers. The
+pauses are 1, 2, 4, 8 and 16 s, or those that the hub asks for (Retry-After, rate limits), together 330 s at most. Whatever else
+the hub answers ends the request with one message.
 """
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,13 +17,10 @@ from tracker.common.text import counted, first_line
 if TYPE_CHECKING:
     from huggingface_hub.utils import httpx
 
-ATTEMPTS = 6
-ATTEMPTS_TO_CONNECT = 3  # without a network each fails at once; a silent hub takes TIMEOUT for each
-LONGEST_WAIT = 60.0  # seconds between attempts, unless the hub asks for more
-PATIENCE = 330.0  # seconds of waiting for one request in all: the hub's rate limits last up to 300
-YEARS = 1e8  # seconds of a pause that is not worth stating
+ATTEMPTS, ATTEMPTS_TO_CONNECT = 6, 3
+FIRST_PAUSE = 1.0  # seconds
+PATIENCE = 330.0  # seconds of pauses: the hub's rate limits last up to 300
 TIMEOUT = 30.0  # seconds without a response or a byte
-SLOWEST, WINDOW = 1000, 60.0  # bytes a second, over so many seconds, below which a download has stalled
 BUSY = (408, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")
@@ -31,13 +28,7 @@ Notify = Callable[[str], None]
 
 
 class Attempts:
-    """The attempts at one request.
-
-    Args:
-        what: what is requested, for messages.
-        notify: receives the reason and the waiting time of each further attempt.
-        stop: an event that another thread sets to end the waiting.
-    """
+    """The attempts at one request; `notify` receives why each further one is made, and `stop` ends a pause."""
 
     def __init__(self, what: str, notify: Notify = print, stop: threading.Event | None = None):
         self.what, self.notify, self.stop = what, notify, stop or threading.Event()
@@ -45,7 +36,7 @@ class Attempts:
 
     def restart(self) -> None:
         """Count from zero again, after progress."""
-        self.failed, self.waited, self.asked_too_much = 0, 0.0, ""
+        self.failed, self.paused = 0, 0.0
 
     def wait_or_raise(self, error: Exception) -> None:
         """Wait before the next attempt if the error is transient and attempts are left.
@@ -62,144 +53,87 @@ class Attempts:
         self.failed += 1
         reason = _status(response) if response is not None else f"{type(error).__name__}: {first_line(error)}"
         attempts = ATTEMPTS_TO_CONNECT if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)) else ATTEMPTS
-        if self.asked_too_much or self.failed >= attempts or self.waited >= PATIENCE:
-            made = f"{counted(self.failed, 'attempt')}{self.asked_too_much}"
-            raise Unreachable(f"can't get {self.what}: the hub can't be reached ({reason}, {made})") from error
-        asked = _retry_after(response.headers) if response is not None else 0.0
-        wait = asked or min(LONGEST_WAIT, 2.0 ** (self.failed - 1))
-        attempt = f"({self.failed} of {attempts - 1})"
-        if asked > PATIENCE - self.waited:
-            wait = min(LONGEST_WAIT, PATIENCE - self.waited)
-            pause = f"{asked:,.0f} s" if asked < YEARS else "years"
-            self.asked_too_much = f"; it asks for a pause of {pause}: run the same command again later"
-            reason += f"; the hub asks for a pause of {pause}, and this program waits at most {PATIENCE:.0f} s"
-            attempt = "instead, for the last time; if that fails too, run the same command again later"
-        self.notify(f"{self.what}: {reason}; trying again in {wait:.0f} s {attempt}")
-        self.waited += wait
-        if self.stop.wait(wait):
+        asked = _requested_pause(response.headers) if response is not None else 0.0
+        pause = asked if asked > 0 else FIRST_PAUSE * 2 ** (self.failed - 1)
+        if self.failed >= attempts or self.paused + pause > PATIENCE:
+            reason += f", {counted(self.failed, 'attempt')}"
+            reason += f"; it asks for a pause of {asked:,.0f} s: run the same command again later" if asked > 0 else ""
+            raise Unreachable(f"can't get {self.what}: the hub can't be reached ({reason})") from error
+        self.notify(f"{self.what}: {reason}; trying again in {pause:.0f} s ({self.failed} of {attempts - 1})")
+        self.paused += pause
+        if self.stop.wait(pause):
             raise Unreachable(f"stopped while waiting for {self.what}") from error
 
 
-def with_retries(ask: Callable[[], T], what: str, notify: Notify = print, stop: threading.Event | None = None) -> T:
-    """Call `ask`, and again after transient errors.
-
-    Args:
-        ask: a function of huggingface_hub, which reads the hub's answer.
-        what: what is requested, for messages.
+def with_retries(ask: Callable[[], T], what: str, notify: Notify = print) -> T:
+    """Call `ask`, a function of huggingface_hub, and again after transient errors.
 
     Raises:
-        Unreachable: if all attempts fail, with the last reason, or if the answer can't be read.
-        CheckpointError: why the hub refuses, and what to do.
-        OSError: of the cache.
+        Unreachable, CheckpointError: as `wait_or_raise`, or if the answer can't be read.
     """
     from huggingface_hub import get_session
-    from huggingface_hub.errors import FileMetadataError, OfflineModeIsEnabled
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import httpx
 
     get_session().timeout = TIMEOUT  # by default the client waits for ever
-    attempts = Attempts(what, notify, stop)
+    attempts = Attempts(what, notify)
     while True:
         try:
             return ask()
-        except CheckpointError:
-            raise
         except OfflineModeIsEnabled as error:
             raise Unreachable(f"can't get {what}: offline mode is on (HF_HUB_OFFLINE)") from error
         except httpx.HTTPError as error:
             attempts.wait_or_raise(error)
-        except FileMetadataError as error:
-            raise _unexpected(what, f"sends a file without the hub's headers ({first_line(error)})") from error
-        except OSError:
-            raise
         except Exception as error:  # the client fails in any way at an answer that it does not expect
             raise _unreadable(what, error) from error
-
-
-def require_content(response: "httpx.Response", what: str) -> None:
-    """Check the status of the answer to a request for a file.
-
-    Raises:
-        HTTPError: of the client, for errors of HTTP.
-        Unreachable: for a success without content, such as 204, and for headers that the client can't read.
-    """
-    from huggingface_hub.utils import hf_raise_for_status, httpx
-
-    try:
-        hf_raise_for_status(response)
-    except httpx.HTTPError:
-        raise
-    except ValueError as error:
-        raise _unreadable(what, error) from error
-    if response.status_code not in (200, 206):
-        raise _unexpected(what, f"answers {_status(response)}")
 
 
 def _refusal(error: Exception, what: str) -> CheckpointError:
     """Describe why the hub refuses a request, and what to do."""
     from huggingface_hub import get_token
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-    from huggingface_hub.utils import httpx
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    if isinstance(error, httpx.TooManyRedirects):
-        return _unexpected(what, "redirects the request without end")
     response = getattr(error, "response", None)
-    if response is None:
+    if response is None:  # such as redirects in circles
         return _unreadable(what, error)
-    log_in = "log in with `hf auth login` (or HF_TOKEN) as a user who may read it"
+    no_repository = isinstance(error, RepositoryNotFoundError)
+    if response.status_code == 404 and not no_repository:
+        return CheckpointError(f"{what} is no longer on the hub as it was listed: run the same command again")
+    if not no_repository and response.status_code not in (401, 403):
+        return unexpected(what, f"answers {_status(response)}")
+    message = response.headers.get("X-Error-Message", "")[:200] or "no reason is given"
     token = "the token in use does not give access" if get_token() else "no token is in use"
-    said = f" ({message[:200]})" if (message := response.headers.get("X-Error-Message")) else ""
-    if isinstance(error, GatedRepoError):
-        reason = f"the model is gated, and {token}: accept its terms on its page on the hub, and {log_in}"
-    elif isinstance(error, RepositoryNotFoundError):
-        reason = f"the hub has no such repository, or it is private or gated and {token}: check the name, or {log_in}"
-    elif response.status_code == 404:
-        return CheckpointError(
-            f"{what} is no longer on the hub as it was listed: the branch has changed; run the same command again"
-        )
-    elif response.status_code == 401:
-        reason = f"the hub asks for a token (401 Unauthorized{said}), and {token}: {log_in}"
-    elif response.status_code == 403:
-        reason = (
-            f"the hub forbids it (403 Forbidden{said}), and {token}: if the repository is private or gated, {log_in}; else the "
-            "hub or a proxy has blocked it"
-        )
-    else:
-        return _unexpected(what, f"answers {_status(response)}{said}")
-    return CheckpointError(f"can't get {what}: {reason}")
+    return CheckpointError(
+        f"can't get {what}: the hub answers {_status(response)} ({message}), and {token}. There is no such repository, or it is "
+        "private or gated: check the name, accept the terms on its page, and log in with `hf auth login` (or HF_TOKEN)"
+    )
 
 
 def _unreadable(what: str, error: Exception) -> Unreachable:
-    return _unexpected(what, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})")
+    return unexpected(what, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})")
 
 
-def _unexpected(what: str, answer: str) -> Unreachable:
+def unexpected(what: str, answer: str) -> Unreachable:
     """Describe an answer that a hub does not give."""
     from huggingface_hub import constants
 
-    return Unreachable(
-        f"can't get {what}: {constants.ENDPOINT} {answer}; run the same command again later, and if that does not help, "
-        "check HF_ENDPOINT and proxies"
-    )
+    remedy = "run the same command again later, and if that does not help, check HF_ENDPOINT and proxies"
+    return Unreachable(f"can't get {what}: {constants.ENDPOINT} {answer}; {remedy}")
 
 
 def _status(response: "httpx.Response") -> str:
     return f"{response.status_code} {response.reason_phrase}".rstrip()
 
 
-def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that a busy hub asks the client to wait; 0 if it states none that can be read."""
+def _requested_pause(headers: Mapping[str, str]) -> float:
+    """Return the seconds that a busy hub asks the client to wait; 0 or less if it states none that can be read."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
+    limit = parse_ratelimit_headers(headers)
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds + 1.0  # whole seconds, rounded down
+    after = headers.get("retry-after", "")
     try:
-        limit = parse_ratelimit_headers(headers)
-        if limit is not None and limit.remaining == 0:
-            return limit.reset_in_seconds + 1.0  # whole seconds, rounded down
-    except ValueError:  # more digits than Python converts
-        pass
-    after = headers.get("retry-after", "").strip()
-    if re.fullmatch(r"[0-9]+", after):
-        return float(after[:12])  # a float of more digits is no time
-    try:
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+        return float(after) if after.isdecimal() else parsedate_to_datetime(after).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return 0.0

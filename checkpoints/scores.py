@@ -48,10 +48,10 @@ def read_from_checkpoint(directory: Path) -> dict[str, float]:
     if not file.is_file():
         return {}
     try:
-        found = {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
-        for task in found:
+        scores = {str(task): float(score) for task, score in json.loads(file.read_text()).items()}
+        for task in scores:
             _check_name(task)
-        return found
+        return scores
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a table of scores ({error}); fix or remove it") from error
 
@@ -71,13 +71,13 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
     where: dict[tuple[int, str], Path] = {}
     for file in files:
         try:
-            found = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
+            of_file = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--scores {file} is neither a table with the columns step, task, value nor a result of "
                 f"lm-evaluation-harness ({type(error).__name__}: {error})"
             ) from error
-        for step, of_step in found.items():
+        for step, of_step in of_file.items():
             for task, value in of_step.items():
                 _check_name(task)
                 first = where.setdefault((step, task), file)
@@ -129,18 +129,18 @@ def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
 
 
 def _from_json(file: Path, suite: Suite, seen: set[str]) -> Scores:
-    found = json.loads(file.read_text())
-    arguments = found.get("config", {}).get("model_args") or {}
+    results = json.loads(file.read_text())
+    arguments = results.get("config", {}).get("model_args") or {}
     if isinstance(arguments, str):
         arguments = dict(part.split("=", 1) for part in arguments.split(",") if "=" in part)
-    model = arguments.get("pretrained") or found["model_name"]
+    model = arguments.get("pretrained") or results["model_name"]
     revision = arguments.get("revision", "main")
     seen.add(f"{model} at {revision}")
     steps = [c.step for c in suite.checkpoints if (c.source, c.revision or "main") == (model, revision)]
     if not steps:
         return {}
-    parts = {task for group in found.get("group_subtasks", {}).values() for task in group}
-    of_step = {task: _metric(values) for task, values in found["results"].items() if task not in parts}
+    parts = {task for group in results.get("group_subtasks", {}).values() for task in group}
+    of_step = {task: _metric(values) for task, values in results["results"].items() if task not in parts}
     return {steps[0]: {task: value for task, value in of_step.items() if value is not None}}
 
 

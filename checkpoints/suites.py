@@ -8,14 +8,14 @@ pattern are ignored.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 from checkpoints import hub, nano
+from checkpoints.configuration import Shape, pythia_shapes
 from checkpoints.retries import Notify
-from checkpoints.shapes import Shape, pythia_shapes
 from tracker.common.text import join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
@@ -171,8 +171,8 @@ def find_suite(
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
         return Suite(pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]])
     if not pythia and Path(model).is_file():
-        held = LIGHTNING if model.endswith(".ckpt") else "give the directory of a checkpoint, or one of several"
-        raise ValueError(f"{model} is a file: {held}")
+        remedy = LIGHTNING if model.endswith(".ckpt") else "give the directory of a checkpoint, or one of several"
+        raise ValueError(f"{model} is a file: {remedy}")
     if pythia or re.fullmatch(REPOSITORY, model):
         return _repository(f"EleutherAI/{pythia}" if pythia else model, pattern, stage, notify)
     if "/" in model or model.startswith("."):
@@ -226,13 +226,15 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     children = [path, *sorted(path.glob("*"))]
     directories = [child for child in children if (child / "config.json").is_file()]
     files = path.rglob("*.ckpt") if lightning else directories
-    found = [_parse(child.name, str(child), None, pattern) for child in files]
-    checkpoints = [checkpoint for checkpoint in found if checkpoint]
+    checkpoints = _parse_all(((file.name, str(file), None) for file in files), pattern)
     if checkpoints:
-        incomplete = (
-            [] if lightning else [child for child in children[1:] if child not in directories and not child.is_file()]
-        )
-        return _suite(name, str(path), checkpoints + _incomplete(incomplete, pattern, checkpoints), stage)
+        # Directories without a configuration are interrupted copies, which a walk names as it fails on them. One of a step
+        # that a complete checkpoint has is another thing, such as its evaluation.
+        complete = {(checkpoint.stage, checkpoint.step) for checkpoint in checkpoints}
+        copies = () if lightning else (c for c in children[1:] if c not in directories and not c.is_file())
+        incomplete = _parse_all(((copy.name, str(copy), None) for copy in copies), pattern)
+        checkpoints += [checkpoint for checkpoint in incomplete if (checkpoint.stage, checkpoint.step) not in complete]
+        return _suite(name, str(path), checkpoints, stage)
     if cached := hub.describe_cache(path, "--model"):
         raise ValueError(cached)
     if lightning:
@@ -245,23 +247,10 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
 
 
-def _incomplete(
-    directories: Sequence[Path], pattern: re.Pattern[str], complete: Sequence[Checkpoint]
-) -> list[Checkpoint]:
-    """Return the checkpoints of directories without a configuration: interrupted copies, which a walk names as it fails on them.
-
-    One of a step that a complete checkpoint has is another thing, such as its evaluation.
-    """
-    found = [_parse(child.name, str(child), None, pattern) for child in directories]
-    there = {(checkpoint.stage, checkpoint.step) for checkpoint in complete}
-    return [checkpoint for checkpoint in found if checkpoint and (checkpoint.stage, checkpoint.step) not in there]
-
-
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:
     names, _ = hub.list_branches(repo, notify)
     family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
-    found = [_parse(branch, repo, branch, pattern or re.compile(family.revisions)) for branch in names]
-    checkpoints = [checkpoint for checkpoint in found if checkpoint]
+    checkpoints = _parse_all(((name, repo, name) for name in names), pattern or re.compile(family.revisions))
     name = repo.rpartition("/")[2]
     if checkpoints:
         return _suite(name, repo, checkpoints, stage)
@@ -269,6 +258,11 @@ def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, n
         raise ValueError(f"no branch of {repo} matches {pattern.pattern!r}; it has {join_names(sorted(names))}")
     notice = f"{repo} has no branches named by step: its main branch is measured and shown at step {UNKNOWN}"
     return Suite(name, repo, (Checkpoint(UNKNOWN, repo, "main"),), notice=notice)
+
+
+def _parse_all(sources: Iterable[tuple[str, str, str | None]], pattern: re.Pattern[str]) -> list[Checkpoint]:
+    """Return the checkpoints among names, sources and revisions."""
+    return [checkpoint for source in sources if (checkpoint := _parse(*source, pattern))]
 
 
 def _parse(name: str, source: str, revision: str | None, pattern: re.Pattern[str]) -> Checkpoint | None:

@@ -59,6 +59,7 @@ def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
     from tracker.loggers import announce, prepare, selection
     from tracker.loggers.protocol import LoggedRun
+    from tracker.walk.units import Units
 
     def notify(line: str) -> None:
         print(line, flush=True)
@@ -75,19 +76,11 @@ def run(walk: Walk) -> int:
                 held.callback(plan.output.held.release, remove=True)
             if walk.dry_run:
                 return _dry_run(walk, plan)
-            units = _stored(plan, with_rows=bool(openers))
+            units = Units(plan.output.store, with_rows=bool(openers))
+            units.read(units.store.steps())
         except INPUT_ERRORS as error:
             raise UsageError(str(error)) from error
         return _walk(walk, plan, units, openers, logged)
-
-
-def _stored(plan: Plan, with_rows: bool) -> "Units":
-    """Read the units that the store has."""
-    from tracker.walk.units import Units
-
-    units = Units(plan.output.store, with_rows)
-    units.read(units.store.steps())
-    return units
 
 
 def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
@@ -183,6 +176,7 @@ def _measure_missing(
     debug: bool,
 ) -> None:
     """Measure the missing checkpoints into the store; record those that fail."""
+    from tracker.devices import release_memory
 
     def measured_elsewhere(step: int) -> bool:
         if not units.read_claimed(step):
@@ -198,7 +192,7 @@ def _measure_missing(
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                prepared = units.prepare(measure_checkpoint(plan, checkpoint, prefetched.directory()))
+                prepared = units.prepare(measure_checkpoint(plan, checkpoint, prefetched.arrival.result()))
             except Exception as error:  # whatever is wrong with this revision, the others are measured
                 _stop_without_device(checkpoint.step, error)
                 if debug:
@@ -208,7 +202,9 @@ def _measure_missing(
                 if isinstance(error, UsageError) and not units.known and failures.alike(min(ALIKE, len(missing))):
                     raise
             if prepared is None:
-                _release_memory(plan)
+                release_memory(
+                    plan.measurement.device
+                )  # the weights of a revision that failed leave too little for the next
                 continue
             units.add(checkpoint.step, prepared)
             if checkpoint is missing[0]:
@@ -231,13 +227,6 @@ def _stop_without_device(step: int, error: Exception) -> None:
         raise CommandFailure(
             f"step {step}: the device failed ({first_line(error)}), and this process can't use it any more; {KEPT}"
         ) from error
-
-
-def _release_memory(plan: Plan) -> None:
-    """Free what a revision that failed has left: its weights would leave too little for the next one's."""
-    from tracker.devices import release_memory
-
-    release_memory(plan.measurement.device)
 
 
 def _write_page(units: "Units") -> list[str]:

@@ -55,18 +55,15 @@ def test_published_variants_are_suites_of_their_own(variant):
         assert suite.shape == find_suite(variant.partition("-")[0]).shape
 
 
-@pytest.mark.parametrize(
-    "repo",
-    [
-        "EleutherAI/pythia-160m-v0",
-        "EleutherAI/pythia-70m-deduped-v0",
-        "EleutherAI/pythia-intervention-410m-deduped",
-        "EleutherAI/pythia-70m-weight-seed1",
-        "EleutherAI/pythia-160m-data-seed4",
-        "EleutherAI/160m",
-        "org/pythia-160m-weight-seed1",
-    ],
+OTHERS = (
+    "EleutherAI/pythia-160m-v0",
+    "EleutherAI/pythia-70m-weight-seed1",
+    "EleutherAI/160m",
+    "org/pythia-160m-weight-seed1",
 )
+
+
+@pytest.mark.parametrize("repo", OTHERS)
 def test_a_repository_that_is_no_published_pythia_is_one_like_any_other(repo, monkeypatch):
     branches(monkeypatch, "main", "step0", "step5")
     suite = find_suite(repo)
@@ -80,19 +77,7 @@ def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
     assert (suite.source, suite.steps) == ("EleutherAI/pythia-160m-seed3", (7,))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "14m-deduped",
-        "70m-weight-seed1",
-        "160m-data-seed4",
-        "pythia-160m-v0",
-        "1b-seed1",
-        "410m-seed0",
-        "410m-seed10",
-        "12b-final",
-    ],
-)
+@pytest.mark.parametrize("name", ["14m-deduped", "70m-weight-seed1", "160m-data-seed4", "410m-seed10", "12b-final"])
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
@@ -249,15 +234,8 @@ def branches(monkeypatch, *names: str):
     monkeypatch.setattr("checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
 
 
-OLMO_2 = [
-    "main",
-    "stage1-step1000-tokens5B",
-    "stage1-step150-tokens1B",
-    "stage1-step928646-tokens3896B",
-    "stage2-ingredient1-step1000-tokens5B",
-    "stage2-ingredient2-step1000-tokens5B",
-    "stage2-ingredient10-step1000-tokens5B",
-]
+OLMO_2 = ["main", *(f"stage1-step{step}" for step in ("1000-tokens5B", "150-tokens1B", "928646-tokens3896B"))]
+OLMO_2 += [f"stage2-ingredient{i}-step1000-tokens5B" for i in (1, 2, 10)]
 
 
 def test_olmo_branches_state_tokens(monkeypatch):

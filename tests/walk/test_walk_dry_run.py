@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints.shapes import pythia_shapes
-from tests.walk.malformed import configured
+from checkpoints.configuration import pythia_shapes
+from tests.walk.test_malformed_checkpoints import configured
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia

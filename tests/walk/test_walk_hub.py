@@ -20,7 +20,6 @@ from checkpoints import __main__ as command_line
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.hub_server import serve
-from tests.walk.malformed import FOREIGN
 from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
@@ -56,7 +55,7 @@ def served(suite, tmp_path, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
         template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("checkpoints.retries.LONGEST_WAIT", 0.05)
+        monkeypatch.setattr("checkpoints.retries.FIRST_PAUSE", 0.05)
         yield server
 
 
@@ -199,6 +198,10 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     assert pythia.main(walker.arguments("--steps", "0,1")) == 0
     out, err = capsys.readouterr()
     assert "step1 can't be compared with the others; step1: can't get the files of" in out and not err
+    assert pythia.main(walker.arguments("--steps", "1", "--out", str(tmp_path / "other"))) == 1
+    assert capsys.readouterr().err.startswith("failed: step 1: can't get the files of block-coupling/nano at ")
+    assert command_line.main(["list", "block-coupling/nano"]) == 1
+    assert "can't be read" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step1 "))
 
 
 @pytest.mark.slow
@@ -308,18 +311,6 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
 
 
 @pytest.mark.slow
-def test_walks_of_two_stores_share_one_cache(walker, served, tmp_path):
-    walker.cache = tmp_path / "cache"
-    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
-    walks = [walker.start("--out", str(tmp_path / name), "--steps", "1,4", **environment) for name in "ab"]
-    for walk in walks:
-        _, err = walk.communicate(timeout=300)
-        assert walk.returncode == 0, err
-    assert_same_results(tmp_path / "a", tmp_path / "b")
-    assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.slow
 def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker, served, tmp_path):
     """Two walks at a time work on one store, and both are killed at random moments; KILLS=20 kills more of them."""
     kills = int(os.environ.get("KILLS", "6"))
@@ -394,33 +385,3 @@ def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "complete" in table[1]
     assert command_line.main(["verify", "nano"]) == 0
     assert "no published hash to compare with" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_code_of_a_repository_runs_if_its_commit_is_approved(walker, served, capsys):
-    """Other revisions may run it if their files equal those of the commit."""
-    directories = {step: snapshots(served.root) / commit(served.root, step) for step in (2, 4, 8)}
-    for step, directory in directories.items():
-        FOREIGN["configuration and model"](directory)
-        code = directory / "foreign.py"
-        code.write_text(re.sub(r"os\.mkdir\(.*?\)", "", code.read_text()) + ("# edited\n" if step == 8 else ""))
-        index = directory / "model.safetensors.index.json"
-        index.write_text(index.read_text().replace("embed_out", "lm_head"))
-        for name in SHARDS:
-            weights = {key.replace("embed_out", "lm_head"): value for key, value in load_file(directory / name).items()}
-            (directory / name).unlink()
-            save_file(weights, directory / name, metadata={"format": "pt"})
-    given = walker.arguments("--steps", "2,4,8")
-    assert pythia.main(given) == 1
-    approved = commit(served.root, 8)
-    assert capsys.readouterr().err.rstrip().endswith(f"add --trust_remote_code {approved}")
-    assert pythia.main([*given, "--trust_remote_code", commit(served.root, 2)]) == 1
-    err = capsys.readouterr().err
-    assert "failed: step 8: the Python files of" in err and "Traceback" not in err
-    found = tracker.open_results(walker.directory / "out")
-    assert found.step.values.tolist() == [2, 4] and len(found.attrs["remote_code"]) == 16
-    assert found.attrs["remote_code_commit"] == commit(served.root, 2)
-    assert pythia.main([*given, "--trust_remote_code", "main"]) == 2
-    assert "give the commit of block-coupling/nano whose code you have read" in capsys.readouterr().err
-    assert pythia.main([*given, "--trust_remote_code", "0" * 40]) == 2
-    assert "has no such commit" in capsys.readouterr().err

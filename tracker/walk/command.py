@@ -25,7 +25,7 @@ GROUPS = {
     "most used": ("model", "steps", "k", "measures", "out", "wandb"),
     "before a walk": ("dry_run", "config", "print_config"),
     "checkpoints": (
-        "revisions", "stage", "untrained", "allow_suspect", "scores", "module", "trust_remote_code", "seed"
+        "revisions", "stage", "untrained", "allow_suspect", "scores", "module", "seed"
     ),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
     "measurement": (
@@ -73,8 +73,6 @@ class Walk:
         workers: number of additional walks on Ray; all walks share the revisions.
         address: address of a Ray cluster. Default: the workers run on this machine.
         dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
-        trust_remote_code: run the Python code that checkpoints bring with them, if its files are those of this commit of the
-            repository (40 hexadecimal digits), or of directories, have this digest; a refusal states both. Default: none is run.
         debug: print the traceback of each revision that fails.
         log: which metrics the loggers receive.
         options: measurement options, as `tracker.measure` takes them.
@@ -104,7 +102,6 @@ class Walk:
     workers: int = 0
     address: str | None = None
     dry_run: bool = False
-    trust_remote_code: str | None = None
     debug: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

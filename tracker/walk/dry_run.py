@@ -10,18 +10,18 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity
-from checkpoints.configuration import require_size, runs_own_code, weights_in
+from checkpoints.configuration import Shape, require_size, weights_in
 from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
-from checkpoints.shapes import Shape
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, join_names, printable
@@ -48,10 +48,6 @@ class Downloads:
     largest: int  # of a revision
     shipped: int  # number of checkpoints without a listing whose size is that of a shipped shape
     unknown: int  # number of the others without a listing
-
-    def kept(self, budget: int | None) -> int:
-        """Return the bytes of downloads that are on disk at once, at most."""
-        return self.download if budget is None else min(self.download, budget)
 
 
 def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downloads:
@@ -124,31 +120,29 @@ def describe(
 
 
 def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
-    """Return what is said of downloads."""
+    """Describe the downloads."""
     from tracker.common.text import size
 
-    found = downloads(plan.selection, missing)
-    if found.unknown == len(missing):
+    total = downloads(plan.selection, missing)
+    if total.unknown == len(missing):
         return [("download", "not known: neither the hub nor the cache lists the files")]
-    listed = len(missing) - found.shipped - found.unknown
+    listed = len(missing) - total.shipped - total.unknown
     sources = [f"as listed, for {counted(listed, 'checkpoint')}"] if listed else []
-    if found.shipped and (shape := plan.selection.suite.shape):
+    if total.shipped and (shape := plan.selection.suite.shape):
         sources.append(
-            f"computed, not listed, for {counted(found.shipped, 'checkpoint')}: {shape.parameters:,} parameters in float16 and "
+            f"computed, not listed, for {counted(total.shipped, 'checkpoint')}: {shape.parameters:,} parameters in float16 and "
             f"causal masks, of the shape that ships in {SHIPPED}; without tokenizers"
         )
-    if found.unknown:
-        sources.append(f"without {counted(found.unknown, 'checkpoint')} not listed")
+    if total.unknown:
+        sources.append(f"without {counted(total.unknown, 'checkpoint')} not listed")
+    kept = total.download if disk_budget is None else min(total.download, disk_budget)
     limit = "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
     lines = [
-        ("download", f"{size(found.download)}; {size(found.cached)} are in the cache already"),
+        ("download", f"{size(total.download)}; {size(total.cached)} are in the cache already"),
         ("sizes", "; ".join(sources)),
-        (
-            "disk",
-            f"at most {size(found.kept(disk_budget))} of downloads ({limit}); {size(found.largest)} per checkpoint",
-        ),
+        ("disk", f"at most {size(kept)} of downloads ({limit}); {size(total.largest)} per checkpoint"),
     ]
-    if disk_budget is not None and found.largest > disk_budget:
+    if disk_budget is not None and total.largest > disk_budget:
         lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
     return lines
 
@@ -189,10 +183,10 @@ def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
         depth if small is not whole else None,
     )
     stored = sum(tensor.nbytes for tensor in whole.state_dict().values())
-    some = dict(list(small.state_dict().items())[-20:])
+    sample = dict(list(small.state_dict().items())[-20:])
     started = time.perf_counter()
-    integrity.fingerprint(some.items())
-    hashing = (time.perf_counter() - started) * stored / max(1, sum(tensor.nbytes for tensor in some.values()))
+    integrity.fingerprint(sample.items())
+    hashing = (time.perf_counter() - started) * stored / max(1, sum(tensor.nbytes for tensor in sample.values()))
     return replace(cost, blocks=str(find_blocks(whole)), weights_bytes=stored), hashing
 
 
@@ -207,21 +201,21 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
         CheckpointError: if configuration or tokenizer can't be read, or the model can't be built from it.
     """
     selection, measurement = plan.selection, plan.measurement
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    replacement = None if tokenizer is None else load_tokenizer(tokenizer)
     of_prompts = isinstance(measurement.inputs, list)
-    with_tokenizer = of_prompts and given is None
+    with_tokenizer = of_prompts and replacement is None
     checkpoint = next((c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0])
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if (source / "config.json").is_file():
-            return _from_config(source, weights_in(source), measurement.approved_code, with_tokenizer, given)
+            return _from_config(source, weights_in(source), with_tokenizer, replacement)
         model, own = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
         return _Timed(model, model, own, f"loaded from {source}")
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
     cached = (directory / "config.json").is_file()
     unlisted = selection.offline or selection.unlisted.get(checkpoint.name)
     if unlisted and not cached and selection.suite.shape:
-        return _from_shape(selection.suite.shape, of_prompts, given)
+        return _from_shape(selection.suite.shape, of_prompts, replacement)
     listing = selection.listings.get(checkpoint.revision)
     if checkpoint.name in selection.unlisted:
         raise CheckpointError(selection.unlisted[checkpoint.name])
@@ -229,22 +223,16 @@ def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> 
         raise CheckpointError(
             "nano is trained first, in about a minute on two cores; a dry run after that times its blocks"
         )
-    if listing is None and not cached:
+    if not cached and (listing is None or selection.offline):
         raise CheckpointError(
             f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
         )
     stored = weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
     if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, stored, measurement.approved_code, with_tokenizer, given)
+        return _from_config(directory, stored, with_tokenizer, replacement)
     with tempfile.TemporaryDirectory() as temporary:
-        fetched = fetch(
-            checkpoint.source,
-            checkpoint.revision,
-            _without_weights(listing),
-            Path(temporary),
-            offline=selection.offline,
-        )
-        return _from_config(fetched, stored, measurement.approved_code, with_tokenizer, given)
+        fetched = fetch(checkpoint.source, checkpoint.revision, _without_weights(listing), Path(temporary))
+        return _from_config(fetched, stored, with_tokenizer, replacement)
 
 
 def _without_weights(listing: Listing) -> Listing:
@@ -252,12 +240,12 @@ def _without_weights(listing: Listing) -> Listing:
     return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
 
 
-def _from_config(directory: Path, stored: int, approved_code: str, with_tokenizer: bool, given: Any) -> _Timed:
-    """Build the model of a directory's configuration, with few blocks and random weights, and whole without weights.
+def _from_config(directory: Path, stored: int, with_tokenizer: bool, tokenizer: Any) -> _Timed:
+    """Build the models of a directory's configuration.
 
     Args:
         stored: the bytes of its weight files.
-        given: the tokenizer without that of the directory.
+        tokenizer: the tokenizer without that of the directory.
 
     Raises:
         CheckpointError: if transformers can't, or the files are too small for the model.
@@ -265,32 +253,38 @@ def _from_config(directory: Path, stored: int, approved_code: str, with_tokenize
     import torch
 
     with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
-        own_code = runs_own_code(directory, approved_code)
-        config, auto = read_architecture(directory, own_code)
-        options = {"dtype": config.dtype or torch.float32, "trust_remote_code": own_code}
-        with torch.device("meta"):
-            whole = auto.from_config(config, **options)
-        require_size(directory, whole, stored)
-        with torch.random.fork_rng():
-            small = auto.from_config(_with_few_blocks(config), **options)
-    tokenizer = load_own_tokenizer(directory, approved_code) if with_tokenizer else given
-    return _Timed(small.eval(), whole.eval(), tokenizer, "from the checkpoint's configuration and tokenizer")
+        config, auto = read_architecture(directory)
+        small, whole = _models(
+            config, auto, config.dtype or torch.float32, partial(require_size, directory, stored=stored)
+        )
+    tokenizer = load_own_tokenizer(directory) if with_tokenizer else tokenizer
+    return _Timed(small, whole, tokenizer, "from the checkpoint's configuration and tokenizer")
 
 
-def _from_shape(shape: Shape, of_prompts: bool, given: Any) -> _Timed:
-    """Build the models as `_from_config` does, from a shape that ships with this package."""
+def _from_shape(shape: Shape, of_prompts: bool, tokenizer: Any) -> _Timed:
+    """Build the models of a shape that ships with this package."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = shape.config()
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    with torch.random.fork_rng():
-        small = AutoModelForCausalLM.from_config(_with_few_blocks(config), dtype=torch.float16)
+    small, whole = _models(shape.config(), AutoModelForCausalLM, torch.float16)
     source = f"from the shape in {SHIPPED}, as neither the hub nor the cache has the configuration"
-    if of_prompts and given is None:
+    if of_prompts and tokenizer is None:
         source += f"; lengths of prompts are estimated, a token for every {BYTES_PER_TOKEN} bytes"
-    return _Timed(small.eval(), whole.eval(), given or _estimated_tokens, source)
+    return _Timed(small, whole, tokenizer or _estimated_tokens, source)
+
+
+def _models(
+    config: Any, auto: Any, dtype: Any, check: "Callable[[nn.Module], None]" = lambda _: None
+) -> "tuple[nn.Module, nn.Module]":
+    """Build a model with few blocks and random weights, once the whole one, without weights, has passed the check."""
+    import torch
+
+    with torch.device("meta"):
+        whole = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+    check(whole)
+    with torch.random.fork_rng():
+        small = auto.from_config(_with_few_blocks(config), dtype=dtype, trust_remote_code=False)
+    return small.eval(), whole.eval()
 
 
 def _estimated_tokens(text: str, return_tensors: str) -> "dict[str, torch.Tensor]":

@@ -27,9 +27,9 @@ class Failures:
         """Record a failure; return its message, or the step that failed before for the same cause."""
         message = printable(message)
         shown = message.replace(checkpoint.name, re.sub(r"\d+", "*", checkpoint.name))
-        found = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
-        first = next(iter(found), None)
-        found[checkpoint.step] = shown if found else message
+        messages = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
+        first = next(iter(messages), None)
+        messages[checkpoint.step] = message if first is None else shown
         return message if first is None else f"for the same reason as step {first}"
 
     def alike(self, count: int) -> bool:
@@ -40,10 +40,10 @@ class Failures:
     def lines(self) -> list[str]:
         """Return a line for each cause, with the steps that it stopped."""
         lines = []
-        for found in self._by_cause.values():
-            steps, messages = list(found), list(found.values())
+        for messages in self._by_cause.values():
+            steps = list(messages)
             counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {join_names(steps)}"
-            lines.append(f"failed: {counted}: {messages[-1]}")
+            lines.append(f"failed: {counted}: {messages[steps[-1]]}")
         return lines
 
 
@@ -75,31 +75,23 @@ def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict
     """Return which checkpoints can't be measured because the hub can't be reached, and what the cache lacks of each."""
     if not selection.offline:
         return {}
-    cache = cache_of(selection)
+    cache = repo_dir(selection.suite.source, selection.suite.cache_dir).parent
     lacking = {}
     for checkpoint in checkpoints:
-        listing = selection.listings.get(checkpoint.name)
-        if listing is None:
-            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} is not in the cache {cache}; {CONNECT}"
-            continue
-        repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
-        missing = missing_files(repository / "snapshots" / listing.commit, listing)
-        if missing:
-            names = ", ".join(file.name for file in missing)
-            lacking[checkpoint] = (
-                f"{checkpoint.source} at {checkpoint.name} lacks {names} in the cache {cache}; {CONNECT}"
-            )
+        listing, state = selection.listings.get(checkpoint.name), "is not"
+        if listing is not None:
+            repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
+            missing = missing_files(repository / "snapshots" / listing.commit, listing)
+            state = f"lacks {', '.join(file.name for file in missing)}" if missing else ""
+        if state:
+            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} {state} in the cache {cache}; {CONNECT}"
     return lacking
-
-
-def cache_of(selection: Selection) -> Path:
-    """Return the hub's cache that a walk reads."""
-    return repo_dir(selection.suite.source, selection.suite.cache_dir).parent
 
 
 def nothing_cached(selection: Selection) -> str:
     """Describe that the hub can't be reached and that the cache holds none of the checkpoints."""
+    cache = repo_dir(selection.suite.source, selection.suite.cache_dir).parent
     return (
-        f"{selection.offline}, and no checkpoint is complete in the cache "
-        f"{cache_of(selection)}; {CONNECT}. --model nano is trained here and needs no connection"
+        f"{selection.offline}, and no checkpoint is complete in the cache {cache}; {CONNECT}. --model nano is trained here and "
+        "needs no connection"
     )

@@ -5,16 +5,15 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
-from checkpoints.configuration import fetch_code
 from checkpoints.disk import DiskBudget
+from checkpoints.fetch import cached_snapshot
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -26,6 +25,9 @@ from tracker.walk.prompts import load_prompts, prompts_digest
 if TYPE_CHECKING:
     import torch
 
+    from tracker.measures.settings import Settings
+    from tracker.store.results import Store
+
 
 def default_budget(device: "torch.device", weights: int) -> int:
     """Return the default memory budget; it depends on the machine and the model, not on the memory that happens to be free.
@@ -35,10 +37,10 @@ def default_budget(device: "torch.device", weights: int) -> int:
     """
     from tracker.capture.recording import host_memory
 
-    known = _free_and_total(device)
-    if known is None:
+    memory = _free_and_total(device)
+    if memory is None:
         return host_memory()
-    _, total = known
+    _, total = memory
     left = total * 9 // 10 - weights  # a tenth for the driver, libraries and fragmentation
     return left if total // 8 <= left < total // 2 else total // 2
 
@@ -47,9 +49,9 @@ def stays_on_device(device: "torch.device", weights: int, budget: int) -> bool:
     """Return whether all weights are to stay on the device: they and the budget fit into what is free."""
     if device.type == "cpu":
         return False
-    known = _free_and_total(device)
+    memory = _free_and_total(device)
     # A device that does not report its memory is taken to have half a budget more.
-    free = budget + budget // 2 if known is None else known[0]
+    free = budget + budget // 2 if memory is None else memory[0]
     return weights + budget <= free
 
 
@@ -64,13 +66,6 @@ def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
     if hasattr(module, "memory_reserved"):
         free += module.memory_reserved(device) - module.memory_allocated(device)
     return free, total
-
-
-if TYPE_CHECKING:
-    import torch
-
-    from tracker.measures.settings import Settings
-    from tracker.store.results import Store
 
 
 @dataclass(frozen=True)
@@ -95,16 +90,10 @@ class Selection:
             if listing is not None and all(file.sha256 for file in listing.weights):
                 return integrity.files_digest(directory, listing)
             try:
-                directory = self.cached(checkpoint)
+                directory = cached_snapshot(checkpoint.source, checkpoint.revision, self.suite.cache_dir)
             except CheckpointError:
                 return ""
         return integrity.files_digest(directory, listing)
-
-    def cached(self, checkpoint: Checkpoint) -> Path:
-        """Return the directory of a cached revision."""
-        from checkpoints.fetch import cached_snapshot
-
-        return cached_snapshot(checkpoint.source, checkpoint.revision or "main", self.suite.cache_dir)
 
 
 @dataclass(frozen=True)
@@ -114,8 +103,6 @@ class Measurement:
     settings: "Settings"  # but for the memory budget, which depends on the model if none is given
     memory_budget: int | None
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
-    approved_code: str  # digest of the code that checkpoints may run, or ""
-    approved_commit: str  # of the repository, if the code was approved by it
     inputs: Any
     inputs_digest: str
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
@@ -172,7 +159,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
     """
     joined = scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite.name)
-    measurement = _measurement(walk, _approved_code(walk, suite, notify))
+    measurement = _measurement(walk)
     if walk.workers < 0 or (walk.address and not walk.workers):
         raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
@@ -186,45 +173,21 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     return Plan(selection, measurement, output, disk, notices)
 
 
-def _approved_code(walk: Walk, suite: Suite, notify: Callable[[str], None]) -> str:
-    """Return the digest of the Python code that checkpoints may run, or "".
-
-    Raises:
-        ValueError, CheckpointError: if there is no such commit, or it has no code.
-    """
-    given = walk.trust_remote_code
-    if given is None:
-        return ""
-    if not suite.on_hub:
-        if not re.fullmatch(r"[0-9a-f]{16}", given):
-            raise ValueError(
-                f"--trust_remote_code {given}; give the digest of the files that you have read: a refusal states it"
-            )
-        return given
-    if not re.fullmatch(r"[0-9a-f]{40}", given):
-        raise ValueError(
-            f"--trust_remote_code {given}; give the commit of {suite.source} whose code you have read, 40 hexadecimal digits"
-        )
-    return fetch_code(suite.source, given, suite.cache_dir, notify)
-
-
-def _measurement(walk: Walk, approved_code: str) -> Measurement:
+def _measurement(walk: Walk) -> Measurement:
     import torch
 
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
     digest, inputs, labels = _inputs(walk)
-    load = _loader(walk, approved_code)
+    load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
     if settings.k and min(settings.k) < 1:
         raise ValueError(f"--k {','.join(map(str, settings.k))}; each K must be at least 1")
     budget = walk.options.get("memory_budget")
-    approved = walk.trust_remote_code or ""
-    commit = approved if len(approved) == 40 else ""  # the digest of a directory's files is shorter
-    return Measurement(settings, budget, load, approved_code, commit, inputs, digest, labels, walk.max_tokens, device)
+    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
 
 
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> Selection:
@@ -242,10 +205,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
     suspect = examined.suspect if walk.allow_suspect else {}
-    listings = examined.listings
-    if walk.trust_remote_code:
-        listings = {name: replace(listing, with_code=True) for name, listing in listings.items()}
-    return Selection(suite, kept, excluded, suspect, listings, examined.offline, examined.unlisted)
+    return Selection(suite, kept, excluded, suspect, examined.listings, examined.offline, examined.unlisted)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -253,16 +213,16 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
 
     store = store_of(walk, suite)
     identity = _identity(walk, suite, measurement)
-    held = None
+    lock = None
     if not walk.dry_run or store.steps():  # a dry run writes nothing
-        held = store.check_settings(identity, hold=not walk.dry_run)
+        lock = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
-        found = store.revision(0)
-        if found != untrained(walk.untrained):
+        revision = store.revision(0)
+        if revision != untrained(walk.untrained):
             raise ValueError(
-                f"--untrained {walk.untrained}: {store.path} has another step 0 ({found}); choose another --out"
+                f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
             )
-    return Output(store, settings_digest(identity), joined, held)
+    return Output(store, settings_digest(identity), joined, lock)
 
 
 def require_settings(store: "Store", digests: Collection[str]) -> None:
@@ -298,8 +258,6 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     elif walk.tokenizer and walk.inputs is None:
         directory = Path(walk.tokenizer)
         identity |= {"tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer}
-    if measurement.approved_code:
-        identity |= {"remote_code": measurement.approved_code}
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
@@ -309,33 +267,25 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
 
     if walk.inputs is None:
         prompts = [prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)]
-        known = {name: [getattr(prompt, name) for prompt in prompts] for name in ("difficulty", "source")}
-        known = {name: labels for name, labels in known.items() if None not in labels}
-        if "source" in known:
-            known["prompt_source"] = known.pop("source")
-        return prompts_digest(prompts), [prompt.text for prompt in prompts], known
+        columns = {
+            "difficulty": [prompt.difficulty for prompt in prompts],
+            "prompt_source": [prompt.source for prompt in prompts],
+        }
+        labels = {name: column for name, column in columns.items() if None not in column}
+        return prompts_digest(prompts), [prompt.text for prompt in prompts], labels
     import torch
 
     form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        held = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"a {held[1]}, and pickles of other objects than tensors can run code" if held else "no tensors"
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        content = f"a {name[1]}, and pickles of other objects than tensors can run code" if name else "no tensors"
         raise ValueError(
-            f"--inputs {walk.inputs} is not read: it holds {what}; {form}. Of what a tokenizer returns: "
+            f"--inputs {walk.inputs} is not read: it holds {content}; {form}. Of what a tokenizer returns: "
             "torch.save(dict(encoding), FILE)"
         ) from error
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    except Exception as error:  # torch raises errors of many types for a damaged file
         raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error
     values = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     if not any(isinstance(value, torch.Tensor) and value.dim() for value in values):
@@ -343,16 +293,14 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     return digest(inputs)[:16], inputs, {}
 
 
-def _loader(walk: Walk, approved_code: str) -> Callable[[Path], tuple[Any, Any]]:
+def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     """Return the function that loads a directory or file."""
     from checkpoints import load
 
     if walk.inputs is None and walk.tokenizer is None:
         if walk.module:
             raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
-        return partial(load.load, approved_code=approved_code)
-    load_file = (
-        load.lightning_loader(walk.module) if walk.module else partial(load.load_model, approved_code=approved_code)
-    )
+        return load.load
+    load_file = load.lightning_loader(walk.module) if walk.module else load.load_model
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
     return lambda file: (load_file(file), tokenizer)

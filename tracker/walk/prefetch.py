@@ -5,11 +5,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
-from checkpoints.fetch import fetch
+from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
@@ -23,35 +25,25 @@ if TYPE_CHECKING:
 WAIT = 0.5  # seconds between checks of other walks
 
 
+@dataclass(eq=False)
 class Prefetched:
-    """A claimed checkpoint that a thread fetches.
+    """A claimed checkpoint that a thread fetches; `arrival` receives its directory, or why it can't be fetched.
 
     The thread is a daemon, so that a stalled connection does not delay an exit; a later walk resumes its partial download.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        disk: DiskBudget,
-        checkpoint: Checkpoint,
-        claim: Lock,
-        upcoming: Sequence[str],
-        shown: Progress,
-    ):
-        self.selection, self.disk, self.checkpoint, self.claim = selection, disk, checkpoint, claim
-        self.upcoming, self.shown = upcoming, shown
-        self.use: Lock | None = None
+    selection: Selection
+    disk: DiskBudget
+    checkpoint: Checkpoint
+    claim: Lock
+    upcoming: Sequence[str]  # commits that are measured later
+    shown: Progress
+    use: Lock | None = None
+
+    def __post_init__(self) -> None:
         self.stop = threading.Event()
         self.arrival: Future[Path] = Future()
         threading.Thread(target=self._fetch, daemon=True).start()
-
-    def directory(self) -> Path:
-        """Wait for the checkpoint and return its directory.
-
-        Raises:
-            CheckpointError: if it can't be fetched.
-        """
-        return self.arrival.result()
 
     def close(self) -> None:
         """Give up or finish the checkpoint: others may measure or evict it."""
@@ -70,23 +62,22 @@ class Prefetched:
         selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        if not selection.suite.on_hub:
-            return selection.cached(checkpoint)
         repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
+        if not selection.suite.on_hub:
+            return cached_snapshot(repo, revision, cache_dir)
         listing = selection.listings.get(revision)
         if listing is None:
             missing = f"{repo} has no revision {revision}; see its branches on the hub"
             raise CheckpointError(selection.unlisted.get(revision, missing))
-        if selection.offline:
-            return fetch(repo, revision, listing, cache_dir, offline=selection.offline)
+        snapshot = repo_dir(repo, cache_dir) / "snapshots" / listing.commit
+        if selection.offline:  # its files are in the cache: those that lack some are not asked for
+            return snapshot
         while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
-        lacking = missing_files(repo_dir(repo, cache_dir) / "snapshots" / listing.commit, listing)
-        if not lacking:
-            return fetch(repo, revision, listing, cache_dir)
-        count = self.shown.downloading(revision, sum(file.size for file in lacking))
+        lacking = missing_files(snapshot, listing)
+        count = self.shown.downloading(revision, sum(file.size for file in lacking)) if lacking else lambda _: None
         return fetch(repo, revision, listing, cache_dir, notify=self.shown.notify, count=count, stop=self.stop)
 
 
@@ -140,11 +131,8 @@ def prefetch(
                 continue
             coming[0].arrival.exception()  # waits
             start_next()
-            prefetched = coming.popleft()
-            try:
+            with closing(coming.popleft()) as prefetched:
                 yield prefetched
-            finally:
-                prefetched.close()
     finally:
         for prefetched in coming:
             prefetched.close()

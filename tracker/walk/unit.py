@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import integrity, scores
-from checkpoints.configuration import OWN_CODE, code_digest
-from checkpoints.identity import load_copy, unchanged
+from checkpoints.integrity import load_copy, unchanged
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import UsageError, panics_as_errors
 from tracker.common.steps import UNTRAINED
@@ -67,10 +66,6 @@ def _measure_files(
     unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
-    if type(model).__module__.startswith(OWN_CODE):
-        unit.attrs["remote_code"] = code_digest(directory)
-        if measurement.approved_commit:
-            unit.attrs["remote_code_commit"] = measurement.approved_commit
     files = "in their files" if checkpoint.revision is not None else "in a copy of their files"
     in_files = directory.is_dir() and trained
     unit.attrs["weights_kept"] = "on the device" if resident else files if in_files else "in memory"
