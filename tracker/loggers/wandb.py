@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tracker.common.files import read_json, write_atomic
 from tracker.common.text import first_line
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
-from tracker.measures import names
 from tracker.measures.headline import MEAN_OFFDIAG
 from tracker.measures.registry import MISCOUPLINGS
 
@@ -27,8 +26,6 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "training/step"
-# A run whose metrics have other meanings, or another axis, is not continued.
-NAMING = {names.ATTRIBUTE: names.VERSION, "axis": AXIS}
 FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
 ASK = 10  # seconds for a server to state how much it has
 
@@ -142,8 +139,8 @@ class WandbRun:
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = _remembered(self.memory) if self.memory else {}
-        self.identity = {**NAMING, "log": run.log if isinstance(run.log, str) else list(run.log)}
-        if any(known.get(name) != value for name, value in self.identity.items()):  # a new run gets all units
+        self.chosen = run.log if isinstance(run.log, str) else list(run.log)
+        if known.get("log") != self.chosen:  # a new run gets all units, with these metrics
             known = {}
         self.logged: list[int] = known.get("logged", [])
         self.choice = run.log
@@ -196,7 +193,7 @@ class WandbRun:
         if missing := missing or self._refusal():
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            content = {"id": self.run.id, "logged": self.logged, **self.identity}
+            content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"
 
