@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from functools import cache
@@ -982,8 +981,6 @@ class TestCommandLine:
         assert "give a walk's --out directory" in capsys.readouterr().err
         assert main([str(other), "--out", str(tmp_path)]) == 2
         assert "is a directory; name the file" in capsys.readouterr().err
-        assert main([str(other), "--watch", "0.5"]) == 2
-        assert "--watch 0.5; give a number of seconds, at least 2" in capsys.readouterr().err
         damaged = shutil.copytree(other, tmp_path / "damaged")
         Store(damaged).file(4).write_bytes(b"\x89HDF no more")
         assert main([str(damaged), "--out", str(tmp_path / "page.html")]) == 2
@@ -998,38 +995,3 @@ class TestCommandLine:
         from tracker.report.write import Reader
 
         assert contents(Reader().read(results)) == contents(reduced(tracker.open_results(results)))
-
-
-class TestWatch:
-    pytestmark = browser_test
-
-    @pytest.mark.slow
-    def test_the_page_follows_a_run_until_it_is_interrupted(self, open_page, tmp_path):
-        store, file = Store(tmp_path / "run"), tmp_path / "page.html"
-        command = [sys.executable, "-u", "-m", "tracker.report", str(store.path), "--out", str(file), "--watch", "2"]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stdout and "waiting; Ctrl-C stops" in process.stdout.readline() and not file.exists()
-        generated(store.path, (0, 8))
-        assert "page.html: 2 steps; watching" in process.stdout.readline()
-        page = open_page(file, "#k=8&step=8")
-        assert "it loads itself again every 10 s" in page.inner_text("header")
-        page.locator("#measure").focus()
-        generated(store.path, (0, 8, 64))
-        page.wait_for_function(
-            "typeof data !== 'undefined' && document.readyState === 'complete' && data.models[0].steps.length === 3",
-            timeout=60_000,
-        )
-        assert page.input_value("#k") == "8" and page.inner_text("#step-shown") == "8"
-        assert page.evaluate("document.activeElement.id") == "measure"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 0 and err == ""
-        page.wait_for_function("typeof data !== 'undefined' && data.refresh === null", timeout=60_000)
-        assert "loads itself" not in page.inner_text("header")
