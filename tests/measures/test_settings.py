@@ -93,7 +93,7 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     with pytest.raises(TypeError) as refused:
         tracker.CouplingCallback(every=10)
     assert "'every'; did you mean every_n_steps or every_n_epochs?" in str(refused.value)
-    assert "CouplingCallback takes every_n_steps, every_n_epochs, steps, schedule, ends, probe" in str(refused.value)
+    assert "CouplingCallback takes every_n_steps, probe, weights, heatmaps, steps, schedule, ends" in str(refused.value)
 
 
 @pytest.mark.parametrize(
