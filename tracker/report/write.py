@@ -17,10 +17,11 @@ from tracker.common.errors import UsageError
 from tracker.common.extras import require
 from tracker.common.files import write_atomic
 from tracker.common.text import counted
-from tracker.report.contents import Reader
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from tracker.report.contents import Reader
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
@@ -50,12 +51,14 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
         ImportError: without the extra `report`.
     """
     require("plotly", "tracker.report")
+    from tracker.report.contents import Reader
+
     directories = [results] if isinstance(results, (str, Path)) else list(results)
     return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
 
 
 def write_page(
-    reader: Reader,
+    reader: "Reader",
     directories: Sequence[Path],
     out: Path,
     clusters: str | None = None,
