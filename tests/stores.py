@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.measures import names
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
 from tracker.store.results import Store
+from tracker.version import SCHEMA
 
 
 def generated(
@@ -89,14 +89,20 @@ def unit(
         suspect="",
     ).assign_coords(depth=np.arange(L + 1), prompt=np.arange(prompts))
     shared = {
-        names.ATTRIBUTE: names.VERSION,
+        "schema": SCHEMA,
         "final_norm": "include",
         "dtype": "float32",
         "precision": "float32",
         "tokens": "last",
         "inputs_sha256": "ab" * 32,
     }
-    described = {"window": 3, "width": 64, "blocks": ", ".join(f"h.{l}" for l in range(L)), "fallbacks": "{}"}
+    described = {
+        "window": 3,
+        "post_norm": 0,
+        "width": 64,
+        "blocks": ", ".join(f"h.{l}" for l in range(L)),
+        "fallbacks": "{}",
+    }
     return dataset.assign_attrs(
         {**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes}
     )

@@ -1,4 +1,4 @@
-"""The progress bar of `tracker.measure`: where it is shown, and that it moves steadily in every method."""
+"""The progress bars of `tracker.measure` and of walks: where they are shown, and that the former moves in equal steps."""
 
 import os
 import pty
@@ -20,6 +20,7 @@ from tracker.common import progress
 from tracker.common.progress import Progress
 from tracker.measurement import measure_samples
 from tracker.measures.options import settings_from
+from tracker.walk import progress as of_walks
 
 METHODS = {
     "full": {"svd": "full"},
@@ -139,3 +140,19 @@ def test_the_callback_shows_none(monkeypatch, capsys):
 def test_progress_is_no_option_of_a_store():
     with pytest.raises(TypeError, match="progress"):
         tracker.CouplingCallback(progress=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_walk_prints_lines_and_shows_bars_on_a_terminal_alone(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(of_walks, "is_interactive", lambda: terminal)
+    with of_walks.progress(2) as shown:
+        count = shown.downloading("step1", 3_000_000)
+        for _ in range(3):
+            count(1_000_000)
+        shown.advance("step 1: one")
+        shown.advance("step 2: two")
+    said = capsys.readouterr()
+    fetched, first, last = said.out.splitlines()
+    assert fetched.startswith("step1: 3 of 3 MB fetched, ") and fetched.endswith(" MB/s")
+    assert first.startswith("[1/2] step 1: one  about ") and last == "[2/2] step 2: two"
+    assert ("fetching step1" in said.err) == ("measuring" in said.err) == terminal

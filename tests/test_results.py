@@ -13,12 +13,12 @@ import tracker
 from tests.stores import generated
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
-from tracker.measures import names
 from tracker.measures.dataset import labelled
 from tracker.report.contents import Reader
 from tracker.store.results import Store
+from tracker.version import SCHEMA
 
-SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
+SHARED = {"suite": "toy", "schema": SCHEMA}
 
 
 def unit(step, positions=3, **attributes):
@@ -118,6 +118,12 @@ def test_foreign_file_is_reported(store):
         tracker.open_results(store.path)
 
 
+def test_units_of_another_version_are_refused(store):
+    store.write(3, unit(3, schema=SCHEMA - 1))
+    with pytest.raises(UsageError, match=r"step00000003\.nc was measured by another version of this package"):
+        tracker.open_results(store.path)
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_stands_in_place_of_a_unit_is_named(store, make):
     store.write(3, unit(3))
@@ -163,11 +169,11 @@ def test_directory_without_results_is_refused(tmp_path):
 CLAIM = """
 import sys, time
 from tracker.common.errors import UsageError
-from tracker.measures import names
 from tracker.measures.dataset import labelled
+from tracker.version import SCHEMA
 from tracker.store.results import Store
 
-SHARED = {"suite": "toy", names.ATTRIBUTE: names.VERSION}
+SHARED = {"suite": "toy", "schema": SCHEMA}
 claim = Store(sys.argv[1]).claim(3)
 print("claimed", flush=True)
 time.sleep(60)

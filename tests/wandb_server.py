@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-Fault = Literal["drop", "hang", "refuse", "forbid", "fail", "busy", "garble"]
-STATUS = {"refuse": 401, "forbid": 403, "fail": 500, "busy": 429}
+Fault = Literal["drop", "hang", "refuse"]
 KEY = "a" * 40
 BUCKET = {
     "id": "run", "name": "run", "displayName": "run", "description": "", "config": "{}", "sweepName": "",
@@ -19,34 +18,6 @@ BUCKET = {
     "historyLineCount": 0,
 }  # fmt: skip
 VIEWER = {"id": "1", "entity": "entity", "username": "user", "email": "", "flags": "{}", "teams": {"edges": []}}
-COMMITTED = {
-    "id": "1",
-    "state": "COMMITTED",
-    "artifactSequence": {"id": "1", "latestArtifact": {"id": "1", "versionIndex": 0}},
-}
-RUN = {
-    "id": "run",
-    "tags": [],
-    "name": "run",
-    "displayName": "run",
-    "sweepName": None,
-    "state": "running",
-    "config": "{}",
-    "group": None,
-    "jobType": None,
-    "commit": None,
-    "readOnly": False,
-    "createdAt": "2026-01-01T00:00:00",
-    "heartbeatAt": None,
-    "description": None,
-    "notes": None,
-    "systemMetrics": "{}",
-    "summaryMetrics": "{}",
-    "historyLineCount": 0,
-    "user": VIEWER,
-    "historyKeys": None,
-    "projectId": "1",
-}
 SERVER = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
 
 
@@ -54,8 +25,7 @@ class WandbServer:
     """What a server received, and how it fails.
 
     Attributes:
-        fail: how it answers from now on: it drops the connection, never answers, refuses the key (401) or the project (403),
-            fails (500), asks for a pause of a day (429), or sends a page in place of JSON.
+        fail: how it answers from now on: it drops the connection, never answers, or refuses the key (401).
         rows: how many lines of history it accepted.
     """
 
@@ -85,8 +55,6 @@ class WandbServer:
                     "uploadHeaders": [],
                     "files": [{"name": name, "uploadUrl": f"{self.address}/upload/{name}"} for name in names],
                 },
-                "createArtifact": {"artifact": COMMITTED},
-                "project": {"run": RUN},
             }
         }
 
@@ -112,15 +80,11 @@ def serve() -> Iterator[WandbServer]:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.close_connection = True
                 return
-            status = STATUS.get(fail or "", 200)
+            status = 401 if fail == "refuse" else 200
             answer = json.dumps(
                 state.answer(self.path, json.loads(content)) if status == 200 and is_json else {}
             ).encode()
-            if fail == "garble":
-                answer = b"<html>Welcome</html>"
             self.send_response(status)
-            if fail == "busy":
-                self.send_header("Retry-After", "86400")
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()

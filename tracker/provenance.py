@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from tracker.blocks.find import unwrap
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
-from tracker.version import __version__
-
-SCHEMA = 2  # of the Dataset: raised when a variable changes its meaning; of one that is added, older units have NaN
+from tracker.version import SCHEMA, __version__
 
 
 def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:

@@ -163,6 +163,6 @@ def test_doubts_about_a_step_are_noted_for_a_store_and_for_its_dataset(tmp_path)
     for results in (store, ds):
         assert expected <= set(tracker.summary(results).attrs["notes"])
     older = store.read(64)
-    del older.attrs["token_ids_sha256"]  # which earlier versions did not record
+    del older.attrs["token_ids_sha256"]  # as of a model without token ids
     store.write(64, older)
     assert not any("token ids" in note for note in tracker.summary(store).attrs["notes"])

@@ -18,8 +18,7 @@ from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row
 from tracker.loggers.selection import chosen, parsed
-from tracker.loggers.wandb import NAMING, WandbRun, resolve_mode
-from tracker.measures import names
+from tracker.loggers.wandb import WandbRun, resolve_mode
 from tracker.measures.registry import headline_names
 from tracker.store.results import Store
 
@@ -127,24 +126,14 @@ def test_a_lightning_logger_receives_rows(tmp_path):
     assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
 
 
-@pytest.mark.parametrize(
-    ("naming", "continued"),
-    [
-        ({}, False),
-        ({names.ATTRIBUTE: 1}, False),
-        ({names.ATTRIBUTE: names.VERSION}, False),
-        (NAMING, False),
-        (NAMING | {"log": "all"}, False),
-        (NAMING | {"log": "workspace"}, True),
-    ],
-)
-def test_a_wandb_run_with_older_names_is_not_continued(naming, continued, monkeypatch, tmp_path):
-    """Its metrics have other meanings, or are others: all units go to a new run."""
+@pytest.mark.parametrize(("log", "continued"), [("all", False), ("workspace", True)])
+def test_a_wandb_run_with_other_metrics_is_not_continued(log, continued, monkeypatch, tmp_path):
+    """All units go to a new run."""
     started = MagicMock()
     monkeypatch.setattr("wandb.init", started)
     store = Store(tmp_path / "run")
     store.check_settings({})
-    known = {"id": "before", "logged": [0, 4], **naming}
+    known = {"id": "before", "logged": [0, 4], "log": log}
     (store.path / "wandb-run.json").write_text(json.dumps(known))
     run = WandbRun("online", LoggedRun(store, "p", "n", {}))
     assert (started.call_args.kwargs["id"], run.logged) == (("before", [0, 4]) if continued else (None, []))

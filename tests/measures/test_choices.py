@@ -7,7 +7,6 @@ from tests.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.measures import choices
 from tracker.measures.options import settings_from
-from tracker.store.results import Store
 
 
 def test_all_leaves_out_what_is_expensive():
@@ -39,29 +38,3 @@ def test_the_error_and_the_help_say_how_to_add_it():
 def test_variables_and_misspelt_names_lead_to_the_choice_that_is_meant(given, message):
     with pytest.raises(UsageError, match=message):
         settings_from({"measures": given}, "test")
-
-
-@pytest.mark.parametrize("named", [[], ["measures", "pair_tokens"]])
-def test_stores_of_everything_continue_under_the_new_spelling_and_are_refused_under_the_old(tmp_path, named):
-    everything, most = (
-        settings_from({"measures": given}, "test").identity(named) for given in ("all,tokenwise", "all")
-    )
-    # As written when "all" left nothing out.
-    assert everything["measures"] == ["all"] and everything["pair_layers"] == 1
-    store = Store(tmp_path)
-    store.check_settings(everything)
-    store.file(0).touch()
-    store.check_settings(everything)
-    with pytest.raises(
-        ValueError, match="it holds tokenwise, which 'all' leaves out: to continue it, measure all,tokenwise"
-    ):
-        store.check_settings(most)
-
-
-def test_stores_without_what_is_expensive_say_so(tmp_path):
-    everything, most = (settings_from({"measures": given}, "test").identity([]) for given in ("all,tokenwise", "all"))
-    store = Store(tmp_path)
-    store.check_settings(most)
-    store.file(0).touch()
-    with pytest.raises(ValueError, match="measured without tokenwise: to continue it, measure 'all'"):
-        store.check_settings(everything)

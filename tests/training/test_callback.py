@@ -316,14 +316,6 @@ def test_another_run_in_the_same_directory(tmp_path):
         fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
 
 
-@pytest.mark.slow
-def test_stores_without_token_pairs_keep_their_old_identity(tmp_path):
-    for measures, expected in ((None, None), (["trajectory", "tokenwise"], 1)):
-        place = tmp_path / str(expected)
-        fit(trainer([Watch(4, measures=measures, save_dir=place)], max_steps=1))
-        assert Store(place).read_settings().get("pair_layers") == expected
-
-
 def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
     return processes.run("tests.lightning_runs", *arguments, cold=cold)
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.hub_server import serve
-from tracker.common.files import cache_root
 from tracker.walk import prompts
 from tracker.walk.prompts import load_prompts
 
@@ -111,12 +110,3 @@ def test_missing_package_is_reported_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'block-coupling-tracker\[prompts\]'"):
         load_prompts("wikitext")
-
-
-def test_cached_set_without_sources_gets_them_from_its_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
-    file = cache_root() / "prompts" / f"openllm-v{prompts.VERSION}.json"
-    file.parent.mkdir(parents=True)
-    for count, expected in ((1200, [source.repository for source in prompts.OPENLLM]), (1199, [None])):
-        file.write_text(json.dumps({"prompts": [f"p{i}" for i in range(count)], "seed": 0}))
-        assert list(dict.fromkeys(prompt.source for prompt in load_prompts("openllm"))) == expected

@@ -53,13 +53,13 @@ def _model(result: str, ds: xr.Dataset) -> tuple:
     name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "").rstrip("/").rpartition("/")[2].lower()
     if not name:
         return (result,)
-    sizes = (ds.attrs.get("model_class"), ds.sizes.get("layer"), ds.attrs.get("width"), ds.attrs.get("parameters"))
+    sizes = (ds.attrs["model_class"], ds.sizes.get("layer"), ds.attrs["width"], ds.attrs["parameters"])
     return (VARIANT.sub("", name), *map(str, sizes))
 
 
 def independence_note(results: Mapping[str, xr.Dataset]) -> str:
     """State, for readers of a fit over these results, how independent they are and which of them are averaged."""
-    classes, labels = {ds.attrs.get("model_class") for ds in results.values()}, cluster_labels(results)
+    classes, labels = {ds.attrs["model_class"] for ds in results.values()}, cluster_labels(results)
     plural = "s" if len(classes) > 1 else ""
     note = (
         f"{len(results)} models of {len(classes)} architecture{plural}: p and intervals treat models as independent, although "

@@ -29,7 +29,7 @@ def differing_conventions(
         may_differ: those of `CONVENTIONS` that are not compared.
     """
     held = {
-        key: {name: ", ".join(attribute_values(ds, key)) or "not recorded" for name, ds in results.items()}
+        key: {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
         for key in CONVENTIONS
         if key not in may_differ
     }
@@ -118,7 +118,7 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
             int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
         }
         blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
-        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks if block in reasons)) or "no reason was kept"
+        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks))
         yield (
             f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
             f"sequence and not from single rows, which is as exact and slower ({said})."

@@ -346,7 +346,7 @@ def _of_coupling(
         yield f"{said}above 0 for {', '.join(yes) or 'none'}" + (
             f", and not for {', '.join(no)}." if yes and no else "."
         )
-    if any(unit.attrs.get("post_norm") for unit in units.values()):
+    if any(unit.attrs["post_norm"] for unit in units.values()):
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 
 

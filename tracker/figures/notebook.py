@@ -10,7 +10,6 @@ import xarray as xr
 from tracker.common.errors import UsageError
 from tracker.common.extras import require
 from tracker.figures.selection import PYTHON, draw, resolve
-from tracker.measures.names import require_version
 from tracker.store.results import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
@@ -66,8 +65,6 @@ def plot(
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    for label, ds in several.items():
-        require_version(ds.attrs, label)
     with_steps = {label: _with_steps(ds) for label, ds in several.items()}
     figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON, measure, step)
     return figure

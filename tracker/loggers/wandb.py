@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tracker.common.files import read_json, write_atomic
-from tracker.common.text import first_line
 from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
-from tracker.measures import names
 from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
 
 if TYPE_CHECKING:
@@ -26,10 +24,7 @@ RunMode = Literal["online", "offline"]
 Run = TypeVar("Run")
 
 AXIS = "training/step"
-# A run whose metrics have other meanings, or another axis, is not continued.
-NAMING = {names.ATTRIBUTE: names.VERSION, "axis": AXIS}
 FINISH = 20.0  # seconds for a server to take what is left of a run; everything is in the run's file
-ASK = 10  # seconds for a server to state how much it has
 
 
 def prepare(wandb_mode: Mode) -> Opener | None:
@@ -141,8 +136,8 @@ class WandbRun:
         resumable = mode == "online" and not run.new
         self.memory = run.store.path / "wandb-run.json" if resumable else None
         known = _remembered(self.memory) if self.memory else {}
-        self.identity = {**NAMING, "log": run.log if isinstance(run.log, str) else list(run.log)}
-        if any(known.get(name) != value for name, value in self.identity.items()):  # a new run gets all units
+        self.chosen = run.log if isinstance(run.log, str) else list(run.log)
+        if known.get("log") != self.chosen:  # a new run gets all units, with these metrics
             known = {}
         self.logged: list[int] = known.get("logged", [])
         self.choice = run.log
@@ -192,22 +187,12 @@ class WandbRun:
         missing = finish(self.run)
         if self.mode == "offline":
             return f"W&B offline: {directory} (send it with: wandb sync {directory})"
-        if missing := missing or self._refusal():
+        if missing:
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
         if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
-            content = {"id": self.run.id, "logged": self.logged, **self.identity}
+            content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"
-
-    def _refusal(self) -> str:
-        """Return why W&B does not show the run to its owner, or ""; from then on it has taken no steps either."""
-        import wandb
-
-        try:
-            wandb.Api(timeout=ASK).run(self.run.path)
-        except (wandb.Error, ValueError, OSError) as error:
-            return f"no longer accepts steps ({first_line(error)}); check the key with `wandb login`"
-        return ""
 
 
 def _remembered(memory: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The choices of `measures=`. Nothing heavy is imported here: command lines read this file to print their help."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,6 @@ def everything() -> tuple[str, ...]:
 def includes(measures: Collection[str], name: str) -> bool:
     """Whether `measures=` requests a name, itself or by "all"."""
     return name in measures or ("all" in measures and name not in expensive())
-
-
-def explain_all(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Explain, for stores whose settings differ, what "all" means in them; "" if that is not the difference.
-
-    In settings, ["all"] with `pair_layers` holds tokenwise, as "all" once did, and ["all"] without leaves it out.
-    """
-    if stored.get("measures") != ["all"] or given.get("measures") != ["all"]:
-        return ""
-    match "pair_layers" in stored, "pair_layers" in given:
-        case True, False:
-            return "; it holds tokenwise, which 'all' leaves out: to continue it, measure all,tokenwise"
-        case False, True:
-            return "; it was measured without tokenwise: to continue it, measure 'all'"
-    return ""
 
 
 def defaults() -> tuple[str, ...]:

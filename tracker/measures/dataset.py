@@ -18,7 +18,6 @@ import xarray as xr
 
 from tracker.common.notices import warn_caller
 from tracker.jacobians.independent import Independent
-from tracker.measures import names
 from tracker.measures.choices import choices
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
@@ -222,7 +221,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     counts = [int(values.sum()) for values, _ in undefined.values()]
     dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
     fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
-    dataset.attrs = {**first.attributes, names.ATTRIBUTE: names.VERSION, "fallbacks": json.dumps(fallbacks)}
+    dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
     independent = {layer: check for sample in samples for layer, check in sample.independent.items()}
     dataset.attrs["independent_checks"] = json.dumps(
         {l: f"{one.method}: {one.reason}" for l, one in independent.items()}

@@ -4,11 +4,13 @@ Everything here is derived from `settings.Settings`.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from numbers import Integral
 from textwrap import fill
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from tracker.common.errors import UsageError
 from tracker.common.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
@@ -47,31 +49,38 @@ def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[
     return Settings(**{name: _canonical(name, value) for name, value in options.items()})
 
 
-def documented(doc: str | None) -> str:
-    """Return a docstring with the line `**options` replaced by an entry for each option."""
-    before, line, after = (doc or "").partition("**options: measurement options.")
-    if not line:
-        raise ValueError("the docstring has no line '**options: measurement options.'")
-    indent = before[before.rfind("\n") + 1 :]
-    entries = (
-        fill(f"{name}: {option.metadata['doc']}", 120, subsequent_indent=indent + " " * 4, initial_indent=indent)
-        for name, option in OPTIONS.items()
-    )
-    return before[: len(before) - len(indent)] + "\n".join(entries) + after
+class Keyword(NamedTuple):
+    """A keyword of a function, as its signature and documentation show it."""
+
+    annotation: Any
+    default: Any
+    doc: str
 
 
-def accepts_options(function: F) -> F:
-    """Show the measurement options, which a function takes as **options, in its signature."""
-    signature = inspect.signature(function)
+KEYWORDS = {
+    name: Keyword(getattr(of, "__forward_arg__", of), OPTIONS[name].default, OPTIONS[name].metadata["doc"])
+    for name, of in Options.__annotations__.items()
+}
+
+
+def accepts_options(function: F, keywords: Mapping[str, Keyword] = KEYWORDS) -> F:
+    """Show keywords, which a function or the constructor of a class takes as **options, in its signature and documentation.
+
+    The docstring's line `**options: ...` is replaced by an entry for each.
+    """
+    given: Any = function
+    constructor: Any = getattr(given, "__init__") if isinstance(given, type) else given  # noqa: B009 - pyright knows its type
+    signature = inspect.signature(constructor)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    accepted = {name: getattr(a, "__forward_arg__", a) for name, a in Options.__annotations__.items()}
     shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=accepted[name])
-        for name, option in OPTIONS.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=keyword.default, annotation=keyword.annotation)
+        for name, keyword in keywords.items()
     ]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    if function.__doc__:
-        function.__doc__ = documented(function.__doc__)
+    constructor.__signature__ = signature.replace(parameters=shown)
+    if (doc := function.__doc__) and (line := re.search(r"^( *)\*\*options: .*$", doc, re.MULTILINE)):
+        wrap = partial(fill, width=120, initial_indent=line[1], subsequent_indent=line[1] + " " * 4)
+        entries = [wrap(f"{name}: {keyword.doc}") for name, keyword in keywords.items()]
+        function.__doc__ = doc[: line.start()] + "\n".join(entries) + doc[line.end() :]
     return function
 
 

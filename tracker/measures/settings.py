@@ -151,9 +151,7 @@ class Settings:
     def identity(self, named: Sequence[str]) -> dict[str, Any]:
         """Return, as JSON values, the options that identify a store: those in `named`, and those not at their default.
 
-        An option added later is absent from the identity at its default, so that existing stores keep theirs. The memory
-        budget is never part of it; `pair_layers` is, with tokenwise alone. Everything is ["all"], as in stores that were
-        written when "all" left nothing out.
+        The memory budget is never part of it; `pair_layers` is, with tokenwise alone.
         """
         tokenwise = self.includes("tokenwise")
         identity = {}
@@ -162,9 +160,6 @@ class Settings:
             if name in named or value != option.default or (name == "pair_layers" and tokenwise):
                 identity[name] = _jsonable(value)
         identity.pop("memory_budget", None)
-        others = set(choices.expensive()) - {"tokenwise"}
-        if "measures" in identity and {"all", "tokenwise"} <= set(self.measures) and not others & set(self.measures):
-            identity["measures"] = ["all"]
         if not tokenwise:
             identity.pop("pair_layers", None)
         return identity

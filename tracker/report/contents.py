@@ -286,7 +286,7 @@ def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[st
         if name in names
     }
     return {
-        "tokens": str(ds.attrs.get("tokens", "")),
+        "tokens": str(ds.attrs["tokens"]),
         "count": ds.sizes["prompt"],
         "lengths": ds["length"].max("step").values.astype(int).tolist() if "length" in ds else None,
         "texts": _texts(ds, "prompt_text"),

@@ -1,14 +1,11 @@
 """The page: one self-contained HTML file from one store or several, interactive and with no network when opened.
 
-`python -m tracker.report RESULTS... --out page.html`; `--watch 10` writes it again whenever results are added. Python takes
-the numbers from the stores (`summary`, `contents`), `page/*.js` draws them with Plotly.
+`python -m tracker.report RESULTS... --out page.html`. Python takes the numbers from the stores (`summary`, `contents`),
+`assets/*.js` draw them with Plotly.
 """
 
 import html
 import json
-import signal
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,10 +17,11 @@ from tracker.common.errors import UsageError
 from tracker.common.extras import require
 from tracker.common.files import write_atomic
 from tracker.common.text import counted
-from tracker.report.contents import Reader, Signature, signature
 
 if TYPE_CHECKING:
     import xarray as xr
+
+    from tracker.report.contents import Reader
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
@@ -38,8 +36,6 @@ SCRIPTS = (
     "across",
     "page",
 )  # in this order
-SHORTEST = 2.0  # seconds between looks at the stores
-RELOADED = 10.0  # seconds, at least, between the page's own reloads: each takes one or two
 
 
 def write_report(results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None) -> Path:
@@ -55,18 +51,19 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
         ImportError: without the extra `report`.
     """
     require("plotly", "tracker.report")
+    from tracker.report.contents import Reader
+
     directories = [results] if isinstance(results, (str, Path)) else list(results)
     return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
 
 
 def write_page(
-    reader: Reader,
+    reader: "Reader",
     directories: Sequence[Path],
     out: Path,
-    refresh: float | None = None,
     clusters: str | None = None,
 ) -> Path:
-    """Write the page of these stores; with `refresh`, it reloads itself after so many seconds."""
+    """Write the page of these stores."""
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
     from tracker.analysis.across_models import assign_clusters
@@ -76,59 +73,11 @@ def write_page(
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
     summaries = assign_clusters(read, clusters)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, _page(summaries, dict(zip(names, directories, strict=True)), refresh).encode())
+    write_atomic(out, _page(summaries, dict(zip(names, directories, strict=True))).encode())
     return out
 
 
-def watch(directories: Sequence[Path], out: Path, seconds: float, clusters: str | None = None) -> int:
-    """Write the page again whenever results are added or changed, until Ctrl-C or SIGTERM; returns the exit status."""
-    # What a cluster sends is answered like Ctrl-C, which a shell lets its background processes ignore.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
-    reader, seen, waiting = Reader(), None, False
-    there: list[Path] = []
-    try:
-        while True:
-            signatures = {directory: _units(directory) for directory in directories}
-            there = [directory for directory in directories if signatures[directory]]
-            if not there and not waiting:
-                waiting = True
-                print(f"no results yet in {', '.join(map(str, directories))}: waiting; Ctrl-C stops", flush=True)
-            elif there and signatures != seen:
-                seen = signatures
-                if _rewritten(reader, there, out, max(seconds, RELOADED), clusters):
-                    print(
-                        f"{out}: {counted(sum(map(len, signatures.values())), 'step')}; watching, Ctrl-C stops",
-                        flush=True,
-                    )
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        if there:
-            _rewritten(reader, there, out, None, clusters)  # it no longer loads itself again
-        print("\nno longer watching", flush=True)
-        return OK
-
-
-def _rewritten(
-    reader: Reader, directories: Sequence[Path], out: Path, refresh: float | None, clusters: str | None
-) -> bool:
-    """Write the page; if the results can't be read, keep the old page: the next unit may fix them."""
-    try:
-        write_page(reader, directories, out, refresh, clusters)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return False
-    return True
-
-
-def _units(directory: Path) -> dict[Path, Signature]:
-    from tracker.store.results import Store
-
-    store = Store(directory)
-    return {store.file(step): signature(store.file(step)) for step in store.steps()}
-
-
-def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path], refresh: float | None) -> str:
+def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]) -> str:
     from plotly.offline import get_plotlyjs
 
     from tracker.analysis.doubts import describe_differences, doubts
@@ -147,7 +96,6 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         "texts": texts(),
         "differences": differences,
         "across": between,
-        "refresh": refresh,
     }
     arrays = []  # the large ones, apart from the curves
     for array in carried(data):
@@ -173,7 +121,6 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         title=_text(title),
         picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        refresh=f"; it loads itself again every {refresh:g} s" if refresh else "",
         summary=_items(
             [
                 f"{f'{name}: ' if several else ''}{line}"
@@ -278,11 +225,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results", type=Path, nargs="+", help="directories that walks or runs wrote (--out, save_dir): one page of all"
     )
     parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
-    parser.add_argument(
-        "--watch",
-        type=float,
-        help=f"write it again whenever results are added; look every so many seconds, at least {SHORTEST:g}",
-    )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
     from tracker.store.results import distinct_names
@@ -295,9 +237,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if out.is_dir():
         raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
     distinct_names(parsed.results)
-    if parsed.watch is not None:
-        if not parsed.watch >= SHORTEST:
-            raise ValueError(f"--watch {parsed.watch:g}; give a number of seconds, at least {SHORTEST:g}")
-        return watch(parsed.results, out, parsed.watch, parsed.clusters)
     print(write_report(parsed.results, out, parsed.clusters))
     return OK

@@ -24,12 +24,11 @@ import xarray as xr
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
 from tracker.common.steps import find_repeats
-from tracker.measures.choices import explain_all
 from tracker.measures.dataset import labelled, unlabelled
-from tracker.measures.names import require_version
 from tracker.measures.settings import Settings
 from tracker.store.alike import likeness, require_one_curve
 from tracker.store.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.version import SCHEMA
 
 ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
@@ -79,8 +78,8 @@ class Store:
             raise ValueError(f"{error}; results are never mixed: choose another --out") from error
         if changes := differences(stored, settings):
             raise ValueError(
-                f"{self.path} holds results measured with other settings ({changes}){explain_all(stored, settings)}; results "
-                "are never mixed: choose another --out, or the settings it was written with"
+                f"{self.path} holds results measured with other settings ({changes}); results are never mixed: choose "
+                "another --out, or the settings it was written with"
             )
 
     def file(self, step: int) -> Path:
@@ -196,7 +195,10 @@ class Store:
         content = read_content(file, names, like)
         if names is None and not any("prompt" in dims for dims in content.dims.values()):
             raise DamagedFile(f"{file} is not a unit of results; remove it from the directory")
-        require_version(content.attrs, file)
+        if content.attrs.get("schema") != SCHEMA:
+            raise UsageError(
+                f"{file} was measured by another version of this package; measure again, into a new directory"
+            )
         return content
 
     def _joined(self, contents: list[Content]) -> xr.Dataset:
@@ -230,18 +232,10 @@ class Store:
         write_atomic(self.path / "skipped.json", json.dumps(reasons, indent=2).encode())
 
     def continued(self, settings: Settings) -> Settings:
-        """Return the settings that continue this store: what they leave open is as in its units.
-
-        That is the convention of the final norm, and whether "last" is the very last token of a text encoder, as it once was.
-        """
+        """Return the settings that continue this store: the final norm, where they leave it open, is as in its units."""
         steps = self.steps()
-        if not steps:
-            return settings
-        attrs = self.attributes(steps[-1])
-        if settings.final_norm == "auto":
-            settings = replace(settings, final_norm=attrs.get("final_norm", "auto"))
-        if settings.tokens in (None, "last") and attrs.get("tokens") == "last":
-            settings = replace(settings, tokens=(-1,))
+        if steps and settings.final_norm == "auto":
+            return replace(settings, final_norm=self.attributes(steps[-1])["final_norm"])
         return settings
 
     def steps(self) -> list[int]:

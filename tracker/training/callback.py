@@ -6,30 +6,25 @@ Measurements run on a replica (`tracker.measurement`) on the training device, ou
 the random state. Step s is the state after s optimizer steps.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from inspect import signature
 from typing import Any, Literal, Unpack
 
 import torch
-import xarray as xr
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tracker.blocks.find import Blocks, Named
 from tracker.common.errors import UsageError
 from tracker.common.lightning_packages import classes
 from tracker.common.notices import warn_caller
 from tracker.loggers.lightning import LightningAdapter
-from tracker.loggers.protocol import Log
-from tracker.measures.options import accepts_options, documented
-from tracker.measures.settings import Options
 from tracker.training import probe as probes
-from tracker.training import schedule as schedules
+from tracker.training.options import TrainerOptions, accepts_trainer_options
 from tracker.training.run import Run, Skipped
-from tracker.training.target import Forward, check_readable, measured_module, replaces_raw_weights
+from tracker.training.target import check_readable, measured_module, replaces_raw_weights
 
 
+@accepts_trainer_options
 class CouplingCallback(Callback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of any Lightning run.
 
@@ -45,83 +40,31 @@ class CouplingCallback(Callback):
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
-        every_n_epochs: measure at the end of every n-th epoch.
-        steps: measure at these steps.
-        schedule: "log2", "pythia" (the steps of its published checkpoints), or a function step -> bool.
-        ends: measure also before the first step and after the last.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, a
             training batch, or a function (trainer, module) -> any of these. None: the first validation batch of the
             sanity check; without one, the first training batch. Checkpoints contain the probe.
-        max_samples: how many samples to measure of a batch taken from the run; a given probe is measured whole.
-        forward: runs a batch, forward(module, batch), for modules whose own forward does not take it.
-        blocks: as in `tracker.measure`, with names as in the LightningModule.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
-        save_dir: directory of the store, for one run: a new run is refused, a resumed one continues.
-        log: "headline", the numbers that docs/training.md lists; "workspace", also those that the saved workspace of W&B draws;
-            "all" curve points; or a list of metrics, with * for any characters.
         heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
-        on_measure: called on rank 0 with every unit, a Dataset as from `tracker.measure` with its `step`. If it raises, a
-            warning says so, and the training continues.
-        max_overhead: the share of the run's time above which a warning states, once, that measuring takes too long.
-            None: never.
-        thin: instead of the warning, skip scheduled steps (never the ends) that would raise the share above
-            `max_overhead`.
-        name: prefix of all metrics, to distinguish several of these callbacks in one run.
-        **options: measurement options.
+        **options: options of the run and of its measurements.
 
     Raises:
         UsageError: for bad settings, immediately; for a module without residual blocks, at setup; for a batch that the
             model does not take, before the first step.
     """
 
-    @accepts_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
-        every_n_epochs: int | None = None,
-        steps: Iterable[int] | None = None,
-        schedule: Literal["log2", "pythia"] | schedules.Schedule | None = None,
-        ends: bool = True,
         probe: Any = None,
-        tokenizer: Any = None,
-        max_samples: int = 8,
-        forward: Forward | None = None,
-        blocks: Named | Blocks | None = None,
         weights: Literal["raw", "averaged"] = "raw",
-        save_dir: str | None = None,
-        log: Log = "headline",
         heatmaps: bool = True,
-        on_measure: Callable[[xr.Dataset], None] | None = None,
-        max_overhead: float | None = 0.05,
-        thin: bool = False,
-        name: str = "",
-        **options: Unpack[Options],
+        **options: Unpack[TrainerOptions],
     ):
         self.run = Run(
-            "CouplingCallback",
-            signature(CouplingCallback).parameters,
-            options,
-            every_n_steps=every_n_steps,
-            every_n_epochs=every_n_epochs,
-            steps=steps,
-            schedule=schedule,
-            ends=ends,
-            probe=probe,
-            tokenizer=tokenizer,
-            max_samples=max_samples,
-            forward=forward,
-            blocks=blocks,
-            weights=weights,
-            save_dir=save_dir,
-            log=log,
-            heatmaps=heatmaps,
-            on_measure=on_measure,
-            max_overhead=max_overhead,
-            thin=thin,
-            name=name,
+            CouplingCallback, options, every_n_steps=every_n_steps, probe=probe, weights=weights, heatmaps=heatmaps
         )
-        self.name = name
+        self.name = options.get("name", "")
         self.trains = True  # not validation, a test or predictions alone
         self.first_batch_seen = False
 
@@ -233,6 +176,3 @@ class CouplingCallback(Callback):
     def _reach(self, trainer: Trainer, module: LightningModule, force: bool, thin: bool = True) -> None:
         measured = partial(measured_module, self, trainer, module, self.run.weights)
         self.run.reach(trainer.global_step, measured, trainer.strategy.root_device, force=force, thin=thin)
-
-
-CouplingCallback.__doc__ = documented(CouplingCallback.__doc__)

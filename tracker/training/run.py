@@ -10,10 +10,11 @@ could not be measured or recorded, and why.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from tracker.analysis.summary import summary
-from tracker.blocks.find import Blocks, Named
 from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
 from tracker.devices import release_memory
@@ -35,11 +35,12 @@ from tracker.store.results import Store
 from tracker.training import probe as probes
 from tracker.training import run_store
 from tracker.training import schedule as schedules
+from tracker.training.options import split
 from tracker.training.probe import contents, to_plain
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
 from tracker.training.run_store import release
 from tracker.training.schedule import Overhead
-from tracker.training.target import Forward, Target, find_target
+from tracker.training.target import Target, find_target
 
 
 class Skipped:
@@ -164,9 +165,9 @@ class Run:
     """The schedule, the probe and the results of one training run.
 
     Args:
-        caller: the name of the class that the user sees, for messages.
-        options: measurement options.
-        others: as in `CouplingCallback`.
+        kind: the class that the user sees, whose signature states what it takes.
+        given: its options, those of the run (`options`) and those of the measurement.
+        every_n_steps, probe, weights, heatmaps: as in `CouplingCallback`.
 
     Raises:
         UsageError, TypeError: for arguments that can't be used.
@@ -174,61 +175,49 @@ class Run:
 
     def __init__(
         self,
-        caller: str,
-        parameters: Iterable[str],
-        options: Mapping[str, Any],
+        kind: type,
+        given: Mapping[str, Any],
         *,
         every_n_steps: int | None,
-        every_n_epochs: int | None = None,
-        steps: Iterable[int] | None,
-        schedule: str | schedules.Schedule | None,
-        ends: bool,
         probe: Any,
-        tokenizer: Any,
-        max_samples: int = 8,
-        forward: Forward | None,
-        blocks: Named | Blocks | None,
         weights: str = "raw",
-        save_dir: str | None,
-        log: Log,
         heatmaps: bool = False,
-        on_measure: Callable[[xr.Dataset], None] | None,
-        max_overhead: float | None,
-        thin: bool,
-        name: str = "",
     ):
-        self.caller = caller
-        self.schedule = schedules.choose(every_n_steps, steps, schedule, every_n_epochs)
+        parameters = signature(kind).parameters
+        options, measuring = split(given, parameters)
+        self.caller = kind.__name__
+        self.every_n_epochs: int | None = options["every_n_epochs"]
+        self.schedule = schedules.choose(every_n_steps, options["steps"], options["schedule"], self.every_n_epochs)
         if weights not in ("raw", "averaged"):
             raise UsageError(f"weights={weights!r}; choose 'raw' or 'averaged'")
-        if max_overhead is not None and not 0 < max_overhead < 1:
-            raise UsageError(f"max_overhead={max_overhead!r}; give a share of the run's time such as 0.05, or None")
-        if thin and max_overhead is None:
+        self.max_overhead: float | None = options["max_overhead"]
+        if self.max_overhead is not None and not 0 < self.max_overhead < 1:
+            raise UsageError(
+                f"max_overhead={self.max_overhead!r}; give a share of the run's time such as 0.05, or None"
+            )
+        self.thin: bool = options["thin"]
+        if self.thin and self.max_overhead is None:
             raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
-        self.settings = settings_from(options, caller, parameters)
-        self.log = checked(log)
-        self.every_n_epochs = every_n_epochs
-        self.ends = ends
-        self.given_probe = probes.check(probe, tokenizer, forward)
-        self.tokenizer = tokenizer
-        self.max_samples = schedules.positive("max_samples", max_samples)
-        self.forward = forward
-        self.blocks = blocks
+        self.settings = settings_from(measuring, self.caller, parameters)
+        self.log = checked(options["log"])
+        self.ends: bool = options["ends"]
+        self.tokenizer, self.forward = options["tokenizer"], options["forward"]
+        self.given_probe = probes.check(probe, self.tokenizer, self.forward)
+        self.max_samples = schedules.positive("max_samples", options["max_samples"])
+        self.blocks = options["blocks"]
         self.weights = weights
-        self.store = Store(save_dir) if save_dir is not None else None
+        self.store = Store(options["save_dir"]) if options["save_dir"] is not None else None
         self.heatmaps = heatmaps
-        self.on_measure = on_measure
-        self.max_overhead = max_overhead
-        self.thin = thin
-        self.regular = every_n_steps is not None or every_n_epochs is not None
-        self.prefix = f"{name}/" if name else ""
+        self.on_measure = options["on_measure"]
+        self.regular = every_n_steps is not None or self.every_n_epochs is not None
+        self.prefix = f"{options['name']}/" if options["name"] else ""
 
         self.probe: Any = None
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
         self.target: Target | None = None
         # Of the present training:
-        self.overhead = Overhead(max_overhead)
+        self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks()
         self.open_store: Store | None = None
         self.skipped = Skipped(None)

@@ -11,9 +11,9 @@ from typing import Any
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.settings import OPTIONS, Settings
-from tracker.provenance import SCHEMA
 from tracker.store.results import Store
 from tracker.training.probe import inputs_digest
+from tracker.version import SCHEMA
 
 _held: dict[Path, Lock] = {}  # by store, in this process
 
@@ -57,8 +57,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def identity(settings: Settings, weights: str) -> dict[str, Any]:
     """Return the settings that all units of the store share."""
-    shared = settings.identity([name for name in OPTIONS if name not in ("pair_layers", "derivative")])
-    return {"schema": SCHEMA, **shared, "dtype": f"torch.{settings.dtype}", "weights": weights}
+    return {"schema": SCHEMA, **settings.identity(list(OPTIONS)), "weights": weights}
 
 
 def open_for_run(

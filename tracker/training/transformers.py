@@ -1,26 +1,20 @@
 """TransformersCallback: measure a model while transformers' Trainer trains it, without changing the training."""
 
-from collections.abc import Callable, Iterable
-from inspect import signature
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
-import xarray as xr
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tracker.blocks.find import Blocks, Named
 from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
-from tracker.loggers.protocol import FunctionLogger, Log
-from tracker.measures.options import accepts_options, documented
-from tracker.measures.settings import Options
-from tracker.training import schedule as schedules
+from tracker.loggers.protocol import FunctionLogger
+from tracker.training.options import TrainerOptions, accepts_trainer_options
 from tracker.training.run import Run, Skipped
-from tracker.training.target import Forward
 
 
+@accepts_trainer_options
 class TransformersCallback(TrainerCallback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of a run of transformers' Trainer.
 
@@ -28,65 +22,29 @@ class TransformersCallback(TrainerCallback):
     that is resumed from a checkpoint (`train(resume_from_checkpoint=...)`) continues its store.
 
     Args:
-        every_n_steps, every_n_epochs, steps, schedule, ends: as in `CouplingCallback`.
+        every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
         trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only the
             store and `on_measure` receive what is measured.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, or a
             function model -> any of these. None: the first samples of the training data, collated.
-        max_samples: how many samples of the training data to measure; a given probe is measured whole.
-        tokenizer: of prompts; without one, the Trainer's `processing_class`.
-        forward, blocks, save_dir, log, on_measure, max_overhead, thin, name: as in `CouplingCallback`.
-        **options: measurement options.
+        **options: options of the run and of its measurements.
 
     Raises:
         UsageError: for bad settings, immediately; at the beginning of the training for a model without residual blocks, or
             data that has no first samples.
     """
 
-    @accepts_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
         trainer: Trainer | None = None,
-        every_n_epochs: int | None = None,
-        steps: Iterable[int] | None = None,
-        schedule: Literal["log2", "pythia"] | schedules.Schedule | None = None,
-        ends: bool = True,
         probe: Any = None,
-        tokenizer: Any = None,
-        max_samples: int = 8,
-        forward: Forward | None = None,
-        blocks: Named | Blocks | None = None,
-        save_dir: str | None = None,
-        log: Log = "headline",
-        on_measure: Callable[[xr.Dataset], None] | None = None,
-        max_overhead: float | None = 0.05,
-        thin: bool = False,
-        name: str = "",
-        **options: Unpack[Options],
+        **options: Unpack[TrainerOptions],
     ):
-        self.run = Run(
-            "TransformersCallback",
-            signature(TransformersCallback).parameters,
-            options,
-            every_n_steps=every_n_steps,
-            every_n_epochs=every_n_epochs,
-            steps=steps,
-            schedule=schedule,
-            ends=ends,
-            probe=probe,
-            tokenizer=tokenizer if tokenizer is not None or trainer is None else trainer.processing_class,
-            max_samples=max_samples,
-            forward=forward,
-            blocks=blocks,
-            save_dir=save_dir,
-            log=log,
-            on_measure=on_measure,
-            max_overhead=max_overhead,
-            thin=thin,
-            name=name,
-        )
+        if options.get("tokenizer") is None and trainer is not None:
+            options["tokenizer"] = trainer.processing_class
+        self.run = Run(TransformersCallback, options, every_n_steps=every_n_steps, probe=probe)
         self.trainer = trainer
 
     @property
@@ -161,6 +119,3 @@ def _first_samples(loader: Any, count: int) -> Any:
         )
     with isolate_rng():  # the collator may draw masks, the data augmentations
         return loader.collate_fn([data[i] for i in range(min(count, len(data)))])
-
-
-TransformersCallback.__doc__ = documented(TransformersCallback.__doc__)

@@ -3,26 +3,21 @@
 The loop calls `watch(step, model)` at every step, and `watch(steps, model, force=True)` after the last.
 """
 
-from collections.abc import Callable, Iterable
-from inspect import signature
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed
 import xarray as xr
 from torch import nn
 
-from tracker.blocks.find import Blocks, Named
 from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError
-from tracker.loggers.protocol import FunctionLogger, Log, LogTo
-from tracker.measures.options import accepts_options, documented
-from tracker.measures.settings import Options
-from tracker.training import schedule as schedules
+from tracker.loggers.protocol import FunctionLogger, LogTo
+from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.run import Run, Skipped
-from tracker.training.target import Forward
 
 
+@accepts_run_options
 class Watch:
     """Measure block coupling, line-shape score and expodistance at chosen steps of any training loop.
 
@@ -34,69 +29,30 @@ class Watch:
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
-        steps, schedule: as in `CouplingCallback`.
-        ends: measure also at the first call.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, a
             training batch, or a function model -> any of these.
-        forward: runs a batch, forward(model, batch), for models whose own forward does not take it.
-        blocks: as in `tracker.measure`.
-        save_dir: directory of the store, for one run.
         log_to: a function (metrics, step), called on rank 0 with a dictionary of numbers for each measured step, such as
             `lambda metrics, step: wandb.log(metrics, step=step)`.
-        log: which metrics it receives: "headline", those that docs/training.md lists; "workspace", also those that the saved
-            workspace of W&B draws; "all"; or a list, with * for any characters.
-        on_measure, max_overhead, thin, name: as in `CouplingCallback`.
-        **options: measurement options.
+        **options: options of the run and of its measurements.
 
     Raises:
         UsageError: for bad settings, immediately; at the first call for a model without residual blocks, or a probe that it
             does not take.
     """
 
-    @accepts_options
     def __init__(
         self,
         every_n_steps: int | None = None,
         *,
         probe: Any,
-        steps: Iterable[int] | None = None,
-        schedule: Literal["log2", "pythia"] | schedules.Schedule | None = None,
-        ends: bool = True,
-        tokenizer: Any = None,
-        forward: Forward | None = None,
-        blocks: Named | Blocks | None = None,
-        save_dir: str | None = None,
         log_to: LogTo | None = None,
-        log: Log = "headline",
-        on_measure: Callable[[xr.Dataset], None] | None = None,
-        max_overhead: float | None = 0.05,
-        thin: bool = False,
-        name: str = "",
-        **options: Unpack[Options],
+        **options: Unpack[RunOptions],
     ):
         if probe is None:
             raise UsageError(
                 "probe=None; give the samples to measure: a batch, prompts with their tokenizer, or a function"
             )
-        self.run = Run(
-            "Watch",
-            signature(Watch).parameters,
-            options,
-            every_n_steps=every_n_steps,
-            steps=steps,
-            schedule=schedule,
-            ends=ends,
-            probe=probe,
-            tokenizer=tokenizer,
-            forward=forward,
-            blocks=blocks,
-            save_dir=save_dir,
-            log=log,
-            on_measure=on_measure,
-            max_overhead=max_overhead,
-            thin=thin,
-            name=name,
-        )
+        self.run = Run(Watch, options, every_n_steps=every_n_steps, probe=probe)
         self.log_to = log_to
         self.open = False
 
@@ -156,6 +112,3 @@ class Watch:
         self.run.start(step, rank=rank, ranks=ranks, loggers=loggers)
         self.open = True
         self.run.settle_probe(lambda: None, model)
-
-
-Watch.__doc__ = documented(Watch.__doc__)

@@ -102,9 +102,7 @@ def hub_prompts(name: str) -> list[Prompt]:
     file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
     try:
         kept = json.loads(file.read_text())
-        texts = kept["prompts"]
-        rated = kept.get("difficulty", [None] * len(texts))
-        return [Prompt(*p) for p in zip(texts, rated, kept.get("source", _in_order(name, len(texts))), strict=True)]
+        return [Prompt(*prompt) for prompt in zip(kept["prompts"], kept["difficulty"], kept["source"], strict=True)]
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
@@ -113,12 +111,6 @@ def hub_prompts(name: str) -> list[Prompt]:
     said = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
     write_atomic(file, json.dumps(said).encode())
     return prompts
-
-
-def _in_order(name: str, count: int) -> list[str | None]:
-    """Return the sources of a set whose file does not state them: each in turn, where no prompt is missing."""
-    sources = [source.repository for source in SETS[name] for _ in range(source.count)]
-    return [*sources] if len(sources) == count else [None] * count
 
 
 def _drawn(name: str, source: Source) -> list[Prompt]:

@@ -156,13 +156,3 @@ show();
 for (const id of Object.keys(figures)) observer.observe($(id));
 document.addEventListener("DOMContentLoaded", () => { for (const id of seen)
     if (stale.has(id)) draw(id); });
-if (state.focus && $(state.focus)) $(state.focus).focus({ preventScroll: true });
-state.focus = "";
-// While results are added, the page is loaded again; the address has the reader's choices, the browser the place.
-if (data.refresh) {
-  setTimeout(() => {
-    state.focus = document.activeElement.id || "";
-    remember();
-    location.reload();
-  }, data.refresh * 1000);
-}

@@ -1,4 +1,4 @@
-// The reader's choices, kept in the address, so that a reload or a copied link shows the same.
+// The reader's choices, kept in the address, so that a copied link shows the same.
 const $ = (id) => document.getElementById(id);
 const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
@@ -6,7 +6,7 @@ const AXES = { log: "logarithmic", linear: "linear" };
 const asked = new URLSearchParams(location.hash.slice(1));
 const state = {};
 for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against",
-  "theme", "focus"]) state[
+  "theme"]) state[
   name] = asked.get(name) || "";
 for (const name of ["step", "l", "m", "block"]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
 
@@ -19,7 +19,7 @@ const model = () => data.models[Number(state.model)];
 const union = (lists) => [...new Set(lists.flat())];
 const all = (of) => union(data.models.map(of));
 const stepIndex = () => model().steps.indexOf(state.step);
-// Another model, or the results after a reload, may lack the step: then use the nearest.
+// Another model may lack the step: then use the nearest.
 const nearest = (steps, step) =>
   step === null ? steps[steps.length - 1] : steps.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b :
     a));
