@@ -8,7 +8,8 @@ import numpy as np
 import xarray as xr
 
 from tracker.measures.declaration import DIAGNOSTICS
-from tracker.measures.registry import MISCOUPLINGS, TRAJECTORY
+from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.trajectory import DECLARED as TRAJECTORY
 from tracker.store.results import Store
 from tracker.version import SCHEMA
 
