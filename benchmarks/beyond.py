@@ -14,9 +14,9 @@ from statistics import median
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from tracker.common.parser import Parser
-    from tracker.measures.choices import OPTIONS
+    from tracker.measures.settings import CHOICES
 
-    choices_of_blocks = ",".join(option.name for option in OPTIONS if option.of_jacobians)
+    choices_of_blocks = ",".join(option.name for option in CHOICES if option.of_jacobians)
     parser = Parser(prog="python -m benchmarks.beyond", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--shape", type=str, default="410m", help="the model, as in benchmarks.coupling")
     parser.add_argument("--blocks", type=int, default=4, help="number of blocks")

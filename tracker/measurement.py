@@ -28,8 +28,7 @@ from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
-from tracker.measures.batches import measure_calls
-from tracker.measures.calls import record_call
+from tracker.measures.calls import measure_calls, record_call
 from tracker.measures.dataset import Sample, assemble, labelled
 from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import tracker
 from tests.models import Size, build
-from tracker.measures import choices, layers, plan
+from tracker.measures import layers, plan
+from tracker.measures import settings as settings_module
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
@@ -43,7 +44,7 @@ def case(kind: str, width: int):
 def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: int = 4 << 30):
     width = 32 if svd == "full" else 80  # wide enough for iterations
     model, inputs_of = case(kind, width)
-    names = [name for name in choices.everything() if kind != "images" or name != "directions"]
+    names = [name for name in settings_module.everything() if kind != "images" or name != "directions"]
     how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
     return tracker.measure(model, **inputs_of(list(chosen)), **how)
 

@@ -9,7 +9,7 @@ import torch
 import tracker
 from tests.models import Size, build
 from tracker.linalg import svd
-from tracker.measures import depthwise, plan
+from tracker.measures import plan
 
 WIDTH, DEPTH = 192, 3
 
@@ -39,7 +39,7 @@ def test_auto_forms_the_jacobians_on_an_accelerator_that_holds_them(pretend, mon
     assert measured("cpu").attrs["completeness"] == "probabilistic"
     assert measured(pretend.device).attrs["completeness"] == "exact"
     assert measured(pretend.device, svd="matrix-free").attrs["completeness"] == "probabilistic"
-    monkeypatch.setattr(depthwise, "host_memory", lambda: 0)
+    monkeypatch.setattr(plan, "host_memory", lambda: 0)
     budget = 2 * DEPTH * WIDTH**2 * 4
     assert measured(pretend.device, memory_budget=budget).attrs["completeness"] == "exact"
     assert measured(pretend.device, memory_budget=budget - 8).attrs["completeness"] == "probabilistic"

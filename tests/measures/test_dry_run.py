@@ -10,8 +10,8 @@ import tracker
 from tests.models import images, neox, timm_vit, tokens
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
-from tracker.measures.choices import choices
 from tracker.measures.estimate import Cost
+from tracker.measures.settings import choices
 
 WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, "num_hidden_layers": 4}
 SHAPES = {  # models and options for which the blocks take most of the time

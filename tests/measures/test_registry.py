@@ -13,7 +13,8 @@ from tests.models import neox, tokens
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
-from tracker.measures import choices, registry
+from tracker.measures import registry
+from tracker.measures import settings as settings_module
 from tracker.measures.registry import BY_NAME, MEASURES, headline_names
 from tracker.report.contents import contents
 from tracker.report.texts import texts
@@ -31,7 +32,7 @@ def ds():
         neox(),
         tokens(3),
         k=[2, 4],
-        measures=choices.everything(),
+        measures=settings_module.everything(),
         pair_tokens=3,
         keep=("jacobian", "singular_vectors"),
     )
@@ -52,7 +53,7 @@ def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
 
 @pytest.mark.slow
 def test_each_option_enables_its_variables_and_those_of_no_other():
-    for option in registry.OPTIONS:
+    for option in registry.CHOICES:
         measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])
         names = {m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)}
         names -= {f"{kind}_matrix" for kind in registry.KINDS}  # these need "matrices" too

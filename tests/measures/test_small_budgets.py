@@ -6,7 +6,7 @@ import torch
 
 import tracker
 from tests.models import Size, build
-from tracker.measures import depthwise, layers
+from tracker.measures import depthwise, layers, plan
 
 WIDTH, DEPTH = 64, 3
 ONE = WIDTH**2 * 4  # bytes of one block's Jacobian at one row
@@ -47,7 +47,7 @@ def test_jacobians_wait_on_the_host_and_blocks_are_gone_through_once(pretend, sk
 
 @pytest.mark.slow
 def test_a_host_without_memory_for_them_has_the_blocks_gone_through_twice(pretend, sketches, monkeypatch):
-    monkeypatch.setattr(depthwise, "host_memory", lambda: DEPTH * ONE)  # one less than there are
+    monkeypatch.setattr(plan, "host_memory", lambda: DEPTH * ONE)  # one less than there are
     model, given = model_on(pretend.device)
     held = tracker.measure(model, given, **OPTIONS)
     again = tracker.measure(model, given, **OPTIONS, memory_budget=2 * ONE)

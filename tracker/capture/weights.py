@@ -1,6 +1,10 @@
-"""Read weights that are sharded over ranks (DTensor: FSDP2, tensor parallelism), such that a rank that fails stops all of them.
+"""Read a module's weights as plain tensors: offloaded, quantised, sharded, or made under inference mode; and stream them.
 
-A gather is a collective: a rank that waits in one waits for all others. If one rank ran out of memory there, started again or
+All code that depends on accelerate, bitsandbytes and distributed tensors is here; none of them is imported unless the
+model uses it.
+
+Weights that are sharded over ranks (DTensor: FSDP2, tensor parallelism) are read such that a rank that fails stops all of them. A
+gather is a collective: a rank that waits in one waits for all others. If one rank ran out of memory there, started again or
 took another path, the others would wait until a time limit kills the training. So the ranks that hold a model's weights
 agree before each gather, by the maximum over the ranks of three whole numbers:
 
@@ -14,16 +18,10 @@ Memory can run out while a weight is gathered, too. So each rank reserves what t
 A rank that the process is leaving (Ctrl-C, a device error) tells the others nothing: its process ends, and the launcher ends
 theirs. Cost: a reduction of three numbers for each weight that is read.
 
-Read a module's weights as plain tensors: offloaded, quantised, sharded, or made under inference mode.
-
-All code that depends on accelerate, bitsandbytes and distributed tensors is here; none of them is imported unless the
-model uses it.
-
-Stream blocks' weights from the host to an accelerator, those of the next block while one is measured.
-
-Weights travel in the dtype they are stored in, and the device casts them: `tensor.to(device, dtype)` casts on the host, and
-sends 16-bit weights as float32, in twice the bytes. Where the device has streams, they pass through pinned memory and a stream
-of their own, so that the copies run beside the device's other work.
+`Streaming` copies the weights of the next block from the host to an accelerator while one is measured. They travel in the
+dtype they are stored in, and the device casts them: `tensor.to(device, dtype)` casts on the host, and sends 16-bit weights as
+float32, in twice the bytes. Where the device has streams, they pass through pinned memory and a stream of their own, so that
+the copies run beside the device's other work.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,11 +1,8 @@
-"""The undefined values of a measured Dataset: their counts, and a warning where most values of a measure are undefined.
-
-What a Dataset says of itself: the order of its variables, and the attributes of each.
+"""The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values.
 
 The variables asked for come first, in the order in which `measures=` names them: those on the dashboard, then the rest. Scores,
-positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`.
-
-The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values.
+positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`. A warning says where most values
+of a measure are undefined.
 """
 
 import json
@@ -18,9 +15,9 @@ import xarray as xr
 
 from tracker.common.notices import warn_caller
 from tracker.jacobians.independent import Independent
-from tracker.measures.choices import choices
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
+from tracker.measures.settings import choices
 
 NAMED = 3  # measures that the warning names
 VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block

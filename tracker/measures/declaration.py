@@ -1,7 +1,4 @@
-"""The declaration of a measured variable.
-
-The coordinates of a Dataset, and what walks and training runs add to it: label, values or formula, reference, unit.
-"""
+"""The declaration of a measured variable, and of a coordinate: label, formula, reference, unit, and where it is shown."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

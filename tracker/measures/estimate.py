@@ -1,12 +1,8 @@
-"""The expected cost of a measurement, as a dry run returns it.
+"""The expected cost of a measurement, as a dry run returns it, from one forward pass and one timed block.
 
-The expected seconds of measures of blocks and of their products, from one timed block.
-
-Estimate the cost of a measurement from one forward pass and one timed block.
-
-The seconds of a stage are those of the timed block, at up to `ROWS` token rows, times the number of blocks and rows. What is
-done once per block, the check of its derivative, is timed apart from what is done for every row. The estimate leaves out
-what does not grow with the model: imports, and the assembly of the Dataset.
+The seconds of a stage are those of the timed block, at up to `ROWS` token rows, times the number of blocks and rows of the
+plan. What is done once per block, the check of its derivative, is timed apart from what is done for every row. The estimate
+leaves out what does not grow with the model: imports, and the assembly of the Dataset.
 """
 
 import time
@@ -34,14 +30,13 @@ from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
 from tracker.measures import of_blocks, products
 from tracker.measures.calls import record_call
-from tracker.measures.choices import choices
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import pairs
 from tracker.measures.directions import DIRECTIONS, RANDOM, heads
 from tracker.measures.layers import Layer, check_kept, kept_bytes, matrix_free_layer, triplets_of_jacobians
 from tracker.measures.null_levels import moments
 from tracker.measures.plan import Plan, make_plan, measured_calls
-from tracker.measures.settings import Settings
+from tracker.measures.settings import Settings, choices
 from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 

@@ -1,8 +1,7 @@
 """The Jacobians of blocks at their rows, as the measures use them: singular triplets, moments and products.
 
-The Jacobians are kept on the device or in the host's memory, formed and dropped, or never formed.
-
-Jacobians and singular vectors themselves, as `tracker.measure(..., keep=...)` returns them.
+The plan says whether Jacobians are kept on the device or in the host's memory, formed and dropped, or never formed. `keep=` of
+`tracker.measure` returns them, and their singular vectors, themselves.
 """
 
 import os

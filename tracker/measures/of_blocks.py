@@ -17,15 +17,15 @@ from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import Selection
 from tracker.linalg.svd import Triplets
 from tracker.measures import depth_use, normality
-from tracker.measures.choices import OPTIONS
 from tracker.measures.directions import Head, measure_directions
 from tracker.measures.halves import half_values
 from tracker.measures.layers import Layer
 from tracker.measures.plan import FORMING
 from tracker.measures.products import Products
+from tracker.measures.settings import CHOICES
 
 DECLARED = (*depth_use.DECLARED, *normality.DECLARED)  # values of each block at each token
-CHOICES = tuple(option.name for option in OPTIONS if option.of_jacobians)  # of `measures=` that are computed here
+MEASURED_HERE = tuple(option.name for option in CHOICES if option.of_jacobians)  # of `measures=` that are computed here
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BlockRows:
 
 def measured(choices: Sequence[str]) -> tuple[str, ...]:
     """Return those of some choices that are computed here."""
-    return tuple(choice for choice in CHOICES if choice in choices)
+    return tuple(choice for choice in MEASURED_HERE if choice in choices)
 
 
 def measure_blocks(

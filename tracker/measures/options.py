@@ -1,6 +1,6 @@
 """Measurement options as callers give them: keywords of a function, its signature and documentation, flags of a command.
 
-Everything here is derived from `settings.Settings`.
+Everything here is derived from `settings.Settings`. `refusal` says what is wrong with a value of `measures=`.
 """
 
 import inspect
@@ -14,9 +14,29 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from tracker.common.errors import UsageError
 from tracker.common.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
-from tracker.measures.settings import MEASURES, OPTIONS, USUAL, Options, Settings
+from tracker.measures.settings import MEASURES, OPTIONS, USUAL, Options, Settings, choices, everything, expensive
 
-CHOICES = {
+
+def refusal(measures: Sequence[Any]) -> str:
+    """Return what is wrong with a value of `measures=` that names no choice, and what may be given."""
+    from tracker.measures.registry import BY_NAME
+
+    allowed = ("all", *choices())
+    given = f"measures {', '.join(map(str, measures))!r}" if measures else "measures is empty"
+    hints = []
+    for name in (str(one) for one in measures if one not in allowed):
+        if name in BY_NAME and BY_NAME[name].option:
+            hints.append(f"{name} is a variable that {BY_NAME[name].option!r} measures")
+        elif close := get_close_matches(name, allowed, 1):
+            hints.append(f"did you mean {close[0]!r}?")
+    meant = f" ({', '.join(hints)})" if hints else ""
+    return (
+        f"{given}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: "
+        f"{','.join(everything())} adds them)"
+    )
+
+
+LITERALS = {
     "final_norm": FinalNorm,
     "svd": Method,
     "dtype": Dtype,
@@ -109,11 +129,11 @@ def _canonical(name: str, value: Any) -> Any:
     Raises:
         UsageError: if it is not of the option's type.
     """
-    if name in CHOICES:
+    if name in LITERALS:
         short = str(value).removeprefix("torch.")
-        if short not in get_args(CHOICES[name]):
+        if short not in get_args(LITERALS[name]):
             prefix = "torch." if name == "dtype" else ""
-            allowed = ", ".join(prefix + choice for choice in get_args(CHOICES[name]))
+            allowed = ", ".join(prefix + choice for choice in get_args(LITERALS[name]))
             raise UsageError(f"{name}={value!r}; choose from {allowed}")
         return short
     if value is None and OPTIONS[name].default is None:
@@ -125,7 +145,7 @@ def _canonical(name: str, value: Any) -> Any:
         several = isinstance(value, Iterable) and not isinstance(value, bytes)
         names = tuple(map(str, value)) if several else (str(value),)
         if not names or set(names) - {*MEASURES, "all"}:
-            from tracker.measures.refusal import refusal
+            pass
 
             raise UsageError(refusal(names))
         return names

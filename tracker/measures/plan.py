@@ -26,12 +26,11 @@ from tracker.capture.recording import BlockCall, Recording, host_memory
 from tracker.common.values import Method
 from tracker.jacobians.rows import PROBES
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
-from tracker.measures.choices import OPTIONS
-from tracker.measures.settings import Settings
+from tracker.measures.settings import CHOICES, Settings
 
 SQUARES = 16  # random products J z that estimate the trace of J^2
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
-FORMING = {option.name for option in OPTIONS if option.of_jacobians == "formed"}  # measures that need the Jacobians
+FORMING = {option.name for option in CHOICES if option.of_jacobians == "formed"}  # measures that need the Jacobians
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,13 @@ from tracker.measures import (
     tokenwise,
     trajectory,
 )
-from tracker.measures.choices import OPTIONS, choices, defaults
 from tracker.measures.coupling import MISCOUPLINGS, VARIANTS
 from tracker.measures.declaration import DIAGNOSTICS, OURS, Measure
+from tracker.measures.settings import CHOICES, choices, defaults
 from tracker.measures.tokenwise import KINDS
 
 __all__ = [
-    "BY_NAME", "DIMS", "HEADLINES", "KINDS", "MEASURES", "MISCOUPLINGS", "OPTIONS", "UNDEFINED", "VARIANTS",
+    "BY_NAME", "DIMS", "HEADLINES", "KINDS", "MEASURES", "MISCOUPLINGS", "CHOICES", "UNDEFINED", "VARIANTS",
     "choices", "defaults", "headline_names",
 ]  # fmt: skip
 

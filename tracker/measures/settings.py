@@ -1,17 +1,101 @@
-"""The options of a measurement: each one's name, type, default and documentation, declared once.
+"""The options of a measurement and the choices of `measures=`: each one's name, type, default and documentation, declared once.
 
 `tracker.measure`, `CouplingCallback`, `python -m tracker.pythia` and `python -m vit.train` take their measurement options,
 signatures, documentation and flags from `Settings`. Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from tracker.common import values
 from tracker.common.errors import UsageError
 from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
-from tracker.measures import choices
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of `measures=`."""
+
+    name: str
+    text: str
+    default: bool = False
+    needs: str = ""  # the option that it extends
+    expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
+    of_jacobians: Literal["", "products", "formed"] = (
+        ""  # measured of each block, from products with J or from J itself
+    )
+
+
+CHOICES = (
+    Choice("coupling", "mis-coupling of all pairs of blocks", default=True),
+    Choice("trajectory", "line-shape score, expodistance, norms of the states", default=True),
+    Choice("vju", "coupling with the sides of the bases swapped, V^T J U", needs="coupling"),
+    Choice("matrices", "the coupling matrices A, for the smallest K", needs="coupling"),
+    Choice("tokenwise", "coupling across tokens", expensive=True),
+    Choice("entropy", "entropy of the next token by depth"),
+    Choice("pca", "states on the principal plane of the last states"),
+    Choice("noise", "response of the states to noise on the embeddings"),
+    Choice(
+        "products",
+        "what the blocks do together to a small change of the state: amplification, effective rank, Lyapunov exponents",
+        needs="coupling",
+        of_jacobians="formed",
+    ),
+    Choice(
+        "depth_use",
+        "how much each block changes the state, and whether its Jacobian accounts for that",
+        needs="coupling",
+        of_jacobians="products",
+    ),
+    Choice(
+        "directions",
+        "words that the singular directions of each block stand for, by the unembedding",
+        needs="coupling",
+        of_jacobians="products",
+    ),
+    Choice(
+        "halves",
+        "attention and MLP of each block apart, where its modules show them",
+        needs="coupling",
+        expensive=True,
+        of_jacobians="formed",
+    ),
+    Choice("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
+    Choice(
+        "eigenvalues",
+        "departure of the Jacobians from normality",
+        needs="coupling",
+        expensive=True,
+        of_jacobians="formed",
+    ),
+)
+
+
+def choices() -> tuple[str, ...]:
+    """Return the names that `measures=` takes besides "all"."""
+    return tuple(option.name for option in CHOICES)
+
+
+def expensive() -> tuple[str, ...]:
+    """Return the names that "all" leaves out."""
+    return tuple(option.name for option in CHOICES if option.expensive)
+
+
+def everything() -> tuple[str, ...]:
+    """Return what `measures=` takes to measure all of it."""
+    return ("all", *expensive())
+
+
+def includes(measures: Collection[str], name: str) -> bool:
+    """Whether `measures=` requests a name, itself or by "all"."""
+    return name in measures or ("all" in measures and name not in expensive())
+
+
+def defaults() -> tuple[str, ...]:
+    """Return the names that are measured where `measures=` is not given."""
+    return tuple(option.name for option in CHOICES if option.default)
+
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +105,7 @@ if TYPE_CHECKING:
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
 LEAST_MEMORY_BUDGET = 1000  # bytes; who gives fewer means another unit
-USUAL, MEASURES = choices.defaults(), choices.choices()
+USUAL, MEASURES = defaults(), choices()
 
 
 def _option(default: Any, type: ValueType, doc: str) -> Any:
@@ -93,9 +177,9 @@ class Settings:
     measures: tuple[str, ...] = _option(
         USUAL,
         values.NAMES,
-        f"any of: {'; '.join(f'{one.name} ({one.text})' for one in choices.OPTIONS)}; all means all of them but "
-        f"{', '.join(choices.expensive())}, which cost more than coupling itself and are added by name "
-        f"({','.join(choices.everything())}). Default: {', '.join(USUAL)}.",
+        f"any of: {'; '.join(f'{one.name} ({one.text})' for one in CHOICES)}; all means all of them but "
+        f"{', '.join(expensive())}, which cost more than coupling itself and are added by name "
+        f"({','.join(everything())}). Default: {', '.join(USUAL)}.",
     )
     window: int | None = _option(
         None,
@@ -129,7 +213,7 @@ class Settings:
             )
         if self.k is not None and min(self.k) < 1:
             raise self._refused_k("width")
-        for needing in choices.OPTIONS:
+        for needing in CHOICES:
             if needing.needs and self.includes(needing.name) and not self.includes(needing.needs):
                 raise UsageError(
                     f"measures {', '.join(self.measures)!r}; {needing.name} extends {needing.needs!r}: add it"
@@ -166,7 +250,7 @@ class Settings:
 
     def includes(self, measure: str) -> bool:
         """Whether a measure is requested."""
-        return choices.includes(self.measures, measure)
+        return includes(self.measures, measure)
 
     @property
     def forms_jacobians(self) -> bool:
@@ -175,7 +259,7 @@ class Settings:
 
     def extras(self) -> tuple[str, ...]:
         """Return the measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
-        names = ("vju", "matrices", *(option.name for option in choices.OPTIONS if option.of_jacobians))
+        names = ("vju", "matrices", *(option.name for option in CHOICES if option.of_jacobians))
         return tuple(measure for measure in names if self.includes(measure))
 
     def pair_positions(self, valid: Sequence[int]) -> list[int]:

@@ -122,7 +122,7 @@ def lacking(ds: xr.Dataset) -> list[str]:
     """List what these results lack, and the command that adds it."""
     again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
     usual = ",".join(registry.defaults())
-    missing = [option for option in registry.OPTIONS if not _has(ds, option.name)]
+    missing = [option for option in registry.CHOICES if not _has(ds, option.name)]
     lines = [
         f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
         for option in sorted(missing, key=lambda option: option.default)
