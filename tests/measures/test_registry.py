@@ -15,7 +15,7 @@ from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
 from tracker.measures import registry
 from tracker.measures import settings as settings_module
-from tracker.measures.registry import BY_NAME, MEASURES, headline_names
+from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, headline_names
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
