@@ -7,6 +7,7 @@ from pathlib import Path
 from tracker.common.lightning_packages import PREFIXES
 
 WITHIN = str(Path(__file__).parents[1]) + "/"
+COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
 FRAMEWORKS = (*PREFIXES, "torch.", "contextlib.", "jaxtyping.", "beartype.")
 
@@ -23,4 +24,4 @@ def warn_caller(message: str) -> None:
 
 
 def _is_internal(file: str, module: str) -> bool:
-    return file.startswith(WITHIN) or f"{module}.".startswith(FRAMEWORKS)
+    return (file.startswith(WITHIN) and file != COMMAND) or f"{module}.".startswith(FRAMEWORKS)
