@@ -20,7 +20,7 @@ from tracker.common import progress
 from tracker.common.progress import Progress
 from tracker.measurement import measure_samples
 from tracker.measures.options import settings_from
-from tracker.walk import progress as of_walks
+from tracker.walk import display as of_walks
 
 METHODS = {
     "full": {"svd": "full"},

@@ -22,7 +22,7 @@ _MODULES = {
     "null_spread": "analysis.null_levels",
     "find_blocks": "blocks.find",
     "open_results": "store.results",
-    "plot": "figures.notebook",
+    "plot": "figures.selection",
     "summary": "analysis.summary",
     "to_frame": "analysis.frame",
     "prompts": "walk.prompts",
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from tracker.analysis.null_levels import null_level, null_spread
     from tracker.analysis.summary import summary
     from tracker.blocks.find import find_blocks
-    from tracker.figures.notebook import plot
+    from tracker.figures.selection import plot
     from tracker.measurement import measure
     from tracker.store.results import Store, open_results
     from tracker.training.callback import CouplingCallback

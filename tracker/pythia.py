@@ -20,11 +20,10 @@ from tracker.common.errors import UsageError
 from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line, join_names
 from tracker.walk.command import Walk, parse
+from tracker.walk.display import Progress, headline, print_other_tokens, print_overview, print_repeats, progress
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
-from tracker.walk.overview import headline, print_other_tokens, print_overview, print_repeats
 from tracker.walk.plan import Output, Plan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
-from tracker.walk.progress import Progress, progress
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
 from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
-from tracker.jacobians.batch_mixing import separating_sets
+from tracker.jacobians.checks import separating_sets
 from tracker.jacobians.rows import Jacobians, Rows
 
 CPU = torch.device("cpu")

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from tests.measures.test_coupling import rotation
 from tracker.linalg import costs, krylov, svd
-from tracker.linalg.certificate import PANEL, is_complete, residual
 from tracker.linalg.costs import krylov_is_cheaper
-from tracker.linalg.svd import top_singular_triplets, triplets_by_products
+from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets, triplets_by_products
 
 FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
 

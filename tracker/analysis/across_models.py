@@ -23,7 +23,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.doubts import require_same_conventions
-from tracker.analysis.jsonable import jsonable
+from tracker.analysis.frame import jsonable
 from tracker.analysis.regression import (
     MIN_POINTS,
     exponential_fit,

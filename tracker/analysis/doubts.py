@@ -15,7 +15,7 @@ from tracker.analysis.statistics import suspect
 from tracker.common.errors import UsageError
 from tracker.common.steps import UNTRAINED, describe_repeat
 from tracker.measures.registry import UNDEFINED
-from tracker.store.alike import attribute_values
+from tracker.store.results import attribute_values
 
 CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
 

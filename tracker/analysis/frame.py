@@ -1,9 +1,12 @@
-"""Results as a tidy table: a row for each value, for pandas, polars and CSV."""
+"""Results as plain data: a tidy table with a row for each value, for pandas, polars and CSV; numbers for JSON."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from os import PathLike
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import xarray as xr
 
@@ -73,3 +76,12 @@ def to_frame(
         if name in results.coords and not results[name].dims:
             table.insert(0, name, results[name].item())
     return table
+
+
+def jsonable(value: Any) -> Any:
+    """Convert numbers, arrays, and lists and mappings of them to JSON values; NaN and infinities become null."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, np.ndarray)):
+        return [jsonable(entry) for entry in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

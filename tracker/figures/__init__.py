@@ -10,5 +10,4 @@ PDF, PNG and CSV files from `python -m tracker.figures`.
 - `drawing`: axes, panels, bands and fitted lines
 - `palette`: the colours of figures and pages
 - `write`: the command line
-- `notebook`: `tracker.plot`
 """

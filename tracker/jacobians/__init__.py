@@ -9,5 +9,4 @@ products, checked against the full sequence.
 - `slicing`: token rows, and the parts of a block's arguments that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
 - `checks`: errors of values, derivatives and adjoints, and their tolerances.
-- `batch_mixing`: check that a block does not mix the samples of a batch.
 """

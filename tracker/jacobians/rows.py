@@ -26,11 +26,11 @@ from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.devices import raise_device_errors
-from tracker.jacobians.batch_mixing import find_mixing
 from tracker.jacobians.checks import (
     adjoint_error,
     check_key,
     derivative_error,
+    find_mixing,
     quality,
     reproduces_recorded_output,
     require_finite,

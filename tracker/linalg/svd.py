@@ -1,10 +1,14 @@
 """Top-K singular triplets with a certificate.
 
+The certificate shows accuracy and completeness from the matrix itself. With R = J - U_K S_K V_K^T and sigma = s_K (1 +
+1e-4), the matrix sigma^2 I - R R^T is positive definite, and its Cholesky factorisation succeeds, if and only if |R|_2 <
+sigma: no larger singular value is missing.
+
 J = U S V^T, singular values falling. A triplet is *accurate* when its residuals are small,
 
     residual = max_k max(|J v_k - s_k u_k|, |J^T u_k - s_k v_k|) / s_1,
 
-and a set of K triplets is *complete* when no larger singular value was missed: the `certificate`. Products alone (no dense
+and a set of K triplets is *complete* when no larger singular value was missed: the certificate. Products alone (no dense
 J) give no certificate; completeness is then only probable.
 
 Two methods: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; and iteration by products
@@ -16,30 +20,84 @@ On an accelerator many matrices are decomposed as one batch (`costs`), because f
 the operations.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import ceil
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tracker.linalg.certificate import (
-    COMPLETENESS_MARGIN,
-    below_one,
-    is_complete,
-    lower_panels,
-    relative_residual,
-    residual,
-)
 from tracker.linalg.comparison import is_finite
 from tracker.linalg.cores import batch_on_cores, map_on_cores
 from tracker.linalg.costs import MEMORY, costs_of, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
-from tracker.linalg.linear import row_products, stacked, uses_onednn
+from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products
 from tracker.linalg.transfer import moved
+
+COMPLETENESS_MARGIN = 1e-4
+PANEL = 256  # rows at once of the Cholesky factor, and on a CPU of symmetric products
+PANELS = 4  # of symmetric products on an accelerator: 5/8 of the operations, and few launches
+
+
+def residual(J: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Float[Tensor, " B"]:
+    """Return the largest residual over all triplets, left and right, relative to s_1."""
+    return relative_residual(J @ V, (U.mT @ J).mT, U, S, V)
+
+
+def is_complete(J: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Bool[Tensor, " B"]:
+    """Whether no singular value above s_K (1 + 1e-4) is missing from the triplets: the certificate, by Cholesky.
+
+    For a matrix whose s_K is zero to rounding, none is missing if the remainder is zero to rounding.
+    """
+    rounding = torch.finfo(J.dtype).eps * J.shape[-1] * S[..., 0]
+    sigma = torch.maximum(S[..., -1] * (1 + COMPLETENESS_MARGIN), rounding)
+    # Scaled by sigma so that the squares of tiny Jacobians do not underflow; for a zero matrix nothing is missing.
+    R = torch.baddbmm(J, U * S[..., None, :], V.mT, alpha=-1)
+    R.div_(torch.where(sigma > 0, sigma, 1)[..., None, None])
+    G = torch.empty_like(R)
+    for start, stop, panel in lower_panels(R):
+        G[..., start:stop, :stop] = panel
+    return below_one(G)
+
+
+def below_one(G: Tensor) -> Bool[Tensor, " B"]:
+    """Whether the eigenvalues of a symmetric matrix are below 1; reads only its lower half, and overwrites it.
+
+    By Cholesky of 1 - G in panels: LAPACK's on the whole matrix is slower and allocates two more matrices.
+    """
+    d = G.shape[-1]
+    G.neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    definite = torch.ones(len(G), dtype=torch.bool, device=G.device)
+    for start in range(0, d, PANEL):
+        stop = min(start + PANEL, d)
+        L, info = torch.linalg.cholesky_ex(G[..., start:stop, start:stop])
+        definite &= info == 0
+        below = torch.linalg.solve_triangular(L, G[..., stop:, start:stop].mT, upper=False).mT.contiguous()
+        for first, last, panel in lower_panels(below):
+            G[..., stop + first : stop + last, stop : stop + last].sub_(panel)
+    return definite
+
+
+def lower_panels(R: Float[Tensor, "B m d"]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield the lower half of R R^T in panels: the first row, the row after the last, and the panel."""
+    m = R.shape[-2]
+    height = PANEL if R.device.type == "cpu" else max(PANEL, ceil(m / PANELS))
+    for start in range(0, m, height):
+        stop = min(start + height, m)
+        yield start, stop, inner_products(R[..., start:stop, :], R[..., :stop, :])
+
+
+def relative_residual(JV: Tensor, JTU: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Float[Tensor, " B"]:
+    """Return `residual` from the products J V and J^T U."""
+    s_1 = S[..., None, :1]  # division first: squares of a tiny Jacobian's entries would underflow
+    right = torch.linalg.vector_norm((JV - U * S[..., None, :]) / s_1, dim=-2)
+    left = torch.linalg.vector_norm((JTU - V * S[..., None, :]) / s_1, dim=-2)
+    return torch.maximum(left, right).amax(-1)
+
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # largest residual of the Krylov iteration
 SMALL = 512  # width up to which a matrix is decomposed on one CPU core

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.jsonable import jsonable
+from tracker.analysis.frame import jsonable
 from tracker.analysis.onset import onset, pairs_of_blocks
 from tracker.analysis.statistics import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.variables import PAIRS

@@ -6,7 +6,7 @@
     DIR/skipped.json              steps of a training run that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
-W&B, the figures and the page are derived from the store.
+W&B, the figures and the page are derived from the store. Units make one curve if they were measured alike (`likeness`).
 """
 
 import json
@@ -26,9 +26,45 @@ from tracker.common.files import Lock, differences, read_json, remove_stale_temp
 from tracker.common.steps import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.store.alike import likeness, require_one_curve
 from tracker.store.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
+
+ATTRIBUTES = {
+    "settings_sha256": "settings",
+    "final_norm": "final norm",
+    "tokens": "tokens",
+}  # and how messages call them
+
+
+def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
+    """Return the values of an attribute, or of the coordinate along `step` where units differ in it."""
+    held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
+    return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
+
+
+def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
+    """Return what all steps of a curve have in common, each with the values found: one, where they make a curve."""
+    found = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
+    found["number of blocks"] = {str(ds.sizes.get("layer"))}
+    pairs = ds["pair_layer_other"] if "pair_position" in ds else None
+    found["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
+    return found
+
+
+def require_one_curve(likenesses: Sequence[Mapping[str, set[str]]], path: Path) -> None:
+    """Check that Datasets, given by their `likeness`, can be joined.
+
+    Raises:
+        ValueError: if the units of `path` were measured differently.
+    """
+    for name in likenesses[0]:
+        values = set().union(*(likeness[name] for likeness in likenesses))
+        if len(values) > 1:
+            raise ValueError(
+                f"{path} holds units that differ in their {name} ({', '.join(sorted(values))}); they make no curve: remove the "
+                "units of one kind"
+            )
+
 
 ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "

@@ -16,8 +16,8 @@ from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
+from tracker.walk.display import Progress
 from tracker.walk.plan import Selection
-from tracker.walk.progress import Progress
 
 if TYPE_CHECKING:
     from tracker.store.results import Store

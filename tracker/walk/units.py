@@ -9,9 +9,8 @@ import xarray as xr
 from tracker.common.errors import CheckpointError
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
-from tracker.store.alike import likeness, require_one_curve
 from tracker.store.netcdf import DamagedFile, file_content
-from tracker.store.results import Store
+from tracker.store.results import Store, likeness, require_one_curve
 
 
 @dataclass(frozen=True)
