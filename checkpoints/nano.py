@@ -41,7 +41,7 @@ HELD_OUT = "held-out loss (nats per token)"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class NanoRecipe:
     """The settings that determine the suite's weights, together with the text and the seed."""
 
     characters: int = 6_000_000  # length of the text
@@ -73,28 +73,28 @@ class Recipe:
         return self.last_rate + (1 - self.last_rate) * (1 + math.cos(math.pi * after)) / 2
 
 
-def cache_dir(seed: int = 0, recipe: Recipe | None = None) -> Path:
+def cache_dir(seed: int = 0, recipe: NanoRecipe | None = None) -> Path:
     """Return the directory of the suite for this seed, recipe and Python version, below `files.cache_root()`."""
-    recipe = recipe or Recipe()
+    recipe = recipe or NanoRecipe()
     identity = json.dumps([asdict(recipe), sys.version_info[:3]], sort_keys=True)
     name = f"nano-seed{seed}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
     return cache_root() / name
 
 
-def is_trained(seed: int = 0, recipe: Recipe | None = None) -> bool:
+def is_trained(seed: int = 0, recipe: NanoRecipe | None = None) -> bool:
     """Whether all checkpoints of the suite exist. A reference is written after the snapshot that it points to."""
-    recipe = recipe or Recipe()
+    recipe = recipe or NanoRecipe()
     references = _repository(cache_dir(seed, recipe)) / "refs"
     return all((references / f"step{step}").exists() for step in recipe.steps)
 
 
-def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] = ()) -> Path:
+def train(seed: int = 0, recipe: NanoRecipe | None = None, callbacks: Sequence[Any] = ()) -> Path:
     """Train the suite, with optional Lightning callbacks; print a line per checkpoint and return the cache directory.
 
     An interrupted training leaves complete checkpoints only; the next call trains again from scratch and reproduces them
     exactly. Of two concurrent calls, one trains and the other waits.
     """
-    recipe = recipe or Recipe()
+    recipe = recipe or NanoRecipe()
     directory = cache_dir(seed, recipe)
     directory.mkdir(parents=True, exist_ok=True)
     with Lock.wait(directory / ".training"):
@@ -104,14 +104,14 @@ def train(seed: int = 0, recipe: Recipe | None = None, callbacks: Sequence[Any] 
 
 
 def load(
-    step: int | None = None, seed: int = 0, recipe: Recipe | None = None
+    step: int | None = None, seed: int = 0, recipe: NanoRecipe | None = None
 ) -> "tuple[GPTNeoXForCausalLM, PreTrainedTokenizerFast]":
     """Return the model and the tokenizer at a step of the suite, by default the last; train it first if no process has done so.
 
     Raises:
         CheckpointError: if the suite has no checkpoint at this step.
     """
-    steps = (recipe or Recipe()).steps
+    steps = (recipe or NanoRecipe()).steps
     step = steps[-1] if step is None else step
     if step not in steps:
         raise CheckpointError(f"nano has no step {step}; choose from {', '.join(map(str, steps))}")
@@ -119,7 +119,7 @@ def load(
     return loaded
 
 
-def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any]) -> None:
+def _train(seed: int, recipe: NanoRecipe, directory: Path, callbacks: Sequence[Any]) -> None:
     import lightning
     import torch
 
@@ -156,7 +156,7 @@ def _train(seed: int, recipe: Recipe, directory: Path, callbacks: Sequence[Any])
             raise KeyboardInterrupt from stopped
 
 
-def build(recipe: Recipe) -> "GPTNeoXForCausalLM":
+def build(recipe: NanoRecipe) -> "GPTNeoXForCausalLM":
     """Build the untrained model: transformers' GPT-NeoX with Pythia's configuration and initialisation.
 
     The initialisation is `small_init` and `wang_init` of the library GPT-NeoX: weights are normal with variance 2 / (5 d), those
@@ -194,7 +194,7 @@ def _texts(limit: int) -> tuple[list[str], list[str]]:
     return [t for i, t in enumerate(kept) if i % 20], [t for i, t in enumerate(kept) if not i % 20]
 
 
-def _tokenizer(texts: list[str], recipe: Recipe) -> "PreTrainedTokenizerFast":
+def _tokenizer(texts: list[str], recipe: NanoRecipe) -> "PreTrainedTokenizerFast":
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -205,7 +205,7 @@ def _tokenizer(texts: list[str], recipe: Recipe) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
 
 
-def _module(recipe: Recipe, tokenizer: "PreTrainedTokenizerFast", held_out, directory: Path):
+def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, directory: Path):
     """Build the LightningModule that trains the model and saves its checkpoints."""
     import lightning
     import torch

@@ -160,7 +160,7 @@ def find_suite(
     """
     pattern = _pattern(revisions) if revisions else None
     if model == "nano":
-        recipe = nano.Recipe()
+        recipe = nano.NanoRecipe()
         checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
     if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):

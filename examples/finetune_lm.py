@@ -38,7 +38,9 @@ class FineTuning(lightning.LightningModule):
 
 def small_model() -> Path:
     """Train a GPT-NeoX of four blocks for some seconds; return its directory."""
-    recipe = nano.Recipe(characters=400_000, layers=4, width=64, vocabulary=512, context=128, length=64, steps=(0, 64))
+    recipe = nano.NanoRecipe(
+        characters=400_000, layers=4, width=64, vocabulary=512, context=128, length=64, steps=(0, 64)
+    )
     cache = nano.train(recipe=recipe)
     return cached_snapshot(nano.REPO, "step64", cache)
 

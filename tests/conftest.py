@@ -46,7 +46,7 @@ from tests import processes  # noqa: E402
 
 # torch is imported where it is used: the process that distributes tests to others reads this file and needs none of it.
 ROOT = processes.ROOT
-TINY = nano.Recipe(
+TINY = nano.NanoRecipe(
     characters=120_000,
     layers=3,
     width=32,

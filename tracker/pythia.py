@@ -20,9 +20,9 @@ from tracker.common.errors import UsageError
 from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line, join_names
 from tracker.walk.command import Walk, parse
-from tracker.walk.display import Progress, headline, print_other_tokens, print_overview, print_repeats, progress
+from tracker.walk.display import WalkProgress, headline, print_other_tokens, print_overview, print_repeats, progress
 from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
-from tracker.walk.plan import Output, Plan, make_plan, named_suite, require_settings, store_of
+from tracker.walk.plan import Output, WalkPlan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
 from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
@@ -83,7 +83,7 @@ def run(walk: Walk) -> int:
         return _walk(walk, plan, units, openers, logged)
 
 
-def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
+def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
     from checkpoints import nano
     from tracker.loggers import opened
 
@@ -122,7 +122,7 @@ def _walk(walk: Walk, plan: Plan, units: "Units", openers: "Sequence[Opener]", l
     return FAILED if lines else OK
 
 
-def _dry_run(walk: Walk, plan: Plan) -> int:
+def _dry_run(walk: Walk, plan: WalkPlan) -> int:
     """Print what the walk would take."""
     from tracker.walk.dry_run import describe
 
@@ -149,7 +149,7 @@ def _remember_interrupts() -> list[int]:
     return received
 
 
-def _check_selection(plan: Plan, units: "Units") -> None:
+def _check_selection(plan: WalkPlan, units: "Units") -> None:
     """Refuse a store of other weights, and a walk without checkpoints.
 
     Raises:
@@ -166,11 +166,11 @@ def _check_selection(plan: Plan, units: "Units") -> None:
 
 
 def _measure_missing(
-    plan: Plan,
+    plan: WalkPlan,
     missing: "Sequence[Checkpoint]",
     units: "Units",
     failures: Failures,
-    shown: Progress,
+    shown: WalkProgress,
     log: "Callable[[Row | None], None]",
     interrupts: Sequence[int],
     debug: bool,
@@ -264,7 +264,7 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
 
 
 @contextmanager
-def _workers(walk: Walk, plan: Plan, missing: int) -> Iterator[None]:
+def _workers(walk: Walk, plan: WalkPlan, missing: int) -> Iterator[None]:
     """Run the walk's workers, if it has any and there is work for them."""
     if not walk.workers or missing < 2:
         yield

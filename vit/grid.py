@@ -29,7 +29,7 @@ DROP_PATHS = "0,0.05,0.1,0.15,0.2,0.25,0.3,0.35"
 
 
 @dataclass
-class Grid:
+class GridCommand:
     """Train a vision transformer for every weight decay x stochastic depth x seed, and measure coupling in each.
 
     Results go to OUT/CELL, in the format of vit.train; `python -m vit.analysis OUT` analyzes them. Exit status: 0 all
@@ -71,17 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import Parser, summary
     from tracker.measures.options import add_flags
 
-    parser = Parser(prog="python -m vit.grid", description=summary(Grid))
-    parser.add_class_arguments(Grid, as_group=False)
+    parser = Parser(prog="python -m vit.grid", description=summary(GridCommand))
+    parser.add_class_arguments(GridCommand, as_group=False)
     parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"})
     add_flags(parser, dict.fromkeys(DEFAULTS), FLAGS)
     settings = parse(parser, arguments)
-    grid = Grid(**{name: settings[name] for name in Grid.__dataclass_fields__})
+    grid = GridCommand(**{name: settings[name] for name in GridCommand.__dataclass_fields__})
     return run(grid, from_dict(settings))
 
 
 @reports_errors(interrupted="interrupted; the same command continues each cell from its last finished epoch")
-def run(grid: Grid, recipe: Recipe) -> int:
+def run(grid: GridCommand, recipe: Recipe) -> int:
     """Train the missing cells of a grid and show their progress; return the exit status."""
     recipes = cells(grid, recipe)
     for cell in recipes:
@@ -161,7 +161,7 @@ def train_in_turn(recipes: Sequence[Recipe], retries: int) -> None:
                 record_failure(recipe, traceback.format_exc().strip())
 
 
-def cells(grid: Grid, recipe: Recipe) -> list[Recipe]:
+def cells(grid: GridCommand, recipe: Recipe) -> list[Recipe]:
     """Return one validated recipe per cell.
 
     Raises:

@@ -194,14 +194,14 @@ def test_nano_is_loaded_by_step(suite, monkeypatch):
 
 
 def test_nano_has_pythias_configuration():
-    config = nano.build(nano.Recipe()).config
+    config = nano.build(nano.NanoRecipe()).config
     assert config.use_parallel_residual and not config.tie_word_embeddings
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
     assert (config.num_hidden_layers, config.hidden_size) == (6, 128)
 
 
 def test_nano_is_initialised_as_pythia():
-    model = nano.build(nano.Recipe())
+    model = nano.build(nano.NanoRecipe())
     writes, others = 2 / (6 * 128**0.5), (2 / (5 * 128)) ** 0.5  # 6 layers, 128 wide
     matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
     assert len(matrices) == 2 + 6 * 4
@@ -211,14 +211,14 @@ def test_nano_is_initialised_as_pythia():
 
 
 def test_rate_of_nano_rises_and_falls():
-    recipe = nano.Recipe(warm_up=4, steps=(0, 12))
+    recipe = nano.NanoRecipe(warm_up=4, steps=(0, 12))
     rates = [recipe.rate_at(t) for t in range(13)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1 and rates[8] == pytest.approx(0.55) and rates[12] == pytest.approx(0.1)
 
 
 def test_embeddings_of_nano_learn_faster_and_matrices_of_blocks_decay(tmp_path):
-    recipe = nano.Recipe(layers=2, width=32, vocabulary=64, context=16, length=16)
+    recipe = nano.NanoRecipe(layers=2, width=32, vocabulary=64, context=16, length=16)
     module = nano._module(recipe, None, torch.zeros(16, dtype=torch.long), tmp_path)
     names = {id(weight): name for name, weight in module.model.named_parameters()}
     groups = module.configure_optimizers()["optimizer"].param_groups

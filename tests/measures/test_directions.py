@@ -67,7 +67,7 @@ def test_a_dropped_last_block_leaves_the_final_norm_in_the_logits():
     np.testing.assert_allclose(dropped.direction_out_score, expected.direction_out_score, rtol=1e-8)
 
 
-class Known(directions.Head):
+class Known(directions.LastStates):
     """A head that maps a state of d = 8 to 8 logits of its own entries."""
 
     def __init__(self):

@@ -211,7 +211,7 @@ def test_rays_machines_decide_on_gpus_not_the_driver(options, accelerator, resou
     ray.machines(resources)
     recipe = Recipe(data="digits", batch_size=32, wandb="off", accelerator=accelerator)
     # The fake returns without a result, as Tune does when it is interrupted.
-    assert grid.run(grid.Grid(out=tmp_path, **options), recipe) == 130
+    assert grid.run(grid.GridCommand(out=tmp_path, **options), recipe) == 130
     assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
 
 
@@ -263,7 +263,7 @@ class TestUsage:
 
     def test_other_settings_are_refused(self, tmp_path, capsys):
         decays, rates = "0.01,0.1", "0,0.1"
-        first = grid.cells(grid.Grid(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY)[0]
+        first = grid.cells(grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY)[0]
         first.directory.mkdir(parents=True)
         cells.write(first.directory, "recipe", first.identity)
         assert grid.main([*arguments(tmp_path), "--epochs", "5"]) == 2
@@ -271,7 +271,7 @@ class TestUsage:
 
 
 def test_default_grid_and_sweep_file_have_the_papers_cells():
-    recipes = grid.cells(grid.Grid(), TINY)
+    recipes = grid.cells(grid.GridCommand(), TINY)
     assert len(recipes) == 64 == len({recipe.cell for recipe in recipes})
     sweep = yaml.safe_load((RECIPES.parent / "sweep.yaml").read_text())
     values = [sweep["parameters"][name]["values"] for name in ("weight_decay", "drop_path")]
@@ -282,7 +282,7 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
 def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
     from rich.console import Console
 
-    recipes = grid.cells(grid.Grid(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY)
+    recipes = grid.cells(grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY)
     states = [
         ("result", {"status": "finished", "accuracy": 0.875}),
         ("history", [{}, {}]),

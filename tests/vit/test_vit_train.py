@@ -442,8 +442,8 @@ def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
 def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Recipe(data_dir="~/images").data_dir == tmp_path / "images"  # type: ignore[arg-type]
-    one = grid.cells(grid.Grid(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
+    one = grid.cells(grid.GridCommand(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
     assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
-    for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.Grid)):
+    for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.GridCommand)):
         with pytest.raises(ValueError, match=f"--{option} 3; give a directory, as text or as a path"):
             kind(**{option: 3})

@@ -239,7 +239,7 @@ class Toy(lightning.LightningModule):
     def __init__(self, width: int):
         super().__init__()
         self.save_hyperparameters()
-        self.model = nano.build(nano.Recipe(layers=2, width=width, vocabulary=320, context=64))
+        self.model = nano.build(nano.NanoRecipe(layers=2, width=width, vocabulary=320, context=64))
 
     def forward(self, input_ids, attention_mask=None):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
@@ -379,7 +379,7 @@ def test_workers_need_ray(walker, served, monkeypatch, capsys):
 
 def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     monkeypatch.setattr(nano, "cache_dir", lambda *_: suite)
-    monkeypatch.setattr(nano, "Recipe", lambda: TINY)
+    monkeypatch.setattr(nano, "NanoRecipe", lambda: TINY)
     assert command_line.main(["list", "nano"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "complete" in table[1]

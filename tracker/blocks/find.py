@@ -39,8 +39,8 @@ from tracker.blocks.huggingface import (
 from tracker.blocks.huggingface import unembedding as find_unembedding
 from tracker.blocks.towers import (
     BlocksNotFound,
+    ModuleRun,
     Proposal,
-    Run,
     class_token_parameter,
     find_runs,
     has_matrices,
@@ -242,7 +242,7 @@ def _name(model: nn.Module, path: str) -> str:
     return name
 
 
-def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+def _found(model: nn.Module, runs: Sequence[ModuleRun]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     """Return the blocks' names, how they were found, and what was assumed: the tower, or that they contain attention."""
     declared = declared_blocks(model)
     if declared is not None:
@@ -279,7 +279,7 @@ def _found(model: nn.Module, runs: Sequence[Run]) -> tuple[tuple[str, ...], str,
     raise _ambiguity(model, runs)
 
 
-def _ambiguity(model: nn.Module, runs: Sequence[Run]) -> BlocksNotFound:
+def _ambiguity(model: nn.Module, runs: Sequence[ModuleRun]) -> BlocksNotFound:
     depths = {run.depth for run in runs}
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
@@ -302,18 +302,18 @@ RECOGNISED = (
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def candidate_runs(model: nn.Module) -> list[Run]:
+def candidate_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all candidates, those inside other candidates included, in the order in which the model registers them."""
     return [run for name, module in model.named_modules() for run in _runs_of(name, module)]
 
 
-def outermost(runs: Sequence[Run]) -> list[Run]:
+def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:
     """Return the runs that are not inside a module of another run."""
     return [run for run in runs if not any(nested(run, other.names) for other in runs)]
 
 
 def nothing_found(
-    model: nn.Module, runs: Sequence[Run], findings: Sequence[str] | None = None, pairs: Sequence[Proposal] = ()
+    model: nn.Module, runs: Sequence[ModuleRun], findings: Sequence[str] | None = None, pairs: Sequence[Proposal] = ()
 ) -> BlocksNotFound:
     """Return the error for a model without blocks: how they are recognised, which lists were seen, and what may be named.
 
@@ -340,7 +340,7 @@ def nothing_found(
     return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
 
 
-def _runs_of(container: str, module: nn.Module) -> Iterator[Run]:
+def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     stretch: list[tuple[str, nn.Module]] = []
     for name, child in children:
@@ -363,7 +363,7 @@ def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second
 
 def _run(
     container: str, stretch: Sequence[tuple[str, nn.Module]], children: Sequence[tuple[str, nn.Module]]
-) -> Iterator[Run]:
+) -> Iterator[ModuleRun]:
     modules = [child for _, child in stretch]
     if (
         len(modules) < 2
@@ -374,4 +374,4 @@ def _run(
     prefix = f"{container}." if container else ""
     first = {id(child): name for name, child in reversed(stretch)}  # a module may be in a list several times
     names = tuple(f"{prefix}{name}" for name, child in stretch if first[id(child)] == name)
-    yield Run(container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch))
+    yield ModuleRun(container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch))

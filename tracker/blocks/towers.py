@@ -92,7 +92,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class ModuleRun:
     """Consecutive modules in one container that each contain attention, by qualified name."""
 
     container: str
@@ -129,7 +129,7 @@ def has_matrices(module: nn.Module) -> bool:
     return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
 
 
-def find_runs(model: nn.Module) -> list[Run]:
+def find_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all runs of blocks, lists of a single block included, in the order in which the model registers them."""
     modules = dict(model.named_modules())
     attention = [name for name, module in modules.items() if name and _is_attention(name, module)]
@@ -140,7 +140,7 @@ def find_runs(model: nn.Module) -> list[Run]:
     return [_with_tower(run, runs, modules) for run in runs]
 
 
-def tower_of(names: Sequence[str], runs: Sequence[Run]) -> str:
+def tower_of(names: Sequence[str], runs: Sequence[ModuleRun]) -> str:
     """Return the path of the largest module that contains the named blocks and none of the other runs."""
     others = [run.container for run in runs if not related(run, names)]
     parts = names[0].split(".")[:-1]
@@ -153,17 +153,17 @@ def tower_of(names: Sequence[str], runs: Sequence[Run]) -> str:
     return ".".join(parts)
 
 
-def related(run: Run, names: Sequence[str]) -> bool:
+def related(run: ModuleRun, names: Sequence[str]) -> bool:
     """Whether the run shares modules with the named blocks."""
     return any(_inside(a, b) or _inside(b, a) for a in run.names for b in names)
 
 
-def nested(run: Run, names: Sequence[str]) -> bool:
+def nested(run: ModuleRun, names: Sequence[str]) -> bool:
     """Whether the run is inside one of the named modules."""
     return any(_inside(run.container, name) for name in names)
 
 
-def proposals(model: nn.Module, runs: Sequence[Run]) -> list[Proposal]:
+def proposals(model: nn.Module, runs: Sequence[ModuleRun]) -> list[Proposal]:
     """Return the `blocks=` argument of each run, after that of all as one chain, if they are the entries of one list."""
     holder = runs[0].container.rpartition(".")[0] if runs else ""
     alike = len({run.container for run in runs}) > 1 and len({run.block_class for run in runs}) == 1
@@ -176,7 +176,7 @@ def proposals(model: nn.Module, runs: Sequence[Run]) -> list[Proposal]:
     return [*joined, *(run.proposal for run in runs)]
 
 
-def is_class_attention(run: Run) -> bool:
+def is_class_attention(run: ModuleRun) -> bool:
     """Whether the run's blocks change only the class token, according to their class name (CaiT, XCiT)."""
     return re.search(r"class_?(attn|attention|block)", run.block_class.lower()) is not None
 
@@ -184,7 +184,7 @@ def is_class_attention(run: Run) -> bool:
 _CLASS_TOKENS = {"cls_token", "class_token", "class_embedding", "cls_embed", "cls_embedding", "classification_token"}
 
 
-def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) -> str | None:
+def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRun]) -> str | None:
     """Return the class token's parameter in these blocks' tower; None if the tower has none, or pools over the patches.
 
     A measurement checks that the token comes first and reaches the output (`tracker.capture.confirm`).
@@ -208,7 +208,7 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
     return None
 
 
-def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) -> list[str]:
+def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRun]) -> list[str]:
     """Return norm layers next to the blocks, or next to a module that contains them: the nearest first, those after the blocks
     before those registered earlier.
 
@@ -231,7 +231,7 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[Run]) ->
     return found
 
 
-def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str]) -> Iterator[Run]:
+def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str]) -> Iterator[ModuleRun]:
     if not isinstance(modules[container], (nn.ModuleList, nn.Sequential)):
         return
     entries = [child for child in modules[container]._modules.values() if child is not None]
@@ -243,11 +243,13 @@ def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str
         elif stretch:
             block_classes = dict.fromkeys(type(modules[element]).__name__ for element in stretch)
             depth = sum(any(entry is modules[name] for name in stretch) for entry in entries)
-            yield Run(container, tuple(stretch), "/".join(block_classes), stretch == children, depth)
+            yield ModuleRun(container, tuple(stretch), "/".join(block_classes), stretch == children, depth)
             stretch = []
 
 
-def _resolved(run: Run, found: Sequence[Run], modules: dict[str, nn.Module], attention: Sequence[str]) -> list[Run]:
+def _resolved(
+    run: ModuleRun, found: Sequence[ModuleRun], modules: dict[str, nn.Module], attention: Sequence[str]
+) -> list[ModuleRun]:
     """Return the run, or the runs inside it if its modules are stages; nothing if it is a single module that is no block."""
     within = [other for other in found if other is not run and nested(other, run.names)]
     direct = [
@@ -285,7 +287,7 @@ def named_attention(class_name: str) -> bool:
     return "attention" in class_name.lower() or "attn" in class_name.lower()
 
 
-def _with_tower(run: Run, runs: Sequence[Run], modules: dict[str, nn.Module]) -> Run:
+def _with_tower(run: ModuleRun, runs: Sequence[ModuleRun], modules: dict[str, nn.Module]) -> ModuleRun:
     tower = tower_of(run.names, runs)
     return replace(run, tower=tower, tower_class=type(modules[tower]).__name__)
 

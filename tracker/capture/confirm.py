@@ -32,7 +32,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.find import Blocks, candidate_runs, find_blocks, nothing_found, unwrap
-from tracker.blocks.towers import BlocksNotFound, Proposal, Run, class_token_parameter, find_runs, proposals, related
+from tracker.blocks.towers import (
+    BlocksNotFound,
+    ModuleRun,
+    Proposal,
+    class_token_parameter,
+    find_runs,
+    proposals,
+    related,
+)
 from tracker.capture.hidden_state import bind_arguments, check_finite, hidden_state, with_hidden_state
 from tracker.capture.inputs import Batch, positions
 from tracker.capture.random_numbers import noise_like
@@ -53,7 +61,7 @@ class Observed:
     last: Tensor | None = None  # the output of the module that ran last
     tokens: int = 0  # the larger one of batch and tokens
 
-    def finding(self, run: Run) -> str:
+    def finding(self, run: ModuleRun) -> str:
         """Say why these modules are no chain of blocks; empty if they are one."""
         if self.fault:
             return self.fault
@@ -70,7 +78,7 @@ class Observed:
             return "they move no information between tokens"
         return f"{len(still)} of them move no information between tokens"
 
-    def pairs(self, run: Run) -> list[Proposal]:
+    def pairs(self, run: ModuleRun) -> list[Proposal]:
         """Return spans from each module that moves information between tokens to the next, if some modules move none."""
         starts = [f"input of {name}" for name in self.order if self.mixed[name]]
         if self.fault or self.tokens < 2 or not 1 < len(starts) < len(run.names) == len(self.order):
@@ -135,7 +143,7 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
     return replace(assumed, batch_first=seen.batch_first)
 
 
-def _observe(replica: Replica, runs: Sequence[Run], batch: Batch) -> list[Observed]:
+def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:
     """Run the model once and watch the modules of every list."""
     observer, observed = _Observer(), [Observed() for _ in runs]
     with ExitStack() as stack:

@@ -135,7 +135,7 @@ PADDING = 16  # vocabularies of table and logits may differ by 1 / PADDING: rows
 IsLastState = Callable[[Tensor], bool]
 
 
-class Head:
+class HeadHooks:
     """Hooks on a forward pass that find the final norm and the logits.
 
     Attributes:

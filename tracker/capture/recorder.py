@@ -19,7 +19,7 @@ from tracker.blocks.towers import HOW_TO_NAME, BlocksNotFound, Proposal
 from tracker.capture import residual_pair
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.guard import copy_nested
-from tracker.capture.head import Head, NormWatch
+from tracker.capture.head import HeadHooks, NormWatch
 from tracker.capture.hidden_state import ACCEPTED_FORMS, bind_arguments, check_finite, describe_output, hidden_state
 from tracker.capture.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
 from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
@@ -63,7 +63,7 @@ class _Recorder:
         self.names = dict(zip(map(id, replica.blocks), replica.description.names, strict=True))
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
-        self.head = Head(replica)
+        self.head = HeadHooks(replica)
         self.norms = NormWatch()
         self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
         self.states: dict[int, Tensor] = {}  # what the last block returned, `residual_pair.states_in`

@@ -30,7 +30,7 @@ RANKS = (1, 2, 5, 10, 30, 50)  # of the singular values drawn
 
 
 @dataclass(frozen=True)
-class Grid:
+class MatrixGrid:
     """A grid of coupling matrices and its labels."""
 
     A: np.ndarray  # (T, T, K, K), absolute values
@@ -68,18 +68,18 @@ def matrix_grid(results: Results, _: int, given: "Axes | None" = None, *, variab
     return figure, pd.concat(tables, ignore_index=True)
 
 
-def _layer_grid(at: xr.Dataset, variable: str) -> Grid:
+def _layer_grid(at: xr.Dataset, variable: str) -> MatrixGrid:
     A = abs(at[variable].isel(token=0)).transpose("layer", "layer_other", "row", "column").values
     start = max(0, (len(A) - MAX_TILES) // 2)
     part = slice(start, start + MAX_TILES)
     largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0][part]  # in its own basis, A is diag(s)
     title = f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'"
-    return Grid(
+    return MatrixGrid(
         A[part, part], largest, "block", at["layer"].values[part], title, "Block l (Jacobian)", "Block l' (basis)", {}
     )
 
 
-def _token_grid(at: xr.Dataset, variable: str) -> Grid:
+def _token_grid(at: xr.Dataset, variable: str) -> MatrixGrid:
     variant = variable.removesuffix("_matrix")
     l, other = middle_layers(at)
     positions = at["pair_position"].dropna("pair_token").values.astype(int)
@@ -94,10 +94,10 @@ def _token_grid(at: xr.Dataset, variable: str) -> Grid:
     }[variant]
     rows, columns = jacobian.format("t") + f", in block {l}", f"basis: {jacobian}, in block {other}".format("t'")
     common = {"block": l, "block_other": other}
-    return Grid(A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common)
+    return MatrixGrid(A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common)
 
 
-def _draw_grid(panel: "Axes", grid: Grid) -> None:
+def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
     T, _, K, _ = grid.A.shape
     picture = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
     for a, b in np.ndindex(T, T):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tracker.capture.spans.calls import SpanCall
 from tracker.common.errors import UsageError
-from tracker.jacobians.restriction import Selection
+from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.linalg.comparison import tolerance
 
@@ -54,7 +54,7 @@ class HalfJacobians:
         }
         self.missing: dict[int, str] = {}
 
-    def __call__(self, selections: Sequence[Selection], J: Matrices) -> Halves | None:
+    def __call__(self, selections: Sequence[CallRows], J: Matrices) -> Halves | None:
         """Return the halves of a block whose Jacobians at the same rows are J; None if it does not show them."""
         call = selections[0][0]
         if isinstance(call, SpanCall):

@@ -37,11 +37,11 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-Selection = tuple[BlockCall, Rows]
+CallRows = tuple[BlockCall, Rows]
 RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
-def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
+def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
     """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
     For rows with other sources it is a function of the sources.
@@ -92,7 +92,7 @@ def restrict(selections: Sequence[Selection], row_attention: RowAttention) -> Ro
     return f
 
 
-def _restrict_to_sources(selections: Sequence[Selection], row_attention: RowAttention) -> RowFunction:
+def _restrict_to_sources(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
     """Return the rows as a function of their sources: the sources run first, then the targets, whose queries take the live
     keys and values of their sources.
 

@@ -38,8 +38,8 @@ from tracker.jacobians.checks import (
 )
 from tracker.jacobians.independent import Comparison, Independent, settle
 from tracker.jacobians.restriction import (
+    CallRows,
     RowAttention,
-    Selection,
     linearize_full_sequence,
     linearize_rows,
     replay_errors,
@@ -207,7 +207,7 @@ class Jacobians:
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
 
-    def __call__(self, selections: Sequence[Selection]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
+    def __call__(self, selections: Sequence[CallRows]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """Return J_tt (R, d, d) of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
         The calls are of one block, in one recording or several; their rows pass through its weights together. For rows with
@@ -231,7 +231,7 @@ class Jacobians:
             require_finite(finite, selections[i][0])
         return results
 
-    def sketch(self, selections: Sequence[Selection]) -> Sketch:
+    def sketch(self, selections: Sequence[CallRows]) -> Sketch:
         """Return the same Jacobians as products with (R, d, m) blocks; R counts all selected rows, each call's after one another.
 
         If the full sequence has to be used, its Jacobian is formed all the same.
@@ -255,12 +255,12 @@ class Jacobians:
                 break
         return Sketch(operator, checks, signs, products, compute_dtype)
 
-    def product(self, selections: Sequence[Selection], compute_dtype: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
+    def product(self, selections: Sequence[CallRows], compute_dtype: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
         """Return J V, linearized again: a graph kept since `sketch` would keep the block's converted weights in memory."""
         return self._operator(compute_dtype, selections)[0].apply(V)
 
     def _operator(
-        self, compute_dtype: torch.dtype, selections: Sequence[Selection]
+        self, compute_dtype: torch.dtype, selections: Sequence[CallRows]
     ) -> tuple[LinearOperator, list[CheckResults]]:
         operators, parts, checks = zip(*self._operators(compute_dtype, selections), strict=True)
         operator = stacked_operator(operators, [sum(len(rows) for _, rows in part) for part in parts])
@@ -269,8 +269,8 @@ class Jacobians:
         return converted, [of_one for some in checks for of_one in some]
 
     def _operators(
-        self, dtype: torch.dtype, selections: Sequence[Selection]
-    ) -> list[tuple[LinearOperator, Sequence[Selection], list[CheckResults]]]:
+        self, dtype: torch.dtype, selections: Sequence[CallRows]
+    ) -> list[tuple[LinearOperator, Sequence[CallRows], list[CheckResults]]]:
         """Return one operator for all selections if a path passes its checks on all of them, else one for each."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
@@ -287,7 +287,7 @@ class Jacobians:
                 return [(operator, selections, [checks])]
         return [part for selection in selections for part in self._operators(dtype, [selection])]
 
-    def _sliced(self, selections: Sequence[Selection]) -> tuple[LinearOperator, list[CheckResults]]:
+    def _sliced(self, selections: Sequence[CallRows]) -> tuple[LinearOperator, list[CheckResults]]:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
@@ -331,7 +331,7 @@ class Jacobians:
         return outcome.error
 
     def _by_path(
-        self, path: Any, selections: Sequence[Selection], rounded: bool = False
+        self, path: Any, selections: Sequence[CallRows], rounded: bool = False
     ) -> tuple[LinearOperator, list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]

@@ -38,7 +38,7 @@ Logits = Callable[[Float[Tensor, "R m d"]], Float[Tensor, "R m vocabulary"]]
 
 
 @dataclass(frozen=True)
-class Head:
+class LastStates:
     """The unembedding, by name, and the final norm of a model, at the last states x (R, d) of some rows, with their seeds."""
 
     replica: Replica
@@ -62,7 +62,7 @@ class Head:
         return to_device(self.x.device, torch.stack([by_seed[seed] for seed in self.seeds]))[0]
 
 
-def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
+def heads(recordings: Sequence[tuple[Recording, Rows]]) -> LastStates | None:
     """Return the head of the model that was recorded, at its last states; None if it has no unembedding."""
     first = recordings[0][0]
     replica, unembedding = first.calls[0].replica, first.head
@@ -71,10 +71,10 @@ def heads(recordings: Sequence[tuple[Recording, Rows]]) -> Head | None:
     last = [(recording.calls[-1].y, rows) for recording, rows in recordings]
     x = torch.cat([rows.select(y).to(replica.device) for y, rows in last])
     seeds = [recording.sample_seeds[b] for recording, rows in recordings for b in rows.sample.tolist()]
-    return Head(replica, unembedding, first.final_norm[1] if first.final_norm else None, x, seeds)
+    return LastStates(replica, unembedding, first.final_norm[1] if first.final_norm else None, x, seeds)
 
 
-def measure_directions(head: Head, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
+def measure_directions(head: LastStates, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
     """Return the ids of words and the scores of the first directions of each block, over (row, layer, direction, ...).
 
     Args:

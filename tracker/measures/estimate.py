@@ -24,7 +24,7 @@ from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
 from tracker.common.text import duration, entry, size
 from tracker.jacobians.halves import HalfJacobians
-from tracker.jacobians.restriction import Selection
+from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
@@ -121,7 +121,7 @@ class Cost:
 def seconds_of_blocks(
     jacobians: Jacobians,
     recording: Recording,
-    selections: Sequence[Selection],
+    selections: Sequence[CallRows],
     layer: Layer,
     K: int,
     choices: Sequence[str],

@@ -18,7 +18,7 @@ from torch import Tensor
 from tracker.capture.recording import Recording, to_host
 from tracker.common.errors import UsageError
 from tracker.common.text import size
-from tracker.jacobians.restriction import Selection
+from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures.declaration import DIAGNOSTICS, NORMED, OURS, WITH_NORM, Measure
@@ -54,7 +54,7 @@ class Layer:
         return self.product(torch.eye(V.shape[-2], dtype=V.dtype, device=V.device).expand(len(V), -1, -1))
 
 
-def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], plan: Plan) -> list[Layer]:
+def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan) -> list[Layer]:
     """Return the layers of some blocks, with their Jacobians kept where the plan says."""
     if plan.kept == "device":
         return _dense_layers(jacobians, blocks, plan)
@@ -63,7 +63,7 @@ def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], plan:
 
 
 def _dense_layers(
-    jacobians: Jacobians, blocks: Sequence[Sequence[Selection]], plan: Plan, on_host: bool = False
+    jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan, on_host: bool = False
 ) -> list[Layer]:
     """Return layers that keep their Jacobians, on the device or in the host's memory."""
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
@@ -94,19 +94,19 @@ def triplets_of_jacobians(
 
 
 def _form_jacobians(
-    jacobians: Jacobians, selections: Sequence[Selection]
+    jacobians: Jacobians, selections: Sequence[CallRows]
 ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
     Js, checks = zip(*jacobians(selections), strict=True)
     jacobians.advance(sum(map(len, Js)))
     return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
 
 
-def _layer_on_host(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
+def _layer_on_host(jacobians: Jacobians, selections: Sequence[CallRows], plan: Plan) -> Layer:
     """Return a layer that keeps its Jacobians in the host's memory."""
     return _dense_layers(jacobians, [selections], plan, on_host=True)[0]
 
 
-def _recomputed_layer(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
+def _recomputed_layer(jacobians: Jacobians, selections: Sequence[CallRows], plan: Plan) -> Layer:
     """Return a layer that drops its Jacobians and computes its products from the block again."""
     (layer,) = _dense_layers(jacobians, [selections], plan)
 
@@ -118,7 +118,7 @@ def _recomputed_layer(jacobians: Jacobians, selections: Sequence[Selection], pla
     return replace(layer, product=product, dense=lambda: _form_jacobians(jacobians, selections)[0])
 
 
-def matrix_free_layer(jacobians: Jacobians, selections: Sequence[Selection], plan: Plan) -> Layer:
+def matrix_free_layer(jacobians: Jacobians, selections: Sequence[CallRows], plan: Plan) -> Layer:
     """Return a layer whose triplets come from products or, at rows where the iteration fails, from the dense Jacobians."""
     sketch = jacobians.sketch(selections)
     operator, like = sketch.operator, sketch.signs[..., 0]
@@ -142,7 +142,7 @@ def matrix_free_layer(jacobians: Jacobians, selections: Sequence[Selection], pla
     return Layer(triplets, product, _estimated_moments(sketch, triplets), checks, [False] * len(like), dense)
 
 
-def _subset(selections: Sequence[Selection], chosen: Bool[Tensor, " R"]) -> list[Selection]:
+def _subset(selections: Sequence[CallRows], chosen: Bool[Tensor, " R"]) -> list[CallRows]:
     """Return the chosen rows of all selections."""
     parts = chosen.split([len(rows) for _, rows in selections])
     return [(call, rows.subset(part)) for (call, rows), part in zip(selections, parts, strict=True) if part.any()]
@@ -197,7 +197,7 @@ def _estimated_moments(sketch: Sketch, triplets: Triplets) -> Moments:
     return Moments(*(value * scale[:, 0] for value in (isotropic, *parts)))
 
 
-def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[Selection]) -> list[CheckResults]:
+def _for_each_row(checks: Sequence[CheckResults], selections: Sequence[CallRows]) -> list[CheckResults]:
     return [check for check, (_, rows) in zip(checks, selections, strict=True) for _ in rows.sample]
 
 

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.jacobians.halves import HalfJacobians
-from tracker.jacobians.restriction import Selection
+from tracker.jacobians.restriction import CallRows
 from tracker.linalg.svd import Triplets
 from tracker.measures import depth_use, normality
-from tracker.measures.directions import Head, measure_directions
+from tracker.measures.directions import LastStates, measure_directions
 from tracker.measures.halves import half_values
 from tracker.measures.layers import Layer
 from tracker.measures.plan import FORMING
@@ -61,9 +61,9 @@ def measured(choices: Sequence[str]) -> tuple[str, ...]:
 
 def measure_blocks(
     layers: Sequence[Layer],
-    blocks: Sequence[Sequence[Selection]],
+    blocks: Sequence[Sequence[CallRows]],
     choices: Sequence[str],
-    head: Head | None = None,
+    head: LastStates | None = None,
     memory: int = 1 << 30,
     halves: HalfJacobians | None = None,
     K: int = 1,

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import Recording
-from tracker.jacobians.restriction import Selection
+from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
@@ -292,7 +292,7 @@ def _recomputed_layers(
     return {link: replace(layer, product=partial(product, link)) for link, layer in layers.items()}
 
 
-def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[Selection]:
+def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:
     """Return the rows of links that all have t1 = t2, or all t1 != t2: for each recording, those of one link after another."""
     selections = []
     for _, of_recording in groupby(samples, lambda one: id(one.recording)):

@@ -20,7 +20,7 @@ from tracker.common.notices import warn_caller
 from tracker.loggers.lightning import LightningAdapter
 from tracker.training import probe as probes
 from tracker.training.options import TrainerOptions, accepts_trainer_options
-from tracker.training.run import Run, Skipped
+from tracker.training.run import Skipped, TrainingRun
 from tracker.training.target import check_readable, measured_module, replaces_raw_weights
 
 
@@ -61,7 +61,7 @@ class CouplingCallback(Callback):
         heatmaps: bool = True,
         **options: Unpack[TrainerOptions],
     ):
-        self.run = Run(
+        self.run = TrainingRun(
             CouplingCallback, options, every_n_steps=every_n_steps, probe=probe, weights=weights, heatmaps=heatmaps
         )
         self.name = options.get("name", "")

@@ -1,6 +1,6 @@
 """The measurements of one training run, whatever program trains the model.
 
-`CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `Run`:
+`CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `TrainingRun`:
 
     find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
 
@@ -161,7 +161,7 @@ class Publisher:
         return chosen(row, self.log, (*COST, SKIPPED))
 
 
-class Run:
+class TrainingRun:
     """The schedule, the probe and the results of one training run.
 
     Args:

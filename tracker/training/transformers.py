@@ -11,7 +11,7 @@ from tracker.common.errors import UsageError
 from tracker.common.notices import warn_caller
 from tracker.loggers.protocol import FunctionLogger
 from tracker.training.options import TrainerOptions, accepts_trainer_options
-from tracker.training.run import Run, Skipped
+from tracker.training.run import Skipped, TrainingRun
 
 
 @accepts_trainer_options
@@ -44,7 +44,7 @@ class TransformersCallback(TrainerCallback):
     ):
         if options.get("tokenizer") is None and trainer is not None:
             options["tokenizer"] = trainer.processing_class
-        self.run = Run(TransformersCallback, options, every_n_steps=every_n_steps, probe=probe)
+        self.run = TrainingRun(TransformersCallback, options, every_n_steps=every_n_steps, probe=probe)
         self.trainer = trainer
 
     @property

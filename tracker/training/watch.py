@@ -14,7 +14,7 @@ from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError
 from tracker.loggers.protocol import FunctionLogger, LogTo
 from tracker.training.options import RunOptions, accepts_run_options
-from tracker.training.run import Run, Skipped
+from tracker.training.run import Skipped, TrainingRun
 
 
 @accepts_run_options
@@ -52,7 +52,7 @@ class Watch:
             raise UsageError(
                 "probe=None; give the samples to measure: a batch, prompts with their tokenizer, or a function"
             )
-        self.run = Run(Watch, options, every_n_steps=every_n_steps, probe=probe)
+        self.run = TrainingRun(Watch, options, every_n_steps=every_n_steps, probe=probe)
         self.log_to = log_to
         self.open = False
 

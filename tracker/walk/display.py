@@ -14,12 +14,12 @@ from tqdm import tqdm
 from tracker.common.progress import is_interactive
 from tracker.common.steps import describe_repeat, find_repeats
 from tracker.common.text import counted
-from tracker.walk.plan import Plan
+from tracker.walk.plan import WalkPlan
 
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
 
 
-class Progress:
+class WalkProgress:
     """Shows the progress of a walk, from any thread.
 
     Args:
@@ -66,10 +66,10 @@ class Progress:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Progress]:
+def progress(total: int) -> Iterator[WalkProgress]:
     """Show the progress of `total` checkpoints."""
     with tqdm(desc="measuring", total=total, unit=" checkpoints", disable=not is_interactive()) as bar:
-        yield Progress(bar)
+        yield WalkProgress(bar)
 
 
 def _amount(have: int, size: int) -> str:
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from tracker.loggers.protocol import Row
 
 
-def print_overview(plan: Plan, missing: int) -> None:
+def print_overview(plan: WalkPlan, missing: int) -> None:
     """Print what is measured, and which checkpoints are suspect."""
     selection, measurement = plan.selection, plan.measurement
     count, inputs = len(selection.checkpoints), measurement.inputs

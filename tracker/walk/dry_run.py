@@ -26,7 +26,7 @@ from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, join_names, printable
 from tracker.walk.failures import reason
-from tracker.walk.plan import Plan, Selection
+from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class Downloads:
     unknown: int  # number of the others without a listing
 
 
-def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downloads:
+def downloads(selection: SelectedCheckpoints, checkpoints: Sequence[Checkpoint]) -> Downloads:
     """Add up what fetching some checkpoints takes."""
     shape = selection.suite.shape
     lacking: dict[Any, int] = {}
@@ -77,7 +77,7 @@ def downloads(selection: Selection, checkpoints: Sequence[Checkpoint]) -> Downlo
 
 
 def describe(
-    plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None, debug: bool = False
+    plan: WalkPlan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None, debug: bool = False
 ) -> Iterator[str]:
     """Describe what measuring the missing checkpoints would take: what is known at once, then what one block was timed for.
 
@@ -119,7 +119,7 @@ def describe(
     yield from str(cost).splitlines()[1:]
 
 
-def _download_lines(plan: Plan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
+def _download_lines(plan: WalkPlan, missing: Sequence[Checkpoint], disk_budget: int | None) -> list[tuple[str, str]]:
     """Describe the downloads."""
     from tracker.common.text import size
 
@@ -158,7 +158,7 @@ class _Timed:
 
 
 @panics_as_errors()
-def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
+def checkpoint_cost(plan: WalkPlan, timed: _Timed) -> "tuple[Cost, float]":
     """Return the cost of measuring one checkpoint, and the seconds of hashing its weights."""
     from tracker.blocks.find import find_blocks
     from tracker.capture.inputs import batches
@@ -191,7 +191,7 @@ def checkpoint_cost(plan: Plan, timed: _Timed) -> "tuple[Cost, float]":
 
 
 @panics_as_errors()
-def _timed(plan: Plan, missing: Sequence[Checkpoint], tokenizer: str | None) -> _Timed:
+def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None) -> _Timed:
     """Return a model with `BLOCKS` blocks, the whole model, and the tokenizer.
 
     Args:

@@ -10,7 +10,7 @@ from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, UsageError
 from tracker.common.text import join_names, printable
-from tracker.walk.plan import Selection
+from tracker.walk.plan import SelectedCheckpoints
 
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
@@ -71,7 +71,7 @@ def unwritable(error: OSError, store: Path) -> str:
     )
 
 
-def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:
+def unavailable(selection: SelectedCheckpoints, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:
     """Return which checkpoints can't be measured because the hub can't be reached, and what the cache lacks of each."""
     if not selection.offline:
         return {}
@@ -88,7 +88,7 @@ def unavailable(selection: Selection, checkpoints: Iterable[Checkpoint]) -> dict
     return lacking
 
 
-def nothing_cached(selection: Selection) -> str:
+def nothing_cached(selection: SelectedCheckpoints) -> str:
     """Describe that the hub can't be reached and that the cache holds none of the checkpoints."""
     cache = repo_dir(selection.suite.source, selection.suite.cache_dir).parent
     return (

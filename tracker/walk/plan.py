@@ -69,7 +69,7 @@ def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedCheckpoints:
     """The checkpoints to measure, and what the hub publishes of them."""
 
     suite: Suite
@@ -121,10 +121,10 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Plan:
+class WalkPlan:
     """A walk whose settings have been checked."""
 
-    selection: Selection
+    selection: SelectedCheckpoints
     measurement: Measurement
     output: Output
     disk: DiskBudget
@@ -152,7 +152,7 @@ def store_of(walk: Walk, suite: Suite) -> "Store":
     return Store(walk.out or Path("results") / suite.name)
 
 
-def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -> Plan:
+def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -> WalkPlan:
     """Check a walk's settings, and what the hub publishes of its revisions, before anything is fetched or trained.
 
     Raises:
@@ -170,7 +170,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
         where = walk.scores or "the suite's own, zero-shot"
         trained = [checkpoint.step for checkpoint in selection.checkpoints if checkpoint.seed is None]
         notices.append(scores.describe_coverage(joined, trained, str(where)))
-    return Plan(selection, measurement, output, disk, notices)
+    return WalkPlan(selection, measurement, output, disk, notices)
 
 
 def _measurement(walk: Walk) -> Measurement:
@@ -190,7 +190,7 @@ def _measurement(walk: Walk) -> Measurement:
     return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
 
 
-def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> Selection:
+def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> SelectedCheckpoints:
     chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
     examined = integrity.examine(suite, chosen, notify)
     excluded = {} if walk.allow_suspect else examined.suspect
@@ -205,7 +205,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
     suspect = examined.suspect if walk.allow_suspect else {}
-    return Selection(suite, kept, excluded, suspect, examined.listings, examined.offline, examined.unlisted)
+    return SelectedCheckpoints(suite, kept, excluded, suspect, examined.listings, examined.offline, examined.unlisted)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:

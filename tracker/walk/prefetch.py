@@ -16,8 +16,8 @@ from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
-from tracker.walk.display import Progress
-from tracker.walk.plan import Selection
+from tracker.walk.display import WalkProgress
+from tracker.walk.plan import SelectedCheckpoints
 
 if TYPE_CHECKING:
     from tracker.store.results import Store
@@ -32,12 +32,12 @@ class Prefetched:
     The thread is a daemon, so that a stalled connection does not delay an exit; a later walk resumes its partial download.
     """
 
-    selection: Selection
+    selection: SelectedCheckpoints
     disk: DiskBudget
     checkpoint: Checkpoint
     claim: Lock
     upcoming: Sequence[str]  # commits that are measured later
-    shown: Progress
+    shown: WalkProgress
     use: Lock | None = None
 
     def __post_init__(self) -> None:
@@ -82,11 +82,11 @@ class Prefetched:
 
 
 def prefetch(
-    selection: Selection,
+    selection: SelectedCheckpoints,
     disk: DiskBudget,
     store: "Store",
     checkpoints: Sequence[Checkpoint],
-    shown: Progress,
+    shown: WalkProgress,
     measured_elsewhere: Callable[[int], bool],
 ) -> Generator[Prefetched]:
     """Claim and fetch checkpoints; yield each, fetched or failed, while the next is being fetched.

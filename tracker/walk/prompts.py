@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Rows of a data set on the hub, and what becomes of one."""
 
     repository: str
@@ -67,15 +67,17 @@ def _activity(row: Row) -> str:
 
 
 OPENLLM = (
-    Source("allenai/ai2_arc", "ARC-Challenge", "test", _question, 200),
-    Source("openai/gsm8k", "main", "test", _question, 200),
-    Source("Rowan/hellaswag", None, "validation", _activity, 200),
-    Source("cais/mmlu", "all", "test", _multiple_choice, 200),
-    Source("truthfulqa/truthful_qa", "generation", "validation", lambda row: f"Q: {row['question']}\nA:", 200),
-    Source("allenai/winogrande", "winogrande_xl", "validation", lambda row: row["sentence"].split("_")[0].strip(), 200),
+    PromptSource("allenai/ai2_arc", "ARC-Challenge", "test", _question, 200),
+    PromptSource("openai/gsm8k", "main", "test", _question, 200),
+    PromptSource("Rowan/hellaswag", None, "validation", _activity, 200),
+    PromptSource("cais/mmlu", "all", "test", _multiple_choice, 200),
+    PromptSource("truthfulqa/truthful_qa", "generation", "validation", lambda row: f"Q: {row['question']}\nA:", 200),
+    PromptSource(
+        "allenai/winogrande", "winogrande_xl", "validation", lambda row: row["sentence"].split("_")[0].strip(), 200
+    ),
 )
 WIKITEXT = (
-    Source(
+    PromptSource(
         "Salesforce/wikitext",
         "wikitext-2-raw-v1",
         "test",
@@ -86,7 +88,7 @@ WIKITEXT = (
 )
 GSM8K = (OPENLLM[1],)
 EASY2HARD = (
-    Source(
+    PromptSource(
         "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", "eval", _question, 200, difficulty=lambda row: row["rating"]
     ),
 )
@@ -113,7 +115,7 @@ def hub_prompts(name: str) -> list[Prompt]:
     return prompts
 
 
-def _drawn(name: str, source: Source) -> list[Prompt]:
+def _drawn(name: str, source: PromptSource) -> list[Prompt]:
     try:
         import datasets
     except ImportError as error:

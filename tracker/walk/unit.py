@@ -15,7 +15,7 @@ from tracker.common.errors import UsageError, panics_as_errors
 from tracker.common.steps import UNTRAINED
 from tracker.common.text import first_line
 from tracker.measures.settings import Settings
-from tracker.walk.plan import Measurement, Plan, Selection, untrained
+from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, untrained
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @panics_as_errors()
-def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
+def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) -> "xr.Dataset":
     """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance.
 
     Raises:
@@ -37,7 +37,7 @@ def measure_checkpoint(plan: Plan, checkpoint: Checkpoint, directory: Path) -> "
 
 
 def _measure_files(
-    plan: Plan, checkpoint: Checkpoint, directory: Path, load: Callable[[Path], tuple[Any, Any]]
+    plan: WalkPlan, checkpoint: Checkpoint, directory: Path, load: Callable[[Path], tuple[Any, Any]]
 ) -> "xr.Dataset":
     """Load and measure a checkpoint whose files do not change."""
     from checkpoints.load import init_untrained
@@ -148,7 +148,7 @@ def with_scores(unit: "xr.Dataset", scored: Mapping[str, float]) -> "xr.Dataset"
     return unit
 
 
-def changed(selection: Selection, digests: Mapping[int, str]) -> list[int]:
+def changed(selection: SelectedCheckpoints, digests: Mapping[int, str]) -> list[int]:
     """Return the steps whose weights differ from those that the units were measured from.
 
     Args:

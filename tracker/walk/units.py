@@ -33,7 +33,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Serialized:
     """A measured unit that is ready to be written, and what the walk prints of it."""
 
     content: memoryview
@@ -82,7 +82,7 @@ class Units:
             self.store.file(step).unlink(missing_ok=True)
         return not damaged
 
-    def prepare(self, unit: xr.Dataset) -> Prepared:
+    def prepare(self, unit: xr.Dataset) -> Serialized:
         """Reduce a measured unit, and make the content of its file.
 
         Raises:
@@ -99,9 +99,9 @@ class Units:
                 ) from error
             break  # all others are alike
         kept, budget = (str(unit.attrs.get(name, "")) for name in ("weights_kept", "memory_budget"))
-        return Prepared(file_content(unlabelled(unit)), known, Row.from_unit(unit), kept, budget)
+        return Serialized(file_content(unlabelled(unit)), known, Row.from_unit(unit), kept, budget)
 
-    def add(self, step: int, prepared: Prepared) -> None:
+    def add(self, step: int, prepared: Serialized) -> None:
         """Write a unit whose step is claimed."""
         self.store.write_content(step, prepared.content)
         self.known[step], self._rows[step] = prepared.known, prepared.row

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tracker.blocks.boundaries import Boundary
-from tracker.capture.head import Head, NormWatch
+from tracker.capture.head import HeadHooks, NormWatch
 from tracker.capture.random_numbers import seed_of
 from tracker.capture.recording import Recording, Spill
 from tracker.capture.replica import ModuleState, Replica, irreproducible
@@ -68,7 +68,7 @@ class _Recorder:
         self.spans = replica.description.spans
         self.states: dict[Boundary, Tensor] = {}
         self.fixed: dict[Boundary, Tensor] = {}  # as found, not batch first
-        self.head = Head(replica)
+        self.head = HeadHooks(replica)
         self.norms = NormWatch()
         self.normed: dict[Boundary, bool] = {}  # whether the state is the output of a norm
         self.random: dict[Boundary, list[bytes]] = {}  # the states of the generators
