@@ -202,9 +202,8 @@ def _measure_missing(
                 if isinstance(error, UsageError) and not units.known and failures.alike(min(ALIKE, len(missing))):
                     raise
             if prepared is None:
-                release_memory(
-                    plan.measurement.device
-                )  # the weights of a revision that failed leave too little for the next
+                # The weights of a revision that failed leave too little for the next.
+                release_memory(plan.measurement.device)
                 continue
             units.add(checkpoint.step, prepared)
             if checkpoint is missing[0]:

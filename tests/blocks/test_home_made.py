@@ -198,3 +198,21 @@ def test_the_callback_confirms_the_only_list_at_its_first_measurement(tmp_path):
     assert tracker.open_results(tmp_path / "found").sizes["layer"] == DEPTH
     with pytest.raises(UsageError, match="they move no information between tokens"):
         fit(Module(lambda: PreNorm(MLP())), tmp_path / "refused")
+
+
+class WithLengths(nn.Module):
+    """A model that checks a list, which does not divide into samples as tensors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = LM(Flat)
+
+    def forward(self, ids, lengths):
+        assert len(lengths) == len(ids)
+        return self.model(ids)
+
+
+def test_inputs_that_do_not_divide_into_samples_are_checked_together():
+    ids = tokens(2)
+    ds = tracker.measure(WithLengths(), {"ids": ids, "lengths": [ids.shape[1]] * 2}, k=2)
+    assert ds.sizes["prompt"] == 2

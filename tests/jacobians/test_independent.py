@@ -208,6 +208,24 @@ def single(through):
     return in_float32
 
 
+def rounding_inside(f, x):
+    """Code that computes in float32, whatever it is given."""
+    return 3 * f(nn.functional.layer_norm(x.float(), (D,)).to(x))
+
+
+def test_rounding_inside_is_settled_at_single_rows():
+    ds = measured(model(rounding_inside), "float64")
+    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 1e-5
+
+
+def test_kinks_are_settled_at_single_rows():
+    """The units of a ReLU change their sign between the points of a difference with too large a step."""
+    torch.manual_seed(1)
+    layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True) for _ in range(4)]
+    ds = tracker.measure(nn.Sequential(*layers), torch.randn(2, 20, 64), k=4)
+    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 1e-5
+
+
 SMALL = {
     "wrong backward",
     "wrong backward, right forward mode",

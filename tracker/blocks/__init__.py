@@ -3,11 +3,9 @@
 Input: an `nn.Module`, and optionally the blocks as the caller names them. Output: `Blocks`, the names of the residual blocks
 in order of depth, the final norm, the unembedding and the class token, and which of these were assumed.
 
-- `find`: `find_blocks`, and its result `Blocks`.
+- `find`: `find_blocks`, its result `Blocks`, and lists that may be blocks, if no attention is recognised by name.
 - `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
-- `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each.
-- `candidates`: lists of modules that may be blocks, if no attention is recognised by name.
+- `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each; the lines that a message proposes.
 - `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
-- `proposals`: the lines that a message proposes, if the blocks are not found or several lists fit.
 - `wrappers`: the module tree without wrappers such as those of `torch.compile` and DDP.
 """

@@ -15,7 +15,9 @@ That blocks and the class token reach the output is seen by comparison. Two pass
 with noise added at the class token's position or at all positions, must give different model outputs. Two passes that differ in
 the class token's parameter alone must differ in the first block's input at the class token's position and nowhere else. Cost:
 two or three forward passes of one sample once per measurement, and two up to the first block; none if nothing was assumed
-(`Blocks.assumed`).  Text encoders have a class token at the beginning of a text and tokens that end it ([SEP] of BERT). In a
+(`Blocks.assumed`).
+
+Text encoders have a class token at the beginning of a text and tokens that end it ([SEP] of BERT). In a
 model whose tokens attend to later ones, the last token of a sample is the last one that is not a separator, class or end token.
 These stand for no word, but in such a model they are what a tokenizer puts last. Causal models predict from their last token,
 whatever it is, and keep it.

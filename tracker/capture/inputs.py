@@ -64,10 +64,13 @@ class Batch:
         ]
 
     def of_first_sample(self) -> "Batch":
-        """Return the forward call of the first sample alone; the whole call if a tensor in it has no axis of samples."""
-        B = len(self.labels)
-        tensors = [leaf for leaf in tree_leaves((self.arguments, self.keywords)) if isinstance(leaf, Tensor)]
-        return self.by_sample()[0] if all(tensor.shape[:1] == (B,) for tensor in tensors) else self
+        """Return the forward call of the first sample alone; the whole call if some argument may not divide into samples."""
+
+        def divides(value: Any) -> bool:
+            is_flag = value is None or isinstance(value, (bool, int, float, str))
+            return is_flag or (isinstance(value, Tensor) and value.shape[:1] == (len(self.labels),))
+
+        return self.by_sample()[0] if all(map(divides, (*self.arguments, *self.keywords.values()))) else self
 
     def sample_seeds(self, valid: Sequence[Sequence[int]], n: int) -> list[int]:
         """Return a seed for each sample, from its ids or its first tensor, without padding.

@@ -1,7 +1,7 @@
 """Record one forward pass of a model: hooks on its blocks and attentions fill a `Recording`.
 
 The pass runs through a replica, so that all of it is in the measuring dtype. Recorded tensors beyond a memory budget are
-kept in files (`spill`).
+kept in files (`recording.Spill`).
 """
 
 import inspect

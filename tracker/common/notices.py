@@ -9,7 +9,7 @@ from tracker.common.lightning_packages import PREFIXES
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
-FRAMEWORKS = (*PREFIXES, "torch.", "contextlib.", "jaxtyping.", "beartype.")
+FRAMEWORKS = (*PREFIXES, "transformers.", "accelerate.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
 
 
 def warn_caller(message: str) -> None:

@@ -54,6 +54,9 @@ PROBES = 4  # cotangents
 # Numbers of two bytes are too coarse for differences.
 STEPS = {8: (1e-4, 1e-6), 4: (1e-2, 1e-3)}
 ALLOWED = {8: 1e-5, 4: FAST}
+# Steps at single rows: in float32 the smaller one, as few units of a ReLU change their sign in it; in float64 the larger one, as
+# many blocks compute in float32 inside, whose rounding the smaller one would divide by 1e-6.
+AT_ROWS = {8: 1e-4, 4: 1e-3}
 
 Method = Literal["both", "forward mode", "differences", "differences, detached", "none"]
 
@@ -111,7 +114,7 @@ def compare_rows(restrict_to: Callable[[Rows], RowFunction], rows: Rows, x: Floa
         x: their input, or that of their sources.
     """
     R, v, residual = len(rows), standard_normal(x.shape, x, seed=1), rows.source is None
-    h = _step(x, STEPS[x.itemsize][-1])
+    h = _step(x, AT_ROWS[x.itemsize])
     together = torch.cat([x, x + h * v, x - h * v])
     tangents = torch.cat([v, torch.zeros_like(x), torch.zeros_like(x)])
     u = standard_normal((PROBES, *x.shape), x)

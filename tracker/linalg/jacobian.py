@@ -4,9 +4,10 @@ For f: (R, d) -> (R, d) whose output row r depends on input row r alone,
 
     J[r, i, j] = d f(x)[r, i] / d x[r, j]        (R, d, d), row = output coordinate, column = input coordinate (eq. 8).
 
-Reverse mode gives J^T u. J^T u is linear in u, so its derivative with respect to u, by reverse mode again, gives J v:
-no operation needs a forward-mode rule. Cost: one forward pass of R rows, then one backward pass of R rows for each
-cotangent and for each tangent; the dense J takes d cotangents, less what `identity` saves. Memory: one chunk of cotangents.
+Reverse mode gives J^T u. J^T u is linear in u, so its derivative with respect to u, by reverse mode again, gives J v: no
+operation needs a forward-mode rule. Cost: one forward pass of R rows, then one backward pass of R rows for each cotangent and
+for each tangent; the dense J takes d cotangents, less what rows of an identity save (`linear`). Memory: one chunk of
+cotangents.
 """
 
 import warnings

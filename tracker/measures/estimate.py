@@ -123,8 +123,7 @@ def seconds_of_blocks(
     recording: Recording,
     selections: Sequence[CallRows],
     layer: Layer,
-    K: int,
-    choices: Sequence[str],
+    plan: Plan,
     timed: Callable[[Callable[[], Any]], tuple[float, Any]],
 ) -> dict[str, float]:
     """Return the seconds that each choice of `measures=` takes for the blocks of a recording, all like one of them.
@@ -132,10 +131,9 @@ def seconds_of_blocks(
     Args:
         selections: the call of that block, with each row.
         layer: its Jacobians there.
-        K: the smallest number of singular vectors.
         timed: function -> its seconds and its result.
     """
-    L, halves = len(recording.calls), HalfJacobians(jacobians)
+    L, choices, halves = len(recording.calls), plan.extras, HalfJacobians(jacobians)
     head = heads([(recording, rows) for _, rows in selections]) if "directions" in choices else None
     stages = {}
     for choice in of_blocks.measured(choices):
@@ -145,7 +143,7 @@ def seconds_of_blocks(
             whole, _ = timed(lambda: products.of_matrices([layer.jacobian()], 1))
             stages[choice] = (2 * L - 1) * step + decompositions * max(0.0, whole - step)
             continue
-        how = ([layer], [selections], [choice], head, 1 << 24, halves, K)
+        how = ([layer], [selections], [choice], head, plan.memory // 2, halves, min(plan.ks))
         seconds, _ = timed(lambda how=how: of_blocks.measure_blocks(*how))
         # Random directions are taken once, not for each block.
         of_each = 2 * DIRECTIONS
@@ -296,7 +294,7 @@ def _coupling(case: _Case) -> dict[str, float]:
     seconds, _ = _timed_again(lambda: pairs([layer], plan.ks, plan.extras, bases))
     stages["pairs"] = L * factor * seconds
     selections = [(middle, row)] * R
-    timed = seconds_of_blocks(case.jacobians, recording, selections, layer, min(plan.ks), plan.extras, _timed_again)
+    timed = seconds_of_blocks(case.jacobians, recording, selections, layer, plan, _timed_again)
     return stages | {choice: factor * seconds for choice, seconds in timed.items()}
 
 

@@ -41,7 +41,7 @@ class Plan:
         ks: the numbers of singular vectors.
         svd: the algorithm that was asked for.
         extras: measures of pairs of Jacobians, and of each, in addition to the mis-couplings.
-        keep: what is returned itself, as in `kept.kept_arrays`.
+        keep: what is returned itself, as in `layers.kept_arrays`.
         d: the width.
         L: the number of blocks.
         of_row: the number of Jacobians at a row: one more than blocks, if the last is also measured with the final norm.

@@ -199,7 +199,7 @@ class Settings:
         "or a list of pairs (l, l') counted from 1, each l once; on a command line, 1:3,2:3.",
     )
 
-    keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `kept`
+    keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":

@@ -153,7 +153,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
 
     Returns:
         By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
-        `statistics.curves`; matrices and other large arrays as `quantize.pack` returns them.
+        `statistics.curves`; matrices and other large arrays as `pack` returns them.
     """
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]

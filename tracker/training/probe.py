@@ -248,7 +248,7 @@ def resolve(given: Any, loaded: Any, take: Callable[[], Any], max_samples: int) 
 
     Args:
         given: the probe passed to the callback, a function that returns it, or None.
-        loaded: the probe of a checkpoint, as in `nested.to_plain`, or of the sanity check, or None.
+        loaded: the probe of a checkpoint, as in `to_plain`, or of the sanity check, or None.
         take: returns the batch.
 
     Raises:
@@ -279,7 +279,7 @@ def resolve(given: Any, loaded: Any, take: Callable[[], Any], max_samples: int) 
 
 
 def as_first(own: Any, first_digest: str, first: Any) -> Any:
-    """Return a rank's own probe if it equals that of the first rank; else that one, given as in `nested.to_plain`."""
+    """Return a rank's own probe if it equals that of the first rank; else that one, given as in `to_plain`."""
     return own if inputs_digest(own) == first_digest else from_plain(first, set())
 
 

@@ -3,15 +3,19 @@
 It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.common.extras import require_own
+from tracker.common.extras import MissingExtraError, require_own
 from tracker.common.values import BYTE_SIZE
 
-require_own("checkpoints")
+try:
+    require_own("checkpoints")
+except MissingExtraError as error:
+    sys.exit(f"error: {error}")
 
 # A walk measures language models unless told otherwise, and takes the memory budget from the machine.
 DEFAULTS = {"tokens": "last", "memory_budget": None, "measures": None}

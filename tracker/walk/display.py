@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from tracker.common.progress import is_interactive
 from tracker.common.steps import describe_repeat, find_repeats
 from tracker.common.text import counted
 from tracker.walk.plan import WalkPlan
@@ -67,8 +66,8 @@ class WalkProgress:
 
 @contextmanager
 def progress(total: int) -> Iterator[WalkProgress]:
-    """Show the progress of `total` checkpoints."""
-    with tqdm(desc="measuring", total=total, unit=" checkpoints", disable=not is_interactive()) as bar:
+    """Show the progress of `total` checkpoints; bars where standard error is a terminal."""
+    with tqdm(desc="measuring", total=total, unit=" checkpoints", disable=None) as bar:
         yield WalkProgress(bar)
 
 

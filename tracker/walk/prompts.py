@@ -159,7 +159,7 @@ def prompts() -> list[str]:
 
 
 def load_prompts(source: str) -> list[Prompt]:
-    r"""Load the prompts of a set: "builtin", one of the hub's (`openllm.SETS`), or a file.
+    r"""Load the prompts of a set: "builtin", one of the hub's (`SETS`), or a file.
 
     A text file holds one prompt a line, in which \n stands for a line break; a `.jsonl` file one JSON object a line
     with the prompt under "prompt" and, where it is known for all, a number under "difficulty" and what it was drawn from under

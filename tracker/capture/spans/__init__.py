@@ -2,8 +2,7 @@
 
 Input: a `Replica` of a model whose `Blocks.spans` are set, and its inputs. Output: a `Recording` of `SpanCall`s, checked.
 
-- `calls`: run a span by replacing the tensor at its start and stopping at its end.
+- `calls`: run a span by replacing the tensor at its start and stopping at its end; follow the values that depend on the inputs.
 - `recording`: record the states at all boundaries, and fixed tensors, in one pass.
 - `checks`: check that the state at each boundary is the whole hidden state, beside fixed tensors.
-- `dependents`: follow the values that depend on the inputs.
 """
