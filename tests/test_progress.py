@@ -144,7 +144,7 @@ def test_progress_is_no_option_of_a_store():
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_walk_prints_lines_and_shows_bars_on_a_terminal_alone(terminal, monkeypatch, capsys):
-    monkeypatch.setattr(of_walks, "is_interactive", lambda: terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with of_walks.progress(2) as shown:
         count = shown.downloading("step1", 3_000_000)
         for _ in range(3):

@@ -5,7 +5,7 @@ in order of depth, the final norm, the unembedding and the class token, and whic
 
 - `find`: `find_blocks`, its result `Blocks`, and lists that may be blocks, if no attention is recognised by name.
 - `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
-- `towers`: runs of blocks in any module tree, and the tower (encoder, vision model, stage) of each; the lines that a message proposes.
+- `towers`: runs of blocks in any module tree, the tower (encoder, vision model, stage) of each, and proposed lines for `blocks=`.
 - `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
 - `wrappers`: the module tree without wrappers such as those of `torch.compile` and DDP.
 """
