@@ -40,9 +40,8 @@ from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts
 from vit.recipe import Recipe, check
 
 Row = dict[str, Any]
-IMAGES = (
-    1_000  # at most, of those on which the training loss is recorded; balanced over classes, the same for every seed
-)
+# At most, of those on which the training loss is recorded; balanced over classes, the same for every seed.
+IMAGES = 1_000
 SECONDS = 30.0  # of steps, after which a trial stops
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
+
 MAX_TILES = 8  # along a side of a grid
 RANKS = (1, 2, 5, 10, 30, 50)  # of the singular values drawn
 
@@ -145,11 +146,6 @@ def singular_values(
     return figure, pd.concat(rows, ignore_index=True)
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from tracker.figures.drawing import Plotted
-
 SAMPLES = ("prompt", "token")
 
 
@@ -189,11 +185,6 @@ def spectra(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
         values.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from tracker.figures.drawing import Plotted
 
 HALVES = {"attention": "attention", "mlp": "MLP"}
 TICKS = 10  # at most, along an axis

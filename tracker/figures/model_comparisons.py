@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
+
 BENCHMARK = "gsm8k"
 LETTERS_PER_INCH = 19  # of a note below a figure
 
@@ -275,12 +276,6 @@ def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Proper
         "score": mean_score(results)[1],
     }
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from tracker.figures.drawing import Plotted
 
 TABLE_LETTERS_PER_INCH = 16  # of a note
 

@@ -24,6 +24,12 @@ from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, Declaration
 from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
 from tracker.store.results import distinct_names, open_results, short_name
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from tracker.figures.drawing import Plotted
+
 
 @dataclass(frozen=True)
 class Wording:
@@ -72,11 +78,6 @@ PYTHON = Wording(
     several="a mapping from names to Datasets",
 )
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from tracker.figures.drawing import Plotted
 
 LETTERS_PER_INCH = 13  # of a title
 
@@ -242,11 +243,6 @@ def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
         )
         lines.append(f"{', '.join((name, *figure.also)):11} {figure.title}; {status}")
     return [*lines, *(f"{name:11} not drawn here: {why}" for name, why in NOT_DRAWN.items())]
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 GIVE = (

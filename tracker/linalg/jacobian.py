@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,10 +27,6 @@ from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.linalg.linear import identity_matrix
 from tracker.linalg.precision import float32_products
-
-with warnings.catch_warnings():  # `make_dual` imports it, and warns of what torch itself uses
-    warnings.simplefilter("ignore", FutureWarning)
-    import torch._decomp.decompositions_for_jvp
 
 RowFunction = Callable[[Tensor], Tensor]
 
@@ -93,9 +89,21 @@ def keeping_at_most(size: int) -> Iterator[None]:
         yield
 
 
+@cache
+def _import_forward_mode() -> None:
+    """Import what `make_dual` imports at its first use, without warnings of what torch itself uses.
+
+    It takes 0.2 s, which readers of results need not wait for.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+
+
 def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None) -> Linearization:
     """Linearize f at x, detached from the caller's graph; with v, compute J v by forward mode in the same pass."""
     tangent, reason = None, ""
+    if v is not None:
+        _import_forward_mode()
     try:
         with torch.enable_grad(), GradientsStayOn(), nullcontext() if v is None else forward_ad.dual_level():
             leaf = x.detach().clone().requires_grad_()

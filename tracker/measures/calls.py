@@ -107,12 +107,8 @@ def record_call(
     Args:
         memory: bytes to keep in memory; the rest go to files.
     """
-    recording = (record_spans if replica.description.spans else record)(
-        replica,
-        batch.arguments,
-        batch.keywords,
-        memory,
-    )
+    record_blocks = record_spans if replica.description.spans else record
+    recording = record_blocks(replica, batch.arguments, batch.keywords, memory)
     convention, reason = resolve_final_norm(settings.final_norm, recording, replica.description)
     norm, final_norm = recording.final_norm or ("", None)
     if convention == "drop":
@@ -229,14 +225,14 @@ def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) ->
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
-        if not settings.forms_jacobians:
-            progress.advance(len(of_batch))
         if settings.forms_jacobians:
             pending.append((recording, rows, of_batch))
-            full = sum(recording.nbytes() for recording, *_ in pending) >= memory
+            full = held + recording.nbytes() >= memory
             if full or _are_enough(pending, settings, plan) or i == len(calls) - 1:
                 _measure_jacobians(jacobians, pending, settings, plan)
                 pending = []
+        else:
+            progress.advance(len(of_batch))
         i += 1
     for sample in samples:
         sample.fallbacks |= jacobians.fallbacks

@@ -17,7 +17,7 @@ The number of rows and prompts is no part of the choice, so that a prompt gets t
 whatever else is measured. The Dataset states it (`completeness`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -86,7 +86,7 @@ class Plan:
     @property
     def bytes_of_pairs(self) -> int:
         """The bytes of the matrices A of all pairs of blocks at one row, each block's and all together, and of the overlaps."""
-        return _of_pairs(self.of_row, self.K) * self.itemsize
+        return (2 * (self.of_row * self.K) ** 2 + 4 * self.of_row * self.K**2) * self.itemsize
 
     @property
     def steps(self) -> int:
@@ -108,34 +108,32 @@ class Plan:
 def make_plan(settings: Settings, recording: Recording) -> Plan:
     """Return the plan for forward calls like this one."""
     x, device = recording.calls[0].x, recording.calls[0].replica.device
-    d, of_row, ks, extras = x.shape[-1], len(measured_calls(recording)), settings.ks(x.shape[-1]), settings.extras()
-    size, memory = x.itemsize, settings.memory(2)
-    host = 0 if device.type == "cpu" else host_memory()
-    jacobian, beside = d**2 * size, ARRAYS * d**2 * size * bool(FORMING & set(extras))
-    of_all = of_row * jacobian
-    if _is_matrix_free(settings.svd, d, of_row, max(ks), x.dtype, device, of_all <= max(memory, host)):
-        kept = "not formed"
-        rows = memory // (d * (3 * of_row * max(ks) + 2 * basis_size(d, max(ks))) * size)
-        rows = min(rows, memory // beside) if beside else rows
-    elif of_all <= memory:
-        kept, rows = "device", memory // (of_all + _of_pairs(of_row, max(ks)) * size + beside)
-    else:
-        kept, rows = "nowhere", memory // (jacobian + beside)
-        if of_all <= host:
-            kept, rows = "host", min(max(1, rows), host // of_all)
-    return Plan(
-        ks,
+    plan = Plan(
+        settings.ks(x.shape[-1]),
         settings.svd,
-        extras,
+        settings.extras(),
         settings.keep,
-        d,
+        x.shape[-1],
         len(recording.calls),
-        of_row,
-        size,
-        memory,
-        kept,
-        max(1, rows),
+        len(measured_calls(recording)),
+        x.itemsize,
+        settings.memory(2),
+        kept="device",
+        rows=1,
     )
+    memory, jacobian, of_all = plan.memory, plan.bytes_of_jacobian, plan.of_row * plan.bytes_of_jacobian
+    host = 0 if device.type == "cpu" else host_memory()
+    beside = ARRAYS * jacobian * bool(FORMING & set(plan.extras))
+    if _is_matrix_free(plan, x.dtype, device, fits=of_all <= max(memory, host)):
+        column = plan.d * plan.itemsize
+        rows = memory // ((3 * plan.of_row * plan.K + 2 * basis_size(plan.d, plan.K)) * column)
+        return replace(plan, kept="not formed", rows=max(1, min(rows, memory // beside) if beside else rows))
+    if of_all <= memory:
+        return replace(plan, rows=max(1, memory // (of_all + plan.bytes_of_pairs + beside)))
+    rows = max(1, memory // (jacobian + beside))
+    if of_all <= host:
+        return replace(plan, kept="host", rows=min(rows, host // of_all))
+    return replace(plan, kept="nowhere", rows=rows)
 
 
 def measured_calls(recording: Recording) -> list[BlockCall]:
@@ -146,16 +144,14 @@ def measured_calls(recording: Recording) -> list[BlockCall]:
     return recording.calls if recording.normed_last is None else [*recording.calls, recording.normed_last]
 
 
-def _of_pairs(of_row: int, K: int) -> int:
-    return 2 * (of_row * K) ** 2 + 4 * of_row * K**2
+def _is_matrix_free(plan: Plan, dtype: torch.dtype, device: torch.device, fits: bool) -> bool:
+    """Return whether to measure without forming Jacobians: as requested, or because it is expected to be faster.
 
-
-def _is_matrix_free(
-    svd: Method, d: int, of_row: int, K: int, dtype: torch.dtype, device: torch.device, fits: bool
-) -> bool:
-    """Return whether to measure without forming Jacobians: as requested, or because it is expected to be faster."""
-    if svd != "auto" or not basis_fits(d, K):
-        return svd == "matrix-free" and basis_fits(d, K)
+    Args:
+        fits: whether the Jacobians of all blocks at one row can be kept.
+    """
+    if plan.svd != "auto" or not basis_fits(plan.d, plan.K):
+        return plan.svd == "matrix-free" and basis_fits(plan.d, plan.K)
     # On an accelerator a product of few columns takes as long to launch as a wide one, and the small problems are the host's.
     if device.type != "cpu" and fits:
         return False
@@ -164,7 +160,7 @@ def _is_matrix_free(
     # 1 + 1 / R approximates this for R rows. Two rows are assumed: of all constants it wastes least where there is one row, or
     # many, at most 1.5 times the time. Formed Jacobians cost 0.7 d columns of a wide product, decomposition included,
     # because they skip the last layers (`linear`).
-    return 1.5 * matrix_free_columns(d, of_row, K, dtype) < 0.7 * d
+    return 1.5 * matrix_free_columns(plan.d, plan.of_row, plan.K, dtype) < 0.7 * plan.d
 
 
 def matrix_free_columns(d: int, of_row: int, K: int, dtype: torch.dtype) -> int:

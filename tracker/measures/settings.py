@@ -12,6 +12,11 @@ from tracker.common import values
 from tracker.common.errors import UsageError
 from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
 
+if TYPE_CHECKING:
+    import torch
+
+    from tracker.blocks.find import Blocks
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -22,9 +27,8 @@ class Choice:
     default: bool = False
     needs: str = ""  # the option that it extends
     expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
-    of_jacobians: Literal["", "products", "formed"] = (
-        ""  # measured of each block, from products with J or from J itself
-    )
+    # Measured of each block, from products with J or from J itself.
+    of_jacobians: Literal["", "products", "formed"] = ""
 
 
 CHOICES = (
@@ -96,11 +100,6 @@ def defaults() -> tuple[str, ...]:
     """Return the names that are measured where `measures=` is not given."""
     return tuple(option.name for option in CHOICES if option.default)
 
-
-if TYPE_CHECKING:
-    import torch
-
-    from tracker.blocks.find import Blocks
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes

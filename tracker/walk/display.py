@@ -15,6 +15,10 @@ from tracker.common.steps import describe_repeat, find_repeats
 from tracker.common.text import counted
 from tracker.walk.plan import WalkPlan
 
+if TYPE_CHECKING:
+    from tracker.loggers.protocol import Row
+
+
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
 
 
@@ -75,10 +79,6 @@ def _amount(have: int, size: int) -> str:
     """Format a number of bytes out of a total, in MB or GB."""
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{have / unit:.3g} of {size / unit:.3g} {name}"
-
-
-if TYPE_CHECKING:
-    from tracker.loggers.protocol import Row
 
 
 def print_overview(plan: WalkPlan, missing: int) -> None:
