@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ def _import_forward_mode() -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        import_module("torch._decomp.decompositions_for_jvp")
 
 
 def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None) -> Linearization:
