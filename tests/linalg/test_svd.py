@@ -342,7 +342,7 @@ def test_auto_takes_the_cheapest(monkeypatch):
     assert taken == ["_by_eigenvectors", "_by_squares"]
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 5e-3)])
 @pytest.mark.parametrize("K", [1, 20, 64])
 def test_eigenvectors_of_steep_spectra(K, dtype, atol):
     """s_K / s_1 down to 1/64, where squares lose digits: the rest is decomposed in full."""
