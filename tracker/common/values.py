@@ -120,8 +120,8 @@ def _layer_pairs(value: Any) -> int | list[tuple[int, int]]:
         found = []
     if not found or len(dict(found)) < len(found):
         raise ValueTypeError(
-            f"{value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or pairs (l, l') of blocks "
-            "counted from 1, each l once: 1:3,2:3 (in Python, a list)"
+            f"{value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of pairs (l, l') of "
+            "blocks counted from 1, each l once, such as 1:3,2:3"
         )
     return found
 
