@@ -92,6 +92,7 @@ def test_what_would_be_refused_is_reported():
     cost = dry_run(timm_vit(), images(), measures=["entropy"])
     assert "no unembedding was found" in cost.refused
     assert "refused      measures='entropy', but no unembedding" in str(cost)
+    assert "method" not in str(cost) and "memory" not in str(cost), "nothing is known of it"
     assert "k=1000" in dry_run(neox(), tokens(), k=1000).refused
     with pytest.raises(UsageError, match="svd"):  # not even an option
         dry_run(neox(), tokens(), svd="fast")

@@ -63,6 +63,8 @@ class Cost:
         timed: what was timed, in words.
         peak_bytes: bytes beside the weights at the peak.
         warnings: what is beyond the budget.
+
+    What comes after `refused` is empty where the measurement would stop at its first forward call.
     """
 
     blocks: str
@@ -86,7 +88,7 @@ class Cost:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         convention, norm = self.final_norm
-        budget = f"memory_budget {size(self.memory_budget)}"
+        memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
@@ -96,7 +98,7 @@ class Cost:
             ("method", self.method),
             ("time", "" if self.refused else f"about {duration(self.seconds)}"),
             ("timed", self.timed),
-            ("memory", f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); {budget}"),
+            ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             *(("warning", warning) for warning in self.warnings),
             ("not counted", f"{', '.join(self.not_counted)} (not asked for by measures)" if self.not_counted else ""),
         ]
