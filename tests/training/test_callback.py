@@ -539,7 +539,7 @@ def test_refused_at_setup(module, options, message):
         (dict(k=0), "k=0; each K must be a whole number from 1"),
         (dict(probe="a prompt", tokenizer="gpt2"), "AutoTokenizer.from_pretrained('gpt2')"),
         (dict(measures="couplings"), "choose from all, coupling, trajectory"),
-        (dict(dtype=torch.bfloat16), "choose from torch.float32, torch.float64"),
+        (dict(dtype=torch.bfloat16), "dtype=torch.bfloat16; choose from float32, float64"),
     ],
 )
 def test_bad_settings(options, message):
