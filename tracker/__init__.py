@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     try:
         imported = importlib.import_module(f"tracker.{module}")
     except ModuleNotFoundError as error:
-        from tracker.common.extras import missing_extra
+        from tracker.common.errors import missing_extra
 
         raise missing_extra(error, f"tracker.{name}") from error
     return getattr(imported, name) if name in _MODULES else imported

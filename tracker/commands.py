@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from tracker.common.command_line import OK, USAGE, reports_errors
-from tracker.common.extras import require_own
+from tracker.common.errors import require_own
 
 # Subcommand -> the module that `python -m` runs, and what it does.
 COMMANDS = {

@@ -36,10 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.loggers import prepare, selection
+    from tracker.loggers import prepare
+    from tracker.loggers.protocol import parse_log
 
     name = parsed.name or parsed.results.resolve().name
-    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), selection.parsed(parsed.log))
+    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), parse_log(parsed.log))
     return OK
 
 

@@ -15,8 +15,7 @@ import tracker
 from tests.lightning_runs import Classifier, fit
 from tests.training.test_callback import Watch, assert_same_units, offline_records
 from tracker.common.errors import UsageError
-from tracker.common.lightning_packages import classes
-from tracker.loggers.lightning import LightningAdapter
+from tracker.loggers.lightning import LightningAdapter, classes
 from tracker.store.results import Store
 from tracker.training.target import check_readable
 

@@ -26,6 +26,7 @@ from tracker.report.contents import Reader, carried, contents
 from tracker.report.texts import provenance
 from tracker.store import results
 from tracker.store.results import Store
+from tracker.walk import units
 from tracker.walk.units import Units
 
 
@@ -61,7 +62,7 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
         said = {"weights_kept": "in memory", "memory_budget": "1 GB", "settings_sha256": plan.output.settings_sha256}
         return large_unit(checkpoint.step).assign_attrs(said)
 
-    monkeypatch.setattr(pythia, "measure_checkpoint", measured)
+    monkeypatch.setattr(units, "measure_checkpoint", measured)
     for step in range(1, 5):
         shutil.copytree(snapshots(suite) / commit(suite, 8), tmp_path / "steps" / f"step{step}")
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)

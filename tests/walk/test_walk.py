@@ -24,7 +24,7 @@ from tracker.analysis.statistics import scalars
 from tracker.measures.layers import CERTIFICATE
 from tracker.report.contents import contents
 from tracker.store.results import VOLATILE, Store
-from tracker.walk.failures import unwritable
+from tracker.walk.display import unwritable
 
 STEPS = [0, 1, 2, 4, 8]
 

@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.statistics import suspect
 from tracker.common.errors import UsageError
-from tracker.common.steps import UNTRAINED, describe_repeat
+from tracker.common.text import UNTRAINED, describe_repeat
 from tracker.measures.registry import UNDEFINED
 from tracker.store.results import attribute_values
 

@@ -26,7 +26,7 @@ from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
 from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens, pair_layers
-from tracker.measures.declaration import Measure, Reduction
+from tracker.measures.declaration import Measure, Reduction, point_label
 from tracker.measures.registry import (
     BELOW_NULL,
     BY_NAME,
@@ -234,7 +234,7 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     """Return the values that loggers record, by metric name: one for each step if the results have steps."""
     logged = [measure for measure in MEASURES if measure.logged]
     points = curves(results, [measure.name for measure in logged])
-    names = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
+    names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {"score": "score"}
     flat = {
         "/".join([metric, *labels]): values
         for name, metric in names.items()
@@ -243,7 +243,8 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     }
     if "miscoupling" in results:
         flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (
-            flat[f"coupling/miscoupling{null}/k{_smallest_k(results)}/mean_offdiag"] for null in ("", "_null")
+            flat[BY_NAME["miscoupling"].point(part, k=_smallest_k(results), pairs="mean_offdiag")]
+            for part in ("", "_null")
         )
         flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
     counts = results.variables[UNDEFINED]
@@ -259,25 +260,10 @@ def _smallest_k(unit: xr.Dataset) -> int:
     return int(unit["k"].min()) if "k" in unit.coords else 0
 
 
-def _metric(measure: Measure, part: str) -> str:
-    return f"{measure.metric}{part}"
-
-
 def _entries(points: xr.Dataset, name: str) -> list[tuple[tuple[str, ...], np.ndarray]]:
     """Return the values of a curve, over steps, with their labels along the other dimensions."""
     values = points.variables[name].transpose(..., "step", missing_dims="ignore")
     along = [str(dim) for dim in values.dims if dim != "step"]
     sizes = values.shape[: len(along)]
-    labels = [[_label(dim, label) for label in points.variables[dim].values] for dim in along]
+    labels = [[point_label(dim, label) for label in points.variables[dim].values] for dim in along]
     return list(zip(product(*labels), (values.values[at] for at in np.ndindex(sizes)), strict=True))
-
-
-def _label(dim: str, label: object) -> str:
-    if dim == "noise":
-        return noise_label(float(str(label)))
-    return f"k{label}" if dim == "k" else str(label)
-
-
-def noise_label(level: float) -> str:
-    """Return a noise level as part of a metric's name, where W&B would read a dot as a path."""
-    return f"{100 * level:g}pct"

@@ -10,8 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from tracker.common.errors import CheckpointError
-from tracker.common.extras import MissingExtraError, missing_extra
+from tracker.common.errors import CheckpointError, MissingExtraError, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)

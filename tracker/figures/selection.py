@@ -17,9 +17,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results, shared_ks
 from tracker.analysis.doubts import describe_differences, require_same_conventions
-from tracker.common.errors import UsageError
-from tracker.common.extras import require
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, require, warn_caller
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, Declaration
 from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
 from tracker.store.results import distinct_names, open_results, short_name

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.common.notices import warn_caller
+from tracker.common.errors import warn_caller
 from tracker.jacobians.independent import Independent
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED

@@ -77,6 +77,25 @@ class Measure:
         by_position = self.dims in (("layer", "position"), ("depth", "position"))
         return by_position or (self.dims == ("token", "layer") and bool(self.charts))
 
+    def point(self, part: str = "", **labels: object) -> str:
+        """Return the name in logs of a point of its curve.
+
+        Args:
+            part: one of `logged`.
+            labels: of the point, along the dimensions of the curve.
+
+        >>> Measure("offdiag", (), "off-diagonal", metric="coupling/offdiag").point("_null", k=10, pairs="mean")
+        'coupling/offdiag_null/k10/mean'
+        """
+        return "/".join([f"{self.metric}{part}", *(point_label(dim, label) for dim, label in labels.items())])
+
+
+def point_label(dim: str, label: object) -> str:
+    """Return the label of a point along a dimension as part of a metric's name, where W&B would read a dot as a path."""
+    if dim == "noise":
+        return f"{100 * float(str(label)):g}pct"
+    return f"k{label}" if dim == "k" else str(label)
+
 
 OURS = "this package"
 

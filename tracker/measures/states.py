@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import depth_use, trajectory
 from tracker.measures.declaration import MINOR, STATE, Measure

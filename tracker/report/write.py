@@ -13,8 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.command_line import OK, reports_errors
-from tracker.common.errors import UsageError
-from tracker.common.extras import require
+from tracker.common.errors import UsageError, require
 from tracker.common.files import write_atomic
 from tracker.common.text import counted
 

@@ -23,7 +23,7 @@ import xarray as xr
 
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
-from tracker.common.steps import find_repeats
+from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
 from tracker.store.netcdf import Content, DamagedFile, common, file_content, read_content, stacked

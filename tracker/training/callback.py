@@ -14,10 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from tracker.common.errors import UsageError
-from tracker.common.lightning_packages import classes
-from tracker.common.notices import warn_caller
-from tracker.loggers.lightning import LightningAdapter
+from tracker.common.errors import UsageError, warn_caller
+from tracker.loggers.lightning import LightningAdapter, classes
 from tracker.training import probe as probes
 from tracker.training.options import TrainerOptions, accepts_trainer_options
 from tracker.training.run import Skipped, TrainingRun

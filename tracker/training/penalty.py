@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tracker.blocks.find import Blocks, Named, find_blocks, unwrap
-from tracker.blocks.wrappers import innermost
+from tracker.blocks.find import Blocks, Named, find_blocks, innermost, unwrap
 from tracker.capture.global_state import checkpointing_disabled
 from tracker.capture.hidden_state import bind_arguments, describe_output, hidden_state
 from tracker.capture.inputs import batches, positions

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from tracker.capture.guard import SCALARS, is_data
 from tracker.capture.inputs import Batch, batches, check_tokenizer
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.provenance import digest
 from tracker.training.target import Forward, WithForward
 

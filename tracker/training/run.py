@@ -23,11 +23,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from tracker.analysis.summary import summary
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
-from tracker.loggers.protocol import Log, Logger, Row
-from tracker.loggers.selection import checked, chosen
+from tracker.loggers.protocol import Log, Logger, Row, check_log, select_metrics
 from tracker.measurement import to_dataset
 from tracker.measures.options import settings_from
 from tracker.provenance import has_float64, settings_digest
@@ -158,7 +156,7 @@ class Publisher:
 
     def _chosen(self, row: Row) -> Row:
         """Return the row with the metrics to log."""
-        return chosen(row, self.log, (*COST, SKIPPED))
+        return select_metrics(row, self.log, (*COST, SKIPPED))
 
 
 class TrainingRun:
@@ -199,7 +197,7 @@ class TrainingRun:
         if self.thin and self.max_overhead is None:
             raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
         self.settings = settings_from(measuring, self.caller, parameters)
-        self.log = checked(options["log"])
+        self.log = check_log(options["log"])
         self.ends: bool = options["ends"]
         self.tokenizer, self.forward = options["tokenizer"], options["forward"]
         self.given_probe = probes.check(probe, self.tokenizer, self.forward)

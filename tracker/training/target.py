@@ -10,10 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from tracker.blocks.boundaries import Boundary
-from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, unwrap
-from tracker.blocks.wrappers import names_by_id
-from tracker.common.errors import UsageError
-from tracker.common.lightning_packages import PREFIXES, is_lightning
+from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, names_by_id, unwrap
+from tracker.common.errors import LIGHTNING, UsageError
+from tracker.loggers.lightning import is_lightning
 
 AVERAGING = "callbacks.WeightAveraging"
 
@@ -130,4 +129,4 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
 
 def _runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
-    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *PREFIXES))
+    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))

@@ -25,7 +25,7 @@ from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architectu
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, join_names, printable
-from tracker.walk.failures import reason
+from tracker.walk.display import reason
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
-from tracker.common.steps import UNTRAINED
-from tracker.common.text import first_line
+from tracker.common.text import UNTRAINED, first_line
 from tracker.walk.command import Walk
 from tracker.walk.prompts import load_prompts, prompts_digest
 
