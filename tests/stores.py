@@ -10,7 +10,7 @@ import xarray as xr
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.measures.trajectory import DECLARED as TRAJECTORY
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.version import SCHEMA
 
 

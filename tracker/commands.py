@@ -11,7 +11,7 @@ from tracker.common.errors import require_own
 COMMANDS = {
     "walk": ("tracker.pythia", "measure published checkpoints one after another"),
     "report": ("tracker.report.write", "write the interactive page of results"),
-    "figures": ("tracker.figures.write", "draw the paper's figures as PDF, PNG and CSV"),
+    "figures": ("tracker.figures.__main__", "draw the paper's figures as PDF, PNG and CSV"),
     "replay": ("tracker.replay", "send stored results to loggers"),
     "dashboards": ("tracker.dashboards", "save a workspace of Weights & Biases"),
     "checkpoints": ("checkpoints.__main__", "list and verify published checkpoints"),

@@ -53,7 +53,7 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", 
     """
     from tracker.loggers import announce, opened
     from tracker.loggers.protocol import LoggedRun, Row
-    from tracker.store.results import Store, require_steps
+    from tracker.store import Store, require_steps
 
     store = Store(results)
     steps = require_steps(store)

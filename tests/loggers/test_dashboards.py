@@ -19,11 +19,11 @@ from tests import processes
 from tests.models import neox, tokens
 from tests.stores import generated
 from tracker import dashboards, replay
-from tracker.analysis.statistics import scalars
+from tracker.analysis.curves import scalars
 from tracker.loggers.protocol import LoggedRun, Row, select_metrics
 from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.registry import MEAN_OFFDIAG, headline_names
-from tracker.store.results import Store
+from tracker.store import Store
 
 STEPS = (0, 2, 8)
 OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log

@@ -12,14 +12,14 @@ import tracker
 from tests.models import neox, tokens
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia, replay
-from tracker.analysis.statistics import scalars
+from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row, parse_log, select_metrics
 from tracker.loggers.wandb import WandbRun, resolve_mode
 from tracker.measures.registry import headline_names
-from tracker.store.results import Store
+from tracker.store import Store
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from tests.lightning_runs import Classifier, fit, trainer
 from tracker import CouplingCallback
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.training import ranks, run
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))

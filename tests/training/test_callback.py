@@ -25,10 +25,10 @@ from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
-from tracker.analysis.statistics import scalars
+from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
-from tracker.store.results import VOLATILE, Store
+from tracker.store import VOLATILE, Store
 from tracker.training import ranks, schedule
 from tracker.training import schedule as schedule_module
 from tracker.training.callback import CouplingCallback

@@ -11,11 +11,10 @@ from tests.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
 from tests.training.test_callback import Watch, run_process
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.training import ranks, run
 from tracker.training.ranks import Failure
-from tracker.training.run import Skipped
-from tracker.training.run_store import claim
+from tracker.training.run import Skipped, claim
 
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 ERRORS = {

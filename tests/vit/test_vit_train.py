@@ -17,7 +17,7 @@ import xarray as xr
 
 import tracker
 from tests import processes
-from tracker.store.results import VOLATILE, Store
+from tracker.store import VOLATILE, Store
 from vit import cells, grid
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.train import main

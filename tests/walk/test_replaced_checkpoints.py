@@ -18,7 +18,7 @@ from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
 from tracker.common.errors import CheckpointError
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.walk import units
 
 MEASURED = "was {} while this checkpoint was measured, and its results are not kept"

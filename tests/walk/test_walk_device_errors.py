@@ -7,7 +7,7 @@ import torch
 
 from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.walk import units
 
 ERRORS = {

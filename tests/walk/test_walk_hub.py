@@ -24,7 +24,7 @@ from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.walk import units
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

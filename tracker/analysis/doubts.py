@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import suspect
+from tracker.analysis.curves import suspect
 from tracker.common.errors import UsageError
 from tracker.common.text import UNTRAINED, describe_repeat
 from tracker.measures.registry import UNDEFINED
-from tracker.store.results import attribute_values
+from tracker.store import attribute_values
 
 CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
 

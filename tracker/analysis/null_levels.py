@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tracker.analysis.variables import coordinates, in_float64
 from tracker.common.errors import UsageError
-from tracker.measures import null_levels
+from tracker.measures import coupling
+from tracker.measures.coupling import Moments, Overlap
 from tracker.measures.dataset import compared_layers, compared_tokens, pair_layers
 from tracker.measures.declaration import NORMED
-from tracker.measures.null_levels import Moments, Overlap
 from tracker.measures.registry import BY_NAME, KINDS
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
@@ -62,7 +62,7 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
                 f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
             )
     definitions = [BY_NAME[name].base or name for name in names]
-    formula = partial(null_levels.null_levels, definitions)
+    formula = partial(coupling.null_levels, definitions)
     return dict(zip(names, _of_pairs(results, names, formula), strict=True))
 
 
@@ -83,15 +83,15 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
     measure = BY_NAME.get(name)
     if measure is None or (measure.base or name) != "miscoupling" or name not in results:
         raise UsageError(
-            f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: null_levels.simulated"
+            f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: coupling.simulated"
         )
     d, K = int(results.attrs["width"]), int(results["k"].max())
     if K * VALID > d:
         raise UsageError(
             f"the spread holds for K <= d / {VALID}, and K = {K}, d = {d}; select a smaller K, or draw rotations: "
-            "null_levels.simulated"
+            "coupling.simulated"
         )
-    (spread,) = _of_pairs(results, [name], lambda *arguments: [null_levels.spread(*arguments)])
+    (spread,) = _of_pairs(results, [name], lambda *arguments: [coupling.spread(*arguments)])
     return _labelled(spread, results)
 
 

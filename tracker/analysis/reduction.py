@@ -12,19 +12,12 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
 from tracker.analysis.null_levels import READ, levels, levels_of_several
-from tracker.analysis.statistics import (
-    CURVES,
-    SAMPLES,
-    curves,
-    labelled_over_pairs,
-    middle_layers,
-    points_of_layer_pairs,
-)
 from tracker.analysis.variables import PAIRS, coordinates, in_float64, mean, median, over_pairs, quartiles
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store.results import Store, require_steps
+from tracker.store import Store, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -37,7 +30,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     """Reduce one unit, or several along `step`.
 
     Returns:
-        The curve points of `statistics.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
+        The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
         the mis-coupling, means over tokens. For each of `OF_PATHS`: `m_by_prompt`, medians over positions. For each
         measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
@@ -154,7 +147,7 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
 
     Returns:
         `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
-        `tracker.analysis.statistics.curves`.
+        `tracker.analysis.curves.curves`.
 
     Raises:
         FileNotFoundError: if there are no units.

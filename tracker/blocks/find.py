@@ -1,9 +1,4 @@
-"""Read a module tree through wrappers: modules that hold another one and do nothing of their own in its forward pass.
-
-The name of a module is always its name in the tree without wrappers, at whatever depth they stand. That is the tree of a replica,
-so a name found in the model is valid there.
-
-Find the residual blocks of a transformer.
+"""Find the residual blocks of a transformer.
 
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
 the list that a Hugging Face model's config declares (`huggingface`); the only run of modules of one class that each contain
@@ -15,6 +10,10 @@ Where no attention module is recognised by its name, a candidate is a run of con
 least two matrices outside convolutions and recurrent layers: the entries of a ModuleList, Sequential or ModuleDict, or the
 numbered attributes of a module (block0, block1, ...). Stacks of MLPs are candidates too: `tracker.capture.confirm` tells blocks
 from them in a forward pass.
+
+The tree is read through wrappers: modules that hold another one and do nothing of their own in its forward pass. The name of a
+module is always its name in the tree without wrappers, at whatever depth they stand. That is the tree of a replica, so a name
+found in the model is valid there.
 """
 
 import re
@@ -163,7 +162,7 @@ Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller 
 class Blocks:
     """A model's residual blocks, final norm, unembedding and class token, by name.
 
-    Names are qualified names within the model without wrappers, such as those of DDP and `torch.compile` (`wrappers`).
+    Names are qualified names within the model without wrappers, such as those of DDP and `torch.compile`.
     """
 
     names: tuple[str, ...]

@@ -15,10 +15,19 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import inverse_fit, middle_layers
+from tracker.analysis.curves import inverse_fit, middle_layers
 from tracker.common.errors import UsageError
-from tracker.figures.drawing import FEWEST_POINTS, at_step, colour_map, evenly_spaced, logarithmic_y, panels, shades
-from tracker.figures.palette import BLUE, ORANGE
+from tracker.figures.drawing import (
+    BLUE,
+    FEWEST_POINTS,
+    ORANGE,
+    at_step,
+    colour_map,
+    evenly_spaced,
+    logarithmic_y,
+    panels,
+    shades,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

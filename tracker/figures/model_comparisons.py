@@ -30,12 +30,22 @@ from tracker.analysis.across_models import (
     subset_fits,
     tokens_seen,
 )
+from tracker.analysis.curves import correlations, curves, sources
 from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
-from tracker.analysis.statistics import correlations, curves, sources
 from tracker.common.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
-from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, colour_map, fit_text, fitted_line, panels
-from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
+from tracker.figures.drawing import (
+    BLUE,
+    DIVERGING,
+    FEWEST_POINTS,
+    GREY,
+    ORANGE,
+    PAIR_WORDS,
+    colour_map,
+    fit_text,
+    fitted_line,
+    panels,
+)
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import MISCOUPLINGS
 

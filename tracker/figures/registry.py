@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tracker.analysis.doubts import CONVENTIONS
-from tracker.figures import coupling, jacobians, model_comparisons, overview, states
+from tracker.figures import coupling, jacobians, model_comparisons, states
 from tracker.figures.coupling import MEASURE
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ _DECLARATIONS = (
     Declaration(
         "curves",
         "Mis-coupling, line-shape score and expodistance over training",
-        overview.training_curves,
+        coupling.training_curves,
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
         f"tokens; expodistance: median; {ALONE}; bands are quartiles; several results in one figure; {ADJUSTABLE}",
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
@@ -146,7 +146,7 @@ _DECLARATIONS = (
     Declaration(
         "heatmap",
         "Mis-coupling of all pairs of blocks",
-        overview.heatmaps,
+        coupling.heatmaps,
         f"not in the paper; mean over prompts and tokens, {LAST}; a panel for each result; {K_AND_NORM}; {ADJUSTABLE}",
         ("miscoupling",),
         may_differ=CONVENTIONS,

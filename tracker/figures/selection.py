@@ -20,7 +20,7 @@ from tracker.analysis.doubts import describe_differences, require_same_conventio
 from tracker.common.errors import UsageError, require, warn_caller
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, Declaration
 from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
-from tracker.store.results import distinct_names, open_results, short_name
+from tracker.store import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

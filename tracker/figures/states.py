@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import quartiles, sources
+from tracker.analysis.curves import quartiles, sources
 from tracker.common.errors import UsageError
 from tracker.figures.drawing import (
+    BLUE,
+    ORANGE,
     at_step,
     axis_label,
     evenly_spaced,
@@ -24,7 +26,6 @@ from tracker.figures.drawing import (
     shades,
     training_axis,
 )
-from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

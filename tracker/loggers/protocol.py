@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, cast, get_args
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import headlines, scalars, scalars_by_step
+from tracker.analysis.curves import headlines, scalars, scalars_by_step
 from tracker.common.errors import UsageError
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, UNDEFINED_COUNT, panel_metrics
-from tracker.store.results import Store
+from tracker.store import Store
 
 SAMPLES = ("prompt", "token")
 SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
@@ -61,7 +61,7 @@ class Row:
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.overview import coupling_pictures
+        from tracker.figures.coupling import coupling_pictures
 
         if "miscoupling" not in self.matrices:
             return {}

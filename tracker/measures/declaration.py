@@ -37,7 +37,7 @@ class Measure:
         variant: "normed": the last block, or the last state, includes the final norm; "vju": the sides of the bases are
             swapped; a key of `KINDS`: across tokens; "": none of these, of the blocks alone.
         base: the variable that this one is a variant of; "" if it is none.
-        curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
+        curve: how it is reduced to a point of a curve (`curves.curves`); None: it has no curve.
         null: whether it has a null level, which is computed when it is read (`analysis.null_levels`).
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.

@@ -28,13 +28,13 @@ from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
-from tracker.measures import of_blocks, products
+from tracker.measures import block_products, depthwise
 from tracker.measures.calls import record_call
+from tracker.measures.coupling import moments
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import pairs
 from tracker.measures.directions import DIRECTIONS, RANDOM, heads
 from tracker.measures.layers import Layer, check_kept, kept_bytes, matrix_free_layer, triplets_of_jacobians
-from tracker.measures.null_levels import moments
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import Settings, choices
 from tracker.measures.states import measure_states, measures_of_states
@@ -136,15 +136,15 @@ def seconds_of_blocks(
     L, choices, halves = len(recording.calls), plan.extras, HalfJacobians(jacobians)
     head = heads([(recording, rows) for _, rows in selections]) if "directions" in choices else None
     stages = {}
-    for choice in of_blocks.measured(choices):
+    for choice in depthwise.measured(choices):
         if choice == "products":
-            decompositions = 2 * len(products.depths(L, layer.triplets.V.shape[-2])) - 1
-            step, _ = timed(lambda: products.Chain().multiply(layer.jacobian()))
-            whole, _ = timed(lambda: products.of_matrices([layer.jacobian()], 1))
+            decompositions = 2 * len(block_products.depths(L, layer.triplets.V.shape[-2])) - 1
+            step, _ = timed(lambda: block_products.Chain().multiply(layer.jacobian()))
+            whole, _ = timed(lambda: block_products.of_matrices([layer.jacobian()], 1))
             stages[choice] = (2 * L - 1) * step + decompositions * max(0.0, whole - step)
             continue
         how = ([layer], [selections], [choice], head, plan.memory // 2, halves, min(plan.ks))
-        seconds, _ = timed(lambda how=how: of_blocks.measure_blocks(*how))
+        seconds, _ = timed(lambda how=how: depthwise.measure_blocks(*how))
         # Random directions are taken once, not for each block.
         of_each = 2 * DIRECTIONS
         stages[choice] = seconds * ((L * of_each + RANDOM) / (of_each + RANDOM) if choice == "directions" else L)

@@ -7,24 +7,23 @@ of a Dataset, the counts of undefined values, the curves, the names of metrics, 
 choices of `measures=`.
 
 To add a variable that is read off the states, write its formula and an entry of `DECLARED` in `trajectory`; one of each
-block's Jacobian, in `normality` or a file like it that `of_blocks` collects. To add a definition of mis-coupling, add it to
+block's Jacobian, in `single_blocks`. To add a definition of mis-coupling, add it to
 `coupling.DEFINITIONS`.
 
 The headline numbers are what a training run logs by default, W&B shows by default and the saved workspace begins with. Each
-is the name of a metric of `statistics.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
+is the name of a metric of `curves.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
 are left out. Walks and replays log also what the saved workspace draws, and each logs all metrics with `log="all"`.
 """
 
 from collections.abc import Mapping
 
 from tracker.measures import (
+    block_halves,
+    block_products,
     coupling,
-    depth_use,
     directions,
-    halves,
     layers,
-    of_blocks,
-    products,
+    single_blocks,
     states,
     tokenwise,
     trajectory,
@@ -62,11 +61,11 @@ MEASURES: tuple[Measure, ...] = (
     *tokenwise.DECLARED,
     *layers.DECLARED,
     *layers.DECLARED_KEPT,
-    *depth_use.DECLARED_OF_STATES,
-    *of_blocks.DECLARED,
-    *products.DECLARED,
+    *trajectory.DECLARED_USE,
+    *single_blocks.DECLARED,
+    *block_products.DECLARED,
     *directions.DECLARED,
-    *halves.DECLARED,
+    *block_halves.DECLARED,
     *trajectory.DECLARED,
     *states.DECLARED,
 )

@@ -17,7 +17,7 @@ from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
-from tracker.measures import depth_use, trajectory
+from tracker.measures import trajectory
 from tracker.measures.declaration import MINOR, STATE, Measure
 from tracker.measures.settings import Settings
 
@@ -25,7 +25,7 @@ NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, rel
 
 OF_STATES = ("trajectory", "entropy", "pca", "noise")  # measures
 
-STATES = (*trajectory.DECLARED, *depth_use.DECLARED_OF_STATES)  # variables that are read off the states alone
+STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)  # variables that are read off the states alone
 DECLARED = (
     Measure(
         "entropy",

@@ -34,11 +34,10 @@ from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
-from tracker.measures.coupling import DEFINITIONS, OF_PAIRS
+from tracker.measures.coupling import DEFINITIONS, OF_PAIRS, Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
-from tracker.measures.depthwise import of_null_levels, pairs
+from tracker.measures.depthwise import pairs, parts_of_null_levels
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
-from tracker.measures.null_levels import Moments, declared_parts, moments
 from tracker.measures.plan import Plan
 
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
@@ -210,7 +209,7 @@ def _couplings(
 def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
     found = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
-    return found | {f"{{}}_{name}": value for name, value in of_null_levels(layers, ks).items()}
+    return found | {f"{{}}_{name}": value for name, value in parts_of_null_levels(layers, ks).items()}
 
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.frame import jsonable
+from tracker.analysis.across_models import jsonable
+from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset, pairs_of_blocks
-from tracker.analysis.statistics import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.variables import PAIRS
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
@@ -46,7 +46,7 @@ class Reader:
             ValueError: if a unit is damaged, or the units make no curve.
         """
         from tracker.analysis.reduction import reduced
-        from tracker.store.results import Store, join, require_steps
+        from tracker.store import Store, join, require_steps
 
         store = Store(directory)
         # Taken before reading: a unit that is replaced meanwhile is read again next time.
@@ -153,7 +153,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
 
     Returns:
         By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
-        `statistics.curves`; matrices and other large arrays as `pack` returns them.
+        `curves.curves`; matrices and other large arrays as `pack` returns them.
     """
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]

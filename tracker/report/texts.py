@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import layers_in_words
+from tracker.analysis.curves import layers_in_words
 from tracker.figures.coupling import MEASURE
-from tracker.figures.palette import DIVERGING, SEQUENTIAL, SERIES
+from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
 from tracker.measures import registry
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, VARIANTS, Measure
 from tracker.report.contents import carried
-from tracker.store.results import Store
+from tracker.store import Store
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
 LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}

@@ -14,8 +14,8 @@ from tracker.blocks.find import Blocks, Named
 from tracker.loggers.protocol import Log
 from tracker.measures.options import KEYWORDS, Keyword, accepts_options
 from tracker.measures.settings import Options
+from tracker.training.probe import Forward
 from tracker.training.schedule import Schedule
-from tracker.training.target import Forward
 
 
 class RunOptions(Options, total=False):

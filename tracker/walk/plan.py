@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from tracker.measures.settings import Settings
-    from tracker.store.results import Store
+    from tracker.store import Store
 
 
 def default_budget(device: "torch.device", weights: int) -> int:
@@ -146,7 +146,7 @@ def named_suite(walk: Walk, notify: Callable[[str], None] = print) -> Suite:
 
 def store_of(walk: Walk, suite: Suite) -> "Store":
     """Return the store that a walk writes, which may not exist."""
-    from tracker.store.results import Store
+    from tracker.store import Store
 
     return Store(walk.out or Path("results") / suite.name)
 

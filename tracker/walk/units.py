@@ -23,8 +23,7 @@ from tracker.common.text import UNTRAINED, first_line
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
-from tracker.store.netcdf import DamagedFile, file_content
-from tracker.store.results import Store, likeness, require_one_curve
+from tracker.store import DamagedFile, Store, file_content, likeness, require_one_curve
 from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device, untrained
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from torch import Tensor
 from tracker.jacobians.halves import Halves
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
+from tracker.measures.coupling import moments, null_level, overlap
 from tracker.measures.declaration import JACOBIANS, LAYER, OURS, Measure
-from tracker.measures.depth_use import jacobian_gain
-from tracker.measures.null_levels import moments, null_level, overlap
+from tracker.measures.single_blocks import jacobian_gain
 
 Values = Float[Tensor, " R"]
 
