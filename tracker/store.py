@@ -174,11 +174,11 @@ def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
 
 def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
     """Return what all steps of a curve have in common, each with the values found: one, where they make a curve."""
-    found = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
-    found["number of blocks"] = {str(ds.sizes.get("layer"))}
+    values = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
+    values["number of blocks"] = {str(ds.sizes.get("layer"))}
     pairs = ds["pair_layer_other"] if "pair_position" in ds else None
-    found["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
-    return found
+    values["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
+    return values
 
 
 def require_one_curve(likenesses: Sequence[Mapping[str, set[str]]], path: Path) -> None:
@@ -406,8 +406,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
-        found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
-        return sorted(int(match[1]) for match in found if match)
+        names = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
+        return sorted(int(match[1]) for match in names if match)
 
     def read_settings(self) -> dict[str, Any]:
         """Read the settings that all units share.
@@ -516,12 +516,12 @@ def _with_attributes(curve: xr.Dataset, differing: Collection[str]) -> xr.Datase
 
 def _with_coordinates(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dataset:
     """Return a curve that has each coordinate of the others: theirs where it is of prompts, else "" or NaN."""
-    found = {}
+    coordinates = {}
     for other in curves:
         for name, coordinate in other.coords.items():
-            if name in curve.coords or name in found:
+            if name in curve.coords or name in coordinates:
                 continue
             of_prompts = coordinate.variable.isel(step=0) if "step" in coordinate.dims else coordinate.variable
             unknown = np.nan if coordinate.dtype.kind in "iuf" else ""
-            found[name] = of_prompts if of_prompts.dims else unknown
-    return curve.assign_coords(found)
+            coordinates[name] = of_prompts if of_prompts.dims else unknown
+    return curve.assign_coords(coordinates)

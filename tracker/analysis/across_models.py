@@ -71,17 +71,17 @@ def independence_note(results: Mapping[str, xr.Dataset]) -> str:
     return f"{note} Clusters averaged in the second fit: {averaged}." if averaged else note
 
 
-def assign_clusters(results: Mapping[str, xr.Dataset], given: str | None) -> dict[str, xr.Dataset]:
+def assign_clusters(results: Mapping[str, xr.Dataset], text: str | None) -> dict[str, xr.Dataset]:
     """Set the attribute `cluster` of results as "NAME=CLUSTER,NAME=CLUSTER" gives it; the others are returned as they are.
 
     Raises:
         UsageError: for an entry not of this form, or with a name that is not among the results.
     """
-    pairs = [pair.strip().rpartition("=") for pair in (given or "").split(",") if pair.strip()]
+    pairs = [pair.strip().rpartition("=") for pair in (text or "").split(",") if pair.strip()]
     for name, equals, cluster in pairs:
         if not (equals and cluster and name in results):
             raise UsageError(
-                f"--clusters {given}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
+                f"--clusters {text}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
             )
     labels = {name: cluster for name, _, cluster in pairs}
     return {name: ds.assign_attrs(cluster=labels[name]) if name in labels else ds for name, ds in results.items()}

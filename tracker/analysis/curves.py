@@ -159,8 +159,10 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     """
     if "prompt_source" not in results.coords:
         return None
-    found = results.coords["prompt_source"]
-    labels = pd.Series((found.isel(step=-1) if "step" in found.dims else found).values)
+    labels_of_prompts = results.coords["prompt_source"]
+    labels = pd.Series(
+        (labels_of_prompts.isel(step=-1) if "step" in labels_of_prompts.dims else labels_of_prompts).values
+    )
     codes, _ = pd.factorize(labels.where(labels != ""))
     return np.where(codes < 0, len(codes) + np.arange(len(codes)), codes)
 
@@ -188,8 +190,8 @@ def correlations(
             fit = linear_fit(x, of_y, *kinds)
             row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
         rows.append(row)
-    found = pd.DataFrame(rows)
-    return found.assign(p_holm=holm(found["p"].to_numpy()))
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
 def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
@@ -217,15 +219,17 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
 
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
     """Return the `scalars` of each step of results along `step`."""
-    found = _metrics(results)
-    return [_recorded({name: float(values[i]) for name, values in found.items()}) for i in range(results.sizes["step"])]
+    metrics = _metrics(results)
+    return [
+        _recorded({name: float(values[i]) for name, values in metrics.items()}) for i in range(results.sizes["step"])
+    ]
 
 
-def _recorded(found: dict[str, float]) -> dict[str, float]:
+def _recorded(metrics: dict[str, float]) -> dict[str, float]:
     """Leave out a count of zero, and scores that only other steps have."""
     return {
         name: value
-        for name, value in found.items()
+        for name, value in metrics.items()
         if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
     }
 

@@ -124,15 +124,17 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     if of_tokens:
         basis = [values[:, _basis_blocks(results)] for values in basis]
     at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
-    found = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
+    evaluated = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
         values = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
-        for of_name, value in zip(found, values, strict=True):
+        for of_name, value in zip(evaluated, values, strict=True):
             of_name[i, part] = value
     other = "pair_token_other" if of_tokens else "layer_other"
-    values = found.reshape(len(names), len(ks), *(results.sizes[dim] for dim in sample), *found.shape[3:]).numpy()
+    values = evaluated.reshape(
+        len(names), len(ks), *(results.sizes[dim] for dim in sample), *evaluated.shape[3:]
+    ).numpy()
     if measure.variant != "vju":  # the last dimensions are those of `compared`
         compared = compared_tokens(results) if of_tokens else compared_layers(results)
         values[..., ~compared.values] = 0.0

@@ -96,14 +96,14 @@ def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | Non
         raise UsageError("no results; give a Dataset of measure, the directory of a store, or several")
     if not isinstance(results, Mapping):
         results = dict(zip(_names(results), results, strict=True))
-    return _side_by_side({name: _result(given, k) for name, given in results.items()})
+    return _side_by_side({name: _result(result, k) for name, result in results.items()})
 
 
 def _names(results: Sequence[Given]) -> list[str]:
-    paths = [Path(given) for given in results if not isinstance(given, xr.Dataset)]
+    paths = [Path(result) for result in results if not isinstance(result, xr.Dataset)]
     if len(paths) == len(results):
         return distinct_names(paths)
-    names = [short_name(given) if isinstance(given, xr.Dataset) else fspath(given) for given in results]
+    names = [short_name(result) if isinstance(result, xr.Dataset) else fspath(result) for result in results]
     return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
@@ -115,8 +115,8 @@ def summary_of_reduced(results: Mapping[str, xr.Dataset], k: int | None = None) 
         coupling = curve[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean("prompt").values if name else ()
         return _Result(_by_step(curve["step"].values, coupling), of, lambda steps: curve.sel(step=steps))
 
-    found = {name: result(curve) for name, curve in results.items()}
-    return _side_by_side(found) if len(found) > 1 else _of_steps(*found.values())
+    by_name = {name: result(curve) for name, curve in results.items()}
+    return _side_by_side(by_name) if len(by_name) > 1 else _of_steps(*by_name.values())
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,17 @@ class _Result:
         return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
 
 
-def _result(given: Given, k: int | None) -> _Result:
+def _result(result: Given, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
     skipped: Mapping[int, str] = {}
-    if isinstance(given, xr.Dataset):
-        ds = given if "step" in given.dims else given.drop_vars("step", errors="ignore").expand_dims(step=[0])
+    if isinstance(result, xr.Dataset):
+        ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
         k, name = _chosen(ds, k)
         points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
         found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
         steps, curve = ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps))
     else:
-        store = Store(given)
+        store = Store(result)
         steps, skipped = require_steps(store), store.skipped()
         k, name = _chosen(store.read(steps[-1]), k)
         found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
@@ -216,22 +216,22 @@ def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> 
 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
     """Return the values of a unit."""
-    clusters, found = sources(unit), {}
+    clusters, cells = sources(unit), {}
     for name in (name for name in SHOWN if f"{name}_matrix" in unit):
         at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
-            found[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
+            cells[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
-            found[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
+            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
                 value, null, np.full(unit.sizes["prompt"], np.nan), None
             )
     for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
         by_prompt = unit[f"{name}_by_prompt"].values
-        found[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
-    return found
+        cells[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
+    return cells
 
 
 def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
@@ -242,10 +242,10 @@ def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
 
 def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
     """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
-    if k is None or unit.sizes["layer"] < 3 or not (found := pairs_of_blocks(_departure(unit, k).values)).size:
+    if k is None or unit.sizes["layer"] < 3 or not (departures := pairs_of_blocks(_departure(unit, k).values)).size:
         return None
     first, second = np.triu_indices(unit.sizes["layer"], 1)
-    at = int(np.nan_to_num(found, nan=-np.inf).argmax())
+    at = int(np.nan_to_num(departures, nan=-np.inf).argmax())
     return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
 
 
@@ -311,9 +311,9 @@ def _table(
     rows: Mapping[str, Mapping[tuple[str, str], list[float]]], label: str, title: str, notes: list[str]
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
-    order = list(dict.fromkeys(at for found in rows.values() for at in found))
-    index = [(*at, *([name] if label else [])) for at in order for name, found in rows.items() if at in found]
-    values = [rows[name][at] for at in order for name, found in rows.items() if at in found]
+    order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
+    index = [(*at, *([name] if label else [])) for at in order for name, cells in rows.items() if at in cells]
+    values = [rows[name][at] for at in order for name, cells in rows.items() if at in cells]
     names = ["measure", "of", *([label] if label else [])]
     # Categories in their order of appearance make it a sorted index, of which a part can be selected.
     levels = [pd.Categorical(level, categories=list(dict.fromkeys(level))) for level in zip(*index, strict=True)]
@@ -332,8 +332,8 @@ def _of_intervals(unit: xr.Dataset) -> str:
         return "There are no intervals, since they are over prompts: measure several."
     of = sources(unit)
     clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
-    what = "of the coupling, or of a value without null level"
-    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {what}."
+    quantity = "of the coupling, or of a value without null level"
+    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {quantity}."
 
 
 def _of_coupling(
@@ -349,12 +349,12 @@ def _of_coupling(
     above = {
         label: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for label, unit in units.items()
     }
-    yes, no = ([label for label in units if above[label] is found] for found in (True, False))
-    said = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
+    yes, no = ([label for label in units if above[label] is outcome] for outcome in (True, False))
+    beginning = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
     if "" in units:
-        yield said + ("above 0." if yes else "not above 0 beyond chance.")
+        yield beginning + ("above 0." if yes else "not above 0 beyond chance.")
     else:
-        yield f"{said}above 0 for {', '.join(yes) or 'none'}" + (
+        yield f"{beginning}above 0 for {', '.join(yes) or 'none'}" + (
             f", and not for {', '.join(no)}." if yes and no else "."
         )
     if any(unit.attrs["post_norm"] for unit in units.values()):

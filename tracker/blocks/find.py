@@ -242,16 +242,18 @@ def find_blocks(
             raise UsageError("blocks is a result of find_blocks; give `fixed` to the call that made it")
         return blocks
     check_model(model)
-    given, model = model, unwrap(model)
+    wrapped, model = model, unwrap(model)
     runs = find_runs(model)
-    spans = [(_named_boundary(given, start), _named_boundary(given, end)) for start, end in read_spans(blocks) or ()]
+    spans = [
+        (_named_boundary(wrapped, start), _named_boundary(wrapped, end)) for start, end in read_spans(blocks) or ()
+    ]
     if spans:
         names, found_by, assumed = [b.module for span in spans for b in span], "boundaries named by the caller", ()
     elif blocks is not None:
-        names, found_by, assumed = _named(given, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
+        names, found_by, assumed = _named(wrapped, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
         names, found_by, assumed = _found(model, runs)
-    places = [_named_boundary(given, place) for place in read_fixed(fixed)]
+    places = [_named_boundary(wrapped, place) for place in read_fixed(fixed)]
     if places and "attention" in assumed:
         raise UsageError(
             f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
@@ -261,7 +263,7 @@ def find_blocks(
     token = class_token
     if token is None and not language and class_token_parameter(model, names, runs) is not None:
         token = 0
-    final_norm, unembedding = (None if path is None else _name(given, path) for path in (final_norm, unembedding))
+    final_norm, unembedding = (None if path is None else _name(wrapped, path) for path in (final_norm, unembedding))
     if batch_first is None:
         first = model if spans else model.get_submodule(names[0])
         attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
@@ -269,7 +271,7 @@ def find_blocks(
     norms = norms_around(model, names, runs)
     if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
         norms = [names[-1], *norms]
-    found = Blocks(
+    result = Blocks(
         names=tuple(names),
         found_by=found_by,
         final_norms=tuple(norms) if final_norm is None else (final_norm,),
@@ -280,8 +282,8 @@ def find_blocks(
         assumed=assumed + ("class token",) * (token is not None and class_token is None),
     )
     if not spans and not places:
-        return found
-    return found.between_boundaries(spans or chain(names), places)
+        return result
+    return result.between_boundaries(spans or chain(names), places)
 
 
 def check_model(model: Any) -> None:
@@ -304,10 +306,10 @@ def _named_boundary(model: nn.Module, boundary: Boundary) -> Boundary:
     return replace(boundary, module=_name(model, boundary.module))
 
 
-def _named(given: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
+def _named(wrapped: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
     """Return the names in `model`, the given model without wrappers, of the blocks that the caller names."""
     if isinstance(blocks, str):
-        container = _name(given, blocks)
+        container = _name(wrapped, blocks)
         blocks = [f"{container}.{name}".lstrip(".") for name, _ in model.get_submodule(container).named_children()]
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
@@ -320,11 +322,11 @@ def _named(given: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.M
         )
     if len(blocks) == 0:
         raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
-    known = names_by_id(given)
+    known = names_by_id(wrapped)
     names = []
     for block in blocks:
         if isinstance(block, str):
-            names.append(_name(given, block))
+            names.append(_name(wrapped, block))
         elif id(innermost(block)) in known:
             names.append(known[id(innermost(block))])
         else:
@@ -384,8 +386,8 @@ def _ambiguity(model: nn.Module, runs: Sequence[ModuleRun]) -> BlocksNotFound:
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
     why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
-    found = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
-    return BlocksNotFound(found, proposals(model, runs))
+    message = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
+    return BlocksNotFound(message, proposals(model, runs))
 
 
 def _top_level(model: nn.Module) -> str:
@@ -435,8 +437,8 @@ def nothing_found(
             "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
             "returns, which has a name only inside another module: measure a model that contains this one."
         )
-    found = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
-    return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
+    message = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
+    return BlocksNotFound(message, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:

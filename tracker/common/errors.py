@@ -69,7 +69,7 @@ class MissingExtraError(ImportError):
     """A package that can't be imported: one of an extra that is not installed, or one that a user's file hides."""
 
 
-def missing_extra(error: ImportError, what: str) -> ImportError:
+def missing_extra(error: ImportError, feature: str) -> ImportError:
     """Return an error that names the extra for what could not be imported, or the same error if no extra brings it.
 
     >>> print(missing_extra(ModuleNotFoundError(name="lightning.pytorch"), "tracker.CouplingCallback"))
@@ -79,23 +79,24 @@ def missing_extra(error: ImportError, what: str) -> ImportError:
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
         return error
     return MissingExtraError(
-        f"{what} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{EXTRAS[package]}]'", name=package
+        f"{feature} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{EXTRAS[package]}]'",
+        name=package,
     )
 
 
-def require(package: str, what: str) -> None:
-    """Raise MissingExtraError, which names the extra, if a package is not installed; `what` needs it."""
+def require(package: str, feature: str) -> None:
+    """Raise MissingExtraError, which names the extra, if a package is not installed; `feature` needs it."""
     if find_spec(package) is None:
-        raise missing_extra(ModuleNotFoundError(name=package), what)
+        raise missing_extra(ModuleNotFoundError(name=package), feature)
 
 
 def require_own(package: str) -> None:
     """Raise MissingExtraError, which names the file, if a user's module hides a top-level package of this distribution."""
     spec = find_spec(package)
-    found = spec and spec.origin
-    if found != str(ROOT / package / "__init__.py"):
+    file = spec and spec.origin
+    if file != str(ROOT / package / "__init__.py"):
         raise MissingExtraError(
-            f"this command needs its own package {package!r}, but Python finds {found or 'another folder'}: rename that, or run "
+            f"this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, or run "
             "the command in another directory",
             name=package,
         )

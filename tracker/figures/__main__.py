@@ -58,7 +58,7 @@ def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
     return {name: open_results(directory) for name, directory in zip(names, directories, strict=True)}
 
 
-def _named(name: str, given: bool) -> list[str]:
+def _named(name: str, has_results: bool) -> list[str]:
     """Return the figures that a name stands for; none for the list of figures."""
     from tracker.figures.registry import FIGURES
     from tracker.figures.selection import resolve
@@ -66,7 +66,7 @@ def _named(name: str, given: bool) -> list[str]:
     if name == "list":
         return []
     names = list(FIGURES) if name == "all" else [resolve(name)]
-    if not given:
+    if not has_results:
         raise UsageError(f"figure {name} needs results; give a directory of results")
     return names
 

@@ -61,7 +61,7 @@ LETTERS_OF_LABEL = 44  # of a line beside a panel
 
 
 def heatmaps(
-    results: Results, k: int, given: "Axes | None" = None, measure: str | None = None, step: int | None = None
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
 ) -> "Plotted":
     """Draw the matrix of pairs of blocks of each result, in the same colours.
 
@@ -78,7 +78,7 @@ def heatmaps(
         null = float(level.where(level["layer"] != level["layer_other"]).mean())
         shown[f"{at_step(name, ds, i)}\n{_title(matrix, k)}"] = matrix, null
         tables.append(matrix.to_dataframe().assign(result=name))
-    return _heatmaps(shown, given), pd.concat(tables)
+    return _heatmaps(shown, target), pd.concat(tables)
 
 
 def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
@@ -115,11 +115,11 @@ def _title(matrix: xr.DataArray, k: int) -> str:
     return f"{BY_NAME[str(matrix.name)].label}, K = {k}"
 
 
-def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], given: "Axes | None" = None) -> "Figure":
+def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None) -> "Figure":
     """Draw matrices of one measure, with their null levels, by title."""
     from matplotlib.figure import Figure
 
-    if given is None:
+    if target is None:
         columns = min(len(shown), PER_ROW)
         rows = -(-len(shown) // columns)
         figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
@@ -128,8 +128,8 @@ def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], given: "Axes | No
         for unused in places[len(shown) :]:
             unused.remove()
     else:
-        figure, places = panels(len(shown), given)
-        given.grid(False)
+        figure, places = panels(len(shown), target)
+        target.grid(False)
     matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
     ranges = [_range(matrix, null) for matrix, null in matrices]
     shared = min(low for low, _ in ranges), max(high for _, high in ranges)
@@ -204,7 +204,7 @@ def _range(matrix: np.ndarray, null: float) -> tuple[float, float]:
 
 
 def training_curves(
-    results: Results, k: int, given: "Axes | None" = None, measure: str | None = None, step: int | None = None
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
 ) -> "Plotted":
     """Draw mis-coupling with its null level, LSS and expodistance over training, with quartile bands.
 
@@ -215,7 +215,7 @@ def training_curves(
     """
     from matplotlib.figure import Figure
 
-    require_panels(1 + len(TRAJECTORY), given)
+    require_panels(1 + len(TRAJECTORY), target)
     single = len(results) == 1
     measures = [measure] if measure else list(COLOURS) if single else ["miscoupling"]
     figure = Figure(figsize=(10, 3.2), layout="constrained")
@@ -260,7 +260,7 @@ def training_curves(
 
 
 def over_training(
-    results: Results, k: int, given: "Axes | None" = None, measure: str | None = None, step: int | None = None
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
 ) -> "Plotted":
     """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b).
 
@@ -269,7 +269,7 @@ def over_training(
         step: is marked by a line.
     """
     measure = measure or MEASURE
-    figure, axes = panels(len(results), given, sharey=True)
+    figure, axes = panels(len(results), target, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds.sel(k=k)
@@ -305,10 +305,10 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
     panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
 
 
-def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw layers as nodes on a circle; width and opacity of an edge show how far the coupling is above its null level."""
     shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 3)]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     rows = []
     for name, ds, i in shown:
         at = ds.isel(step=i).sel(k=k)
@@ -335,9 +335,9 @@ def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plott
     return figure, table
 
 
-def by_layer(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def by_layer(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the mean coupling of each layer with all others after the last step, one line per result."""
-    figure, (axes,) = panels(1, given)
+    figure, (axes,) = panels(1, target)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
@@ -351,11 +351,11 @@ def by_layer(results: Results, k: int, given: "Axes | None" = None) -> "Plotted"
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
     tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, k)}) for name, ds in results.items()}
     shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     points = [(tables[name][x].to_numpy(), tables[name]["coupling"].to_numpy()) for name, x in shown]
     fits = [linear_fit(x, y) for x, y in points]
     corrected = holm(np.array([fit["p"] for fit in fits]))
@@ -368,7 +368,7 @@ def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted
         panel.set_title(f"{name}\n{text}", fontsize=8)
         panel.set_xlabel(AGAINST[against], fontsize=8)
     label_y(axes, _label(k))
-    if given is None and not any(x == "difficulty" for _, x in shown):
+    if target is None and not any(x == "difficulty" for _, x in shown):
         figure.suptitle("Coupling of each prompt against its length", fontsize=10)
     return figure, pd.concat(tables.values(), ignore_index=True)
 

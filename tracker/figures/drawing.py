@@ -79,12 +79,12 @@ def css_variables(theme: Theme) -> str:
 
 
 def panels(
-    count: int, given: "Axes | None" = None, per_row: int | None = None, **options: Any
+    count: int, target: "Axes | None" = None, per_row: int | None = None, **options: Any
 ) -> "tuple[Figure, list[Axes]]":
     """Return a figure of `count` small panels; `options` are those of `Figure.subplots`.
 
     Args:
-        given: the caller's axes, which become the only panel.
+        target: the caller's axes, which become the only panel.
         per_row: the panels of a row. Default: as equal in number as possible, and at most four.
 
     Raises:
@@ -92,10 +92,10 @@ def panels(
     """
     from matplotlib.figure import Figure
 
-    if given is not None:
-        require_panels(count, given)
-        given.grid(alpha=0.3)
-        return given.get_figure(root=True), [given]  # type: ignore[return-value]
+    if target is not None:
+        require_panels(count, target)
+        target.grid(alpha=0.3)
+        return target.get_figure(root=True), [target]  # type: ignore[return-value]
     columns = per_row or -(-count // -(-count // PER_ROW))
     rows = -(-count // columns)
     figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
@@ -109,9 +109,9 @@ def panels(
     return figure, list(axes[:count])
 
 
-def require_panels(count: int, given: "Axes | None") -> None:
+def require_panels(count: int, target: "Axes | None") -> None:
     """Raise UsageError if axes are given and the figure does not consist of one panel."""
-    if given is not None and count != 1:
+    if target is not None and count != 1:
         raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
 
 

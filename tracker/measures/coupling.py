@@ -413,12 +413,12 @@ def simulated(
     """
     d, K = U.shape
     E, R = torch.linalg.qr(torch.cat([U, V], 1))  # U = E R_U, V = E R_V, and Q E is a random frame
-    found = []
+    matrices = []
     for _ in range(draws):
         frame, triangle = torch.linalg.qr(torch.randn(d, E.shape[-1], dtype=J.dtype, generator=generator))
         frame = frame * triangle.diagonal().sign()
-        found.append(R[:, :K].mT @ (frame.mT @ (J @ frame)) @ R[:, K:])
-    return torch.stack(found)
+        matrices.append(R[:, :K].mT @ (frame.mT @ (J @ frame)) @ R[:, K:])
+    return torch.stack(matrices)
 
 
 class _Entries:

@@ -123,12 +123,12 @@ def pairs(
     swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in extras else None
     parts = []
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
-        some = slice(r, r + at_once)
-        values = _measures_by_k(A[some], S[some], S_bases[some], U.shape[-2], ks)
+        rows = slice(r, r + at_once)
+        values = _measures_by_k(A[rows], S[rows], S_bases[rows], U.shape[-2], ks)
         if L is not None and len(layers) > L:
             values = _both_conventions(values, L)
         if swapped is not None:
-            swapped_values = _measures_by_k(swapped[some], S[some, :L], S_bases[some, :L], U.shape[-2], ks)
+            swapped_values = _measures_by_k(swapped[rows], S[rows, :L], S_bases[rows, :L], U.shape[-2], ks)
             values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
         parts.append(values)
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]

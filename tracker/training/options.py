@@ -89,14 +89,14 @@ accepts_run_options = partial(accepts_options, keywords=_declared(RunOptions) | 
 accepts_trainer_options = partial(accepts_options, keywords=OF_TRAINERS | KEYWORDS)
 
 
-def split(given: Mapping[str, Any], accepted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(keywords: Mapping[str, Any], accepted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a run, by their defaults where they are not given, and the remaining ones that were given.
 
     Args:
         accepted: the names that the caller takes; another name remains.
     """
     options = {
-        name: given[name] if name in given and name in accepted else keyword.default
+        name: keywords[name] if name in keywords and name in accepted else keyword.default
         for name, keyword in OF_TRAINERS.items()
     }
-    return options, {name: value for name, value in given.items() if name not in options or name not in accepted}
+    return options, {name: value for name, value in keywords.items() if name not in options or name not in accepted}

@@ -69,9 +69,9 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
     Raises:
         UsageError: if no blocks are found, or no part that contains them has a forward.
     """
-    found, module = find_blocks(module, blocks), unwrap(module)
-    boundaries = [boundary for span in (*found.spans, found.fixed) for boundary in span]
-    names = [boundary.module for boundary in boundaries] or found.names
+    whole, module = find_blocks(module, blocks), unwrap(module)
+    boundaries = [boundary for span in (*whole.spans, whole.fixed) for boundary in span]
+    names = [boundary.module for boundary in boundaries] or whole.names
     named = None if blocks is None else [module.get_submodule(name) for name in names]
     part = ""
     owner = huggingface_owner(module, names[0])
@@ -84,8 +84,8 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
                 f"{type(module).__name__} has no forward of its own, and neither has {part!r}, which contains its blocks: "
                 "define forward(self, batch), or give a function that runs a batch: forward=lambda module, batch: ..."
             )
-    model = Target(part, forward, found).model(module)
-    if not found.spans or named is None:
+    model = Target(part, forward, whole).model(module)
+    if not whole.spans or named is None:
         return Target(part, forward, find_blocks(model, named))
     own = names_by_id(model)
     outside = [name for name, other in zip(names, named, strict=True) if id(other) not in own]
@@ -95,7 +95,7 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
             "give a function that runs the whole module: forward=lambda module, batch: ..."
         )
     renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
-    ends = 2 * len(found.spans)
+    ends = 2 * len(whole.spans)
     spans = list(zip(renamed[:ends:2], renamed[1:ends:2], strict=True))
     return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
 
@@ -137,14 +137,14 @@ def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | 
 
 def leaves(batch: Any) -> list[Any]:
     """Return the tensors, arrays, lists of texts and objects that are not taken apart."""
-    found: list[Any] = []
+    entries: list[Any] = []
 
     def keep(leaf: Any) -> Any:
-        found.append(leaf)
+        entries.append(leaf)
         return leaf
 
     map_leaves(batch, keep)
-    return found
+    return entries
 
 
 def named_parts(batch: Any) -> Mapping[Any, Any]:
@@ -286,15 +286,15 @@ def _new(kind: type, entries: Any) -> Any:
 def _class(name: str) -> type:
     """Return a class by the name that `to_plain` gave it, if its module is imported."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or hasattr(found, "__del__"):
+        value = getattr(value, part, None)
+    if not isinstance(value, type) or hasattr(value, "__del__"):
         raise UsageError(
             f"the checkpoint's probe contains a {path}, and this program has no such class in {module}; define it there, outside "
             "functions, or give the samples to measure: probe=..."
         )
-    return found
+    return value
 
 
 def _tuple_like(batch: tuple, entries: list[Any]) -> tuple:
@@ -320,32 +320,32 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(given: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
+def resolve(probe: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
     """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
 
     Args:
-        given: the probe passed to the callback, a function that returns it, or None.
+        probe: the probe passed to the callback, a function that returns it, or None.
         loaded: the probe of a checkpoint, as in `to_plain`, or of the sanity check, or None.
         take: returns the batch.
 
     Raises:
         UsageError: for a checkpoint's probe of a class that this program does not have, unless a probe is given.
     """
-    given = given() if callable(given) else given
-    given = None if given is None else cpu_copy(given)
+    probe = probe() if callable(probe) else probe
+    probe = None if probe is None else cpu_copy(probe)
     if loaded is None:
-        return first_samples(take(), max_samples) if given is None else given
+        return first_samples(take(), max_samples) if probe is None else probe
     lost: set[str] = set()
     try:
         loaded = from_plain(loaded, lost)
     except UsageError as error:
-        if given is None:
+        if probe is None:
             raise
         warn_caller(f"{error}; the given probe is measured")
-        return given
-    if given is not None and inputs_digest(given) == inputs_digest(loaded):
-        return given
-    if given is not None:
+        return probe
+    if probe is not None and inputs_digest(probe) == inputs_digest(loaded):
+        return probe
+    if probe is not None:
         warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
     if lost:
         warn_caller(
@@ -387,9 +387,9 @@ def sample_count(batch: Any) -> int:
     Raises:
         UsageError: if there are none.
     """
-    found = leaves(batch)
+    entries = leaves(batch)
     for kind in (Tensor, np.ndarray, (list, tuple)):
-        n = next((_length(leaf) for leaf in found if isinstance(leaf, kind) and _length(leaf) >= 0), 0)
+        n = next((_length(leaf) for leaf in entries if isinstance(leaf, kind) and _length(leaf) >= 0), 0)
         if n:
             return n
     raise UsageError(

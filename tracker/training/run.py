@@ -286,7 +286,7 @@ class TrainingRun:
     def __init__(
         self,
         kind: type,
-        given: Mapping[str, Any],
+        keywords: Mapping[str, Any],
         *,
         every_n_steps: int | None,
         probe: Any,
@@ -294,7 +294,7 @@ class TrainingRun:
         heatmaps: bool = False,
     ):
         parameters = signature(kind).parameters
-        options, measuring = split(given, parameters)
+        options, measuring = split(keywords, parameters)
         self.caller = kind.__name__
         self.every_n_epochs: int | None = options["every_n_epochs"]
         self.schedule = schedules.choose(every_n_steps, options["steps"], options["schedule"], self.every_n_epochs)
@@ -412,11 +412,11 @@ class TrainingRun:
             take: returns a batch, if none is given. An error it raises ends the training.
             arguments: of the function that returns the probe, if one was given.
         """
-        given = self.given_probe
-        given = partial(given, *arguments) if callable(given) else given
+        probe = self.given_probe
+        probe = partial(probe, *arguments) if callable(probe) else probe
 
         def resolve() -> Any:
-            return probes.resolve(given, self.probe, take, self.max_samples)
+            return probes.resolve(probe, self.probe, take, self.max_samples)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)

@@ -139,18 +139,18 @@ class WalkProgress:
             desc=f"fetching {name}", total=size, unit="B", unit_scale=True, leave=False, disable=self.bar.disable
         )
         lock, have = threading.Lock(), 0
-        started = said = time.perf_counter()
+        started = reported = time.perf_counter()
 
         def count(arrived: int) -> None:
-            nonlocal have, said
+            nonlocal have, reported
             with lock:
                 have += arrived
                 bar.update(arrived)
             if have >= size:
                 bar.close()
             now = time.perf_counter()
-            if have >= size or (bar.disable and now - said > INTERVAL):
-                said = now
+            if have >= size or (bar.disable and now - reported > INTERVAL):
+                reported = now
                 self.notify(f"{name}: {_amount(have, size)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
 
         return count
