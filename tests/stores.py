@@ -13,6 +13,9 @@ from tracker.measures.trajectory import DECLARED as TRAJECTORY
 from tracker.store import Store
 from tracker.version import SCHEMA
 
+# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
+VOLATILE = ("created", "seconds", "final_norm_reason")
+
 
 def generated(
     path: Path,

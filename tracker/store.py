@@ -200,8 +200,6 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
-# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
-VOLATILE = ("created", "seconds", "final_norm_reason")
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 

@@ -25,11 +25,12 @@ from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tests.stores import VOLATILE
 from tracker import measurement
 from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
-from tracker.store import VOLATILE, Store
+from tracker.store import Store
 from tracker.training import schedule
 from tracker.training import schedule as schedule_module
 from tracker.training.callback import CouplingCallback

@@ -18,12 +18,13 @@ import xarray as xr
 import tracker
 from checkpoints.load import load
 from tests import processes
+from tests.stores import VOLATILE
 from tracker import pythia
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
 from tracker.measures.layers import CERTIFICATE
 from tracker.report.contents import contents
-from tracker.store import VOLATILE, Store
+from tracker.store import Store
 from tracker.walk.display import unwritable
 
 STEPS = [0, 1, 2, 4, 8]

@@ -46,7 +46,6 @@ DISTRIBUTION = "block-coupling-tracker"
 # Imported name -> extra, as in pyproject.toml.
 EXTRAS = {
     "jsonargparse": "all",  # every command needs more than its parser
-    "rich": "all",
     "transformers": "walk",
     "huggingface_hub": "walk",
     "safetensors": "walk",
