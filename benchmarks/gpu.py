@@ -59,7 +59,7 @@ SMALL = {  # options that make a step small
 }
 CHECK = """
 import sys
-import lightning, pytest, timm, transformers, xdist, tracker.common.parser, tracker.store.results
+import lightning, pytest, timm, transformers, xdist, tracker.common.parser, tracker.store
 from tracker.provenance import usable_device
 usable_device(sys.argv[1], f"--device {sys.argv[1]}")
 """

@@ -15,7 +15,7 @@ from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
 from tracker.report.contents import Reader
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.version import SCHEMA
 
 SHARED = {"suite": "toy", "schema": SCHEMA}
@@ -171,7 +171,7 @@ import sys, time
 from tracker.common.errors import UsageError
 from tracker.measures.dataset import labelled
 from tracker.version import SCHEMA
-from tracker.store.results import Store
+from tracker.store import Store
 
 SHARED = {"suite": "toy", "schema": SCHEMA}
 claim = Store(sys.argv[1]).claim(3)

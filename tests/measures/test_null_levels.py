@@ -9,9 +9,8 @@ import tracker
 from tests.models import Size, build
 from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
-from tracker.measures import null_levels
-from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.null_levels import Moments, Overlap
+from tracker.measures import coupling
+from tracker.measures.coupling import DEFINITIONS, Moments, Overlap
 from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
@@ -40,17 +39,17 @@ KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
 def of_basis(J, K):
     U, _, Vh = torch.linalg.svd(J)
     U, V = U[:, :K], Vh[:K].T
-    return U, V, null_levels.overlap(U[None], V[None], [K]).at(0, K)
+    return U, V, coupling.overlap(U[None], V[None], [K]).at(0, K)
 
 
 def closed_forms(J, other, K):
     """The levels of all definitions and the spread of the first, A of rotations drawn at random, and s."""
     U, V, overlap = of_basis(other, K)
     s = torch.linalg.svdvals(J)[:K]
-    found = null_levels.moments(J[None], s[:1])
-    levels = {name: float(null_levels.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
-    spread = float(null_levels.spread(s[None], found, overlap, len(J)))
-    A = null_levels.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
+    found = coupling.moments(J[None], s[:1])
+    levels = {name: float(coupling.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
+    spread = float(coupling.spread(s[None], found, overlap, len(J)))
+    A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
     return levels, spread, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
 
@@ -59,7 +58,7 @@ def test_moments():
     tau = J.trace() / 12
     rest = J - tau * torch.eye(12)
     for scale in (1.0, 1e-18):
-        found = null_levels.moments(scale * J[None].float(), torch.tensor([scale]))
+        found = coupling.moments(scale * J[None].float(), torch.tensor([scale]))
         expected = Moments(tau[None], (rest + rest.T).norm()[None] / 2, (rest - rest.T).norm()[None] / 2)
         for part in ("isotropic", "symmetric", "antisymmetric"):
             assert float(getattr(found, part)) / scale == pytest.approx(float(getattr(expected, part)), rel=1e-5)
@@ -129,12 +128,12 @@ def test_levels_of_a_dataset(measured, name):
         J = torch.from_numpy(measured.jacobian.values[p, t])
         _, _, overlap = of_basis(J[m], K)
         s = torch.linalg.svdvals(J[l])[None, :K]
-        expected = null_levels.null_level(name, s, null_levels.moments(J[l : l + 1], s[:, 0]), overlap, d)
+        expected = coupling.null_level(name, s, coupling.moments(J[l : l + 1], s[:, 0]), overlap, d)
         value = found.values[p, t, i, l, m]
         assert value == (0 if l == m else pytest.approx(float(expected), rel=1e-6))
         assert swapped.values[p, t, i, l, m] == pytest.approx(float(expected), rel=1e-6)
         if spread is not None and K == 2 and l != m:
-            of = null_levels.spread(s, null_levels.moments(J[l : l + 1], s[:, 0]), overlap, d)
+            of = coupling.spread(s, coupling.moments(J[l : l + 1], s[:, 0]), overlap, d)
             assert spread.values[p, t, 0, l, m] == pytest.approx(float(of), rel=1e-5)
     one = null_level(measured.sel(k=4), name)
     np.testing.assert_array_equal(one, found.sel(k=4))
@@ -150,7 +149,7 @@ def test_levels_across_tokens(measured):
         of = Moments(*(torch.tensor([at[f"{kind}_{part}"].values[0, 2]]) for part in parts))
         diagonal = torch.from_numpy(at[f"{kind}_alignment"].values[1, 0, :4])[None]
         sums = (torch.tensor([at[f"{kind}_overlap_{power}"].sel(k=4).values[1, 0]]) for power in ("squares", "fourths"))
-        expected = null_levels.null_level("miscoupling", torch.from_numpy(s)[None], of, Overlap(diagonal, *sums), d)
+        expected = coupling.null_level("miscoupling", torch.from_numpy(s)[None], of, Overlap(diagonal, *sums), d)
         assert float(found.sel(k=4).values[1, 0, 2, 0]) == pytest.approx(float(expected), rel=1e-9)
     assert found.sel(layer=measured.layer[-1]).isnull().all()  # the last block has no basis block
     J = measured.jacobian.values[0, :, 0]  # block 1 at positions 0 and 1

@@ -13,7 +13,7 @@ import tracker
 from tests import brute_force
 from tests.jacobians.test_brute_force import oracle
 from tests.models import FAMILIES, WIDTH, Size, build, neox, tokens
-from tracker.analysis.statistics import CURVES, curves
+from tracker.analysis.curves import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches

@@ -25,11 +25,13 @@ from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
-from tracker.analysis.statistics import scalars
+from tests.stores import VOLATILE
+from tracker import measurement
+from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
-from tracker.store.results import VOLATILE, Store
-from tracker.training import ranks, schedule
+from tracker.store import Store
+from tracker.training import schedule
 from tracker.training import schedule as schedule_module
 from tracker.training.callback import CouplingCallback
 
@@ -713,14 +715,14 @@ def test_the_page_during_a_run(tmp_path):
 
 @pytest.mark.slow
 def test_out_of_memory_is_skipped(monkeypatch):
-    real, watch = ranks.measure_samples, Watch(2)
+    real, watch = measurement.measure_samples, Watch(2)
 
     def scarce(*arguments):
         if 0 in watch.units and len(watch.units) == 1 and watch.run.last_measured == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     with pytest.warns(UserWarning, match=r"step 2 is not measured \(OutOfMemoryError: CUDA out of memory"):
         module = fit(trainer([watch]))
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
@@ -728,7 +730,7 @@ def test_out_of_memory_is_skipped(monkeypatch):
 
 @pytest.mark.slow
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
-    real, watch, budgets = ranks.measure_samples, Watch(4, memory_budget=1 << 20), []
+    real, watch, budgets = measurement.measure_samples, Watch(4, memory_budget=1 << 20), []
 
     def scarce(model, blocks, calls, settings, device):
         budgets.append(settings.memory_budget)
@@ -736,14 +738,14 @@ def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, blocks, calls, settings, device)
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([watch]))
     assert list(watch.units) == [0, 4, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 3
 
 
 @pytest.mark.slow
 def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
-    real, kept = ranks.measure_samples, []
+    real, kept = measurement.measure_samples, []
 
     def scarce(model, blocks, calls, settings, device):
         assert not any(reference() is not None for reference in kept)
@@ -753,7 +755,7 @@ def test_a_failed_attempt_frees_its_tensors_before_the_next(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, blocks, calls, settings, device)
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([Watch(steps=[0], ends=False, memory_budget=1 << 20)]))
     assert len(kept) == 3
 

@@ -11,13 +11,13 @@ import pytest
 import tracker
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
-from tracker.training.run_store import hold, release
+from tracker.store import Store
+from tracker.training.run import hold, release
 
 HOLD = """
 import os, sys, time
-from tracker.store.results import Store
-from tracker.training.run_store import hold
+from tracker.store import Store
+from tracker.training.run import hold
 hold(Store(sys.argv[1]))
 worker = os.fork() if "fork" in sys.argv else None
 if worker == 0:

@@ -17,7 +17,8 @@ import xarray as xr
 
 import tracker
 from tests import processes
-from tracker.store.results import VOLATILE, Store
+from tests.stores import VOLATILE
+from tracker.store import Store
 from vit import cells, grid
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.train import main

@@ -18,14 +18,15 @@ from tests.models import neox, tokens
 from tests.stores import unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
+from tracker import store as results
+from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
 from tracker.report.contents import Reader, carried, contents
 from tracker.report.texts import provenance
-from tracker.store import results
-from tracker.store.results import Store
+from tracker.store import Store
+from tracker.walk import units
 from tracker.walk.units import Units
 
 
@@ -61,7 +62,7 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
         said = {"weights_kept": "in memory", "memory_budget": "1 GB", "settings_sha256": plan.output.settings_sha256}
         return large_unit(checkpoint.step).assign_attrs(said)
 
-    monkeypatch.setattr(pythia, "measure_checkpoint", measured)
+    monkeypatch.setattr(units, "measure_checkpoint", measured)
     for step in range(1, 5):
         shutil.copytree(snapshots(suite) / commit(suite, 8), tmp_path / "steps" / f"step{step}")
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)
@@ -200,7 +201,7 @@ REMEASURE = """
 import sys
 from tests.walk.test_units import small_unit
 from tracker.walk.units import Units
-from tracker.store.results import Store
+from tracker.store import Store
 
 measured = Units(Store(sys.argv[1]), with_rows=False)
 sys.stdin.readline()
@@ -217,7 +218,7 @@ import sys
 from types import SimpleNamespace
 from tracker import pythia
 from tracker.walk.units import Units
-from tracker.store.results import Store
+from tracker.store import Store
 
 store, task = Store(sys.argv[1]), sys.argv[2]
 measured = Units(store, with_rows=False)

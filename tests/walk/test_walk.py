@@ -18,13 +18,14 @@ import xarray as xr
 import tracker
 from checkpoints.load import load
 from tests import processes
+from tests.stores import VOLATILE
 from tracker import pythia
+from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import scalars
 from tracker.measures.layers import CERTIFICATE
 from tracker.report.contents import contents
-from tracker.store.results import VOLATILE, Store
-from tracker.walk.failures import unwritable
+from tracker.store import Store
+from tracker.walk.display import unwritable
 
 STEPS = [0, 1, 2, 4, 8]
 
@@ -132,7 +133,7 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
 @pytest.mark.slow
 def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp_path, capsys):
     """The variable is undefined in the older units, in curves, page and figures; all else is unchanged."""
-    from tracker.figures.write import main as draw
+    from tracker.figures.__main__ import main as draw
     from tracker.report import write_report
 
     steps, out = tmp_path / "steps", tmp_path / "out"

@@ -45,15 +45,15 @@ class ValueType:
         return self.name
 
 
-def as_path(option: str, given: Any) -> Path | None:
+def as_path(option: str, value: Any) -> Path | None:
     """Return a directory that was given as text or as a path; ~ is the home directory.
 
     Raises:
         ValueError: if it is neither.
     """
-    if given is None or isinstance(given, (str, PathLike)):
-        return None if given is None else Path(given).expanduser()
-    raise ValueError(f"--{option} {given!r}; give a directory, as text or as a path")
+    if value is None or isinstance(value, (str, PathLike)):
+        return None if value is None else Path(value).expanduser()
+    raise ValueError(f"--{option} {value!r}; give a directory, as text or as a path")
 
 
 def whole_numbers(value: Any) -> list[int]:

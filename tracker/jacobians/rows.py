@@ -23,8 +23,7 @@ from torch import Tensor
 from tracker.capture.recording import BlockCall
 from tracker.capture.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.devices import raise_device_errors
 from tracker.jacobians.checks import (

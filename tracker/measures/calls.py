@@ -21,8 +21,7 @@ from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Jacobians, Rows

@@ -30,13 +30,12 @@ from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
 from tracker.linalg.products import Chain
-from tracker.measures import products
+from tracker.measures import block_products
 from tracker.measures.calls import jacobians_of, record_call
 from tracker.measures.dataset import Sample
-from tracker.measures.depthwise import pairs
+from tracker.measures.depthwise import measure_blocks, pairs
 from tracker.measures.directions import DIRECTIONS, RANDOM, heads, measure_directions
 from tracker.measures.layers import Layer, check_kept, kept_bytes, layers_of
-from tracker.measures.of_blocks import measure_blocks
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import Settings, choices
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
@@ -240,8 +239,8 @@ def _coupling(case: _Case) -> float:
     seconds = plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
     if "products" in plan.extras:  # decomposed at a few depths
         multiply, _ = _timed_again(lambda: Chain().multiply(layer.jacobian()))
-        whole, _ = _timed_again(lambda: products.of_matrices([layer.jacobian()], 1))
-        decompositions = 2 * len(products.depths(plan.L, plan.d)) - 1
+        whole, _ = _timed_again(lambda: block_products.of_matrices([layer.jacobian()], 1))
+        decompositions = 2 * len(block_products.depths(plan.L, plan.d)) - 1
         seconds += groups * ((2 * plan.L - 1) * multiply + decompositions * max(0.0, whole - multiply))
     head = heads([(case.recording, rows)] * repeats) if "directions" in plan.extras else None
     if head is not None:  # random directions are taken once, not for each block

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.common.extras import MissingExtraError, require_own
+from tracker.common.errors import MissingExtraError, require_own
 from tracker.common.values import BYTE_SIZE
 
 try:

@@ -32,7 +32,7 @@ from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, duration, entry, join_names, printable, size
 from tracker.measurement import estimate_cost
 from tracker.measures.estimate import Cost
-from tracker.walk.failures import reason
+from tracker.walk.display import reason
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
