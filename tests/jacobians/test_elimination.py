@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
 import tracker
+import tracker.jacobians.rows
 from tests.models import build
 from tracker.jacobians import elimination
 from tracker.jacobians.elimination import Elimination, Heads
@@ -74,6 +75,11 @@ def without_layers(x: Tensor) -> Tensor:
 
 def constant(x: Tensor) -> Tensor:
     return torch.ones_like(x)
+
+
+@pytest.fixture(autouse=True)
+def for_small_models(monkeypatch):
+    monkeypatch.setattr(tracker.jacobians.rows, "WORTHWHILE", dict.fromkeys((True, False), 0))
 
 
 FUNCTIONS = (
