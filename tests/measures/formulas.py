@@ -76,9 +76,7 @@ class Sample:
             halves,
         )
         self.ks, self.L = ds.k.values.tolist(), len(oracle.blocks)
-        self.tokens, self.compared = (
-            ds[name].values[b].astype(int).tolist() for name in ("token_position", "pair_position")
-        )
+        self.tokens = ds.token_position.values[b].astype(int).tolist()
         self.X = oracle.states()[:, b].detach().numpy()
         with torch.no_grad():
             last = norm(oracle.last)[b].numpy() if norm else self.X[-1]
@@ -114,6 +112,11 @@ class Sample:
             return None
         norm, head = self.norm or nn.Identity(), self.unembedding
         return torch.func.jacrev(lambda x: head(norm(x)))(self.oracle.last[self.b, t]).detach().numpy()
+
+    @cached_property
+    def compared(self) -> list[int]:
+        """The positions that are compared with each other."""
+        return self.ds.pair_position.values[self.b].astype(int).tolist()
 
     @cached_property
     def bases(self) -> dict[int, int]:
@@ -154,7 +157,8 @@ def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[.
         for l in range(sample.L):
             row, basis = sample.linked(kind, l), sample.linked(kind, sample.bases.get(l, l))
             found = np.array(of_row(formula, row, basis, paired, K))
-            of_blocks.append(found if l in sample.bases or not paired else np.full_like(found, math.nan))
+            measured = l in sample.bases or (not paired and l in sample.bases.values())
+            of_blocks.append(found if measured else np.full_like(found, math.nan))
         values.append(of_blocks)
     return np.array(values if "k" in dims else values[0])
 

@@ -1,7 +1,5 @@
 """Words for singular directions: against the derivative of the logits, scores of known unembeddings, texts."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -12,49 +10,6 @@ from tracker.common.errors import UsageError
 from tracker.measures import directions
 
 MEASURES = ["coupling", "directions"]
-
-
-def logits_at_last_state(model, inputs, name, t):
-    """Return the function x^L -> logits at one token, and its last states, before the final norm."""
-    body, norm, last = {
-        "gpt_neox": ("gpt_neox", "final_layer_norm", "layers"),
-        "llama, grouped keys": ("model", "norm", "layers"),
-        "gpt2": ("transformer", "ln_f", "h"),
-        "bert": ("bert", None, "encoder.layer"),
-    }[name]
-    part, seen = getattr(model, body), []
-    final_norm = getattr(part, norm) if norm else torch.nn.Identity()
-    block = part.get_submodule(last)[-1]
-    handle = block.register_forward_hook(lambda *given: seen.append(given[-1]))
-    model(inputs)
-    handle.remove()
-    out = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
-    return lambda x: model.get_output_embeddings()(final_norm(x)), out.detach()[:, t]
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt2", "bert"])
-def test_against_the_derivative_of_the_logits(name):
-    model, inputs = build(name)
-    model = model.double().eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # BERT is post-norm
-        ds = tracker.measure(
-            model, inputs, k=4, measures=MEASURES, dtype="float64", keep="singular_vectors", final_norm="exclude"
-        )
-    logits, last = logits_at_last_state(model, inputs, name, int(ds.token_position[0, 0]))
-    for b, x in enumerate(last):
-        D = torch.func.jacrev(logits)(x).detach().numpy()
-        at = ds.isel(prompt=b, token=0)
-        for l in range(ds.sizes["layer"]):
-            for k in range(4):
-                u, v = (at[f"{side}_singular_vector"].values[l, :, k] for side in ("left", "right"))
-                signed = [(sign * D @ u, sign * D @ v) for sign in (1, -1)]
-                out, into = max(signed, key=lambda pair: np.max((pair[0] - pair[0].mean()) / pair[0].std()))
-                for z, part in ((out, "out"), (into, "in")):
-                    score = (z.max() - z.mean()) / z.std()
-                    np.testing.assert_allclose(at[f"direction_{part}_score"].values[l, k], score, atol=1e-8)
-                    expected = ", ".join(f"#{i}" for i in np.argsort(-z)[:5])
-                    assert at[f"direction_{part}_words"].values[l, k] == expected
 
 
 def test_a_dropped_last_block_leaves_the_final_norm_in_the_logits():

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import nn
 
 import tracker
@@ -17,7 +18,8 @@ from tests.measures.formulas import ANY, FORMULAS, NULL_LEVELS, WITHOUT_SIGN, Sa
 from tests.models import Size, build
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
-from tracker.measures.registry import BY_NAME, KINDS
+from tracker.measures import tokenwise
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import everything
 
 RANDOM = {"noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"}
@@ -34,27 +36,26 @@ HALVES = {  # names of attention and MLP; None: the modules of the blocks do not
 
 
 @cache
-def measured(name):
+def measured(name, **options):
     """Return a measurement of every variable, and its samples."""
-    of, options = {SILENT: "gpt_neox"}.get(name, name), {"pair_tokens": [0, 1, 3]}
+    of = {SILENT: "gpt_neox"}.get(name, name)
     deep = name == "gpt_neox"  # so that windows fit around some blocks and not around others
     model, inputs = build(of, Size(depth=5 if deep else 3))
     model = model.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     if name == SILENT:
         silence(model.gpt_neox.layers[1])
-    choices = [choice for choice in everything() if of != "timm vit" or choice not in ("entropy", "directions")]
+    lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
+    options.setdefault("measures", [choice for choice in everything() if choice not in lacking])
+    options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ds = tracker.measure(
-            model, inputs, k=(2, 4), tokens=(1, -1), measures=choices, dtype="float64", window=5 if deep else 3,
-            keep=("jacobian", "singular_vectors"), **options,
-        )  # fmt: skip
+        ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
     found = find_blocks(model)
     norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
     blocks = [model.get_submodule(one) for one in found.names]
     oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
-    unembedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    unembedding = None if lacking else model.get_output_embeddings()
     return ds, [Sample(ds, oracle, b, norm, unembedding, HALVES[name] or ()) for b in range(len(inputs))]
 
 
@@ -173,25 +174,62 @@ def assert_equal(found, expected, name):
     )  # fmt: skip
 
 
+def test_each_measured_variable_is_declared_and_each_declared_one_measured():
+    ds, _ = measured("gpt_neox")
+    assert set(ds.data_vars) - {"diagnostics_undefined"} == set(BY_NAME) and len(BY_NAME) == len(MEASURES)
+
+
+def test_certificates_and_counts_where_a_block_adds_nothing():
+    ds, _ = measured(SILENT)
+    assert ds.diagnostics_complete.all() and ds.diagnostics_residual.sel(layer=2).isnull().all()
+    alone, _ = measured(SILENT, measures=("coupling", "depth_use"))
+    counts = [one.diagnostics_undefined.sel(quantity="update_cosine") for one in (ds, alone)]
+    assert counts[0] == counts[1] == alone.update_cosine.isnull().sum()
+
+
 @pytest.mark.parametrize("option", ["", *everything(), "keep"])
 @pytest.mark.parametrize("model", HALVES)
 def test_variables_equal_their_formulas(model, option):
     """Also where they are undefined, and how many undefined values are counted."""
     ds, samples = measured(model)
-    for name, measure in BY_NAME.items():
-        if measure.option != option or name not in ds or name in WITHOUT_FORMULA:
-            continue
-        assert ds[name].dims == ("prompt", *measure.dims)
+    for measure in (measure for measure in MEASURES if measure.option == option and measure.name in ds):
         if option == "halves" and not HALVES[model]:
-            assert ds[name].isnull().all()
-            continue
-        with np.errstate(all="ignore"):
-            expected = [evaluate(sample, measure, FORMULAS) for sample in samples]
-            levels = [evaluate(sample, measure, NULL_LEVELS) for sample in samples] if measure.null else []
-        for found, of_sample in zip(ds[name].values, expected, strict=True):
-            assert_equal(found, of_sample, name)
-        for found, of_sample in zip(null_level(ds, name).values if levels else (), levels, strict=True):
-            assert_equal(found, of_sample, f"null level of {name}")
-        if measure.counted:
-            lacking = len(samples) * len(levels and ds.k) * 9 if measure.variant in KINDS else 0  # of the last block
-            assert ds.diagnostics_undefined.sel(quantity=name) == np.isnan(expected).sum() - lacking, name
+            assert ds[measure.name].isnull().all()
+        elif measure.name not in WITHOUT_FORMULA:
+            assert_of_formula(ds, samples, measure)
+
+
+@pytest.mark.parametrize(
+    ("pair_layers", "bases"),
+    [
+        (0, {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
+        (-2, {3: 1, 4: 2, 5: 3}),
+        (((1, 3), (3, 1), (2, 2)), {1: 3, 2: 2, 3: 1}),
+        (((np.int64(3), 2),), {3: 2}),
+    ],
+)
+def test_tokens_of_chosen_pairs_of_blocks(pair_layers, bases):
+    choices = ("coupling", "tokenwise", "matrices")
+    ds, samples = measured("gpt_neox", measures=choices, pair_layers=pair_layers)
+    assert dict(zip(ds.layer.values, ds.pair_layer_other.values, strict=True)) == {
+        l: pytest.approx(bases.get(l, np.nan), nan_ok=True) for l in range(1, 6)
+    }
+    for measure in tokenwise.DECLARED:
+        if measure.name not in WITHOUT_FORMULA:
+            assert_of_formula(ds, samples, measure)
+
+
+def assert_of_formula(ds, samples, measure):
+    name = measure.name
+    assert ds[name].dims == ("prompt", *measure.dims)
+    with np.errstate(all="ignore"):
+        expected = [evaluate(sample, measure, FORMULAS) for sample in samples]
+        levels = [evaluate(sample, measure, NULL_LEVELS) for sample in samples] if measure.null else []
+    for found, of_sample in zip(ds[name].values, expected, strict=True):
+        assert_equal(found, of_sample, name)
+    for found, of_sample in zip(null_level(ds, name).values if levels else (), levels, strict=True):
+        assert_equal(found, of_sample, f"null level of {name}")
+    if measure.counted:
+        undefined = xr.zeros_like(ds[name], dtype=bool) | np.isnan(expected)
+        counted = ds.pair_layer_other.notnull() if measure.variant in KINDS else True  # blocks that have a basis
+        assert ds.diagnostics_undefined.sel(quantity=name) == (undefined & counted).sum(), name
