@@ -15,7 +15,7 @@ from tracker.measures import layers, plan
 from tracker.measures import settings as settings_module
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
-TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
+TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
 OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attributes that are of all inputs together
 BUDGETS = (60_000, 400_000, 4 << 30)
 
@@ -44,8 +44,10 @@ def case(kind: str, width: int):
 def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: int = 4 << 30):
     width = 32 if svd == "full" else 80  # wide enough for iterations
     model, inputs_of = case(kind, width)
-    names = [name for name in settings_module.everything() if kind != "images" or name != "directions"]
+    left_out = {"directions"} if kind == "images" else {"tokenwise", "halves", "eigenvalues"} if svd != "full" else set()
+    names = [name for name in settings_module.everything() if name not in left_out]
     how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
+    how["pair_tokens"] = 3
     return tracker.measure(model, **inputs_of(list(chosen)), **how)
 
 
@@ -69,13 +71,10 @@ def assert_as_alone(together, alone, place: int, atol: float):
     "kind, svd, dtype",
     [
         ("prompts", "full", "float64"),
-        pytest.param("ids", "full", "float64", marks=pytest.mark.slow),
         ("images", "full", "float64"),
         ("prompts", "full", "float32"),
-        pytest.param("prompts", "krylov", "float64", marks=pytest.mark.slow),
-        pytest.param("images", "krylov", "float64", marks=pytest.mark.slow),
+        pytest.param("ids", "krylov", "float64", marks=pytest.mark.slow),
         pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
-        pytest.param("images", "matrix-free", "float64", marks=pytest.mark.slow),
     ],
 )
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes seconds

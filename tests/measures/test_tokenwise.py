@@ -9,7 +9,7 @@ import torch
 
 import tracker
 from tests.jacobians.test_brute_force import oracle
-from tests.models import FAMILIES, WIDTH, Size, build, neox, tokens
+from tests.models import FAMILIES, Size, build, neox, tokens
 from tracker.analysis.statistics import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
@@ -70,9 +70,7 @@ def test_jacobians_between_tokens_in_float32():
 PAIRS_OF_LAYERS = {  # as given, and (l, l') as measured, of three blocks
     "default": (None, {1: 2, 2: 3}),
     "within a block": (0, {1: 1, 2: 2, 3: 3}),
-    "backwards": (-2, {3: 1}),
     "cycle": ([(1, 3), (3, 1), (2, 2)], {1: 3, 2: 2, 3: 1}),
-    "one pair": ([(np.int64(3), 2)], {3: 2}),
 }
 
 
@@ -80,7 +78,7 @@ PAIRS_OF_LAYERS = {  # as given, and (l, l') as measured, of three blocks
 @pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
 def test_no_jacobian_is_computed_twice(choice, monkeypatch):
     given, of_layers = PAIRS_OF_LAYERS[choice]
-    model, inputs = build("gpt_neox")
+    model, inputs = build("gpt_neox", Size(16))
     asked, at_once = [], []
     find = Jacobians.__call__
 
@@ -167,9 +165,10 @@ class Letters:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair_layers", [1, 0, [(1, 3), (3, 1)]], ids=str)
+@pytest.mark.parametrize("pair_layers", [1, [(1, 3), (3, 1)]], ids=str)
 def test_prompts_pass_through_a_block_together_and_give_what_each_gives_alone(pair_layers, monkeypatch):
-    model, _ = build("gpt_neox")
+    width = 16
+    model, _ = build("gpt_neox", Size(width))
     prompts = ["abcdefg", "bcd", "gfedcba", "hijklmno"]  # of 4, 3, 4 and 4 compared tokens
     options = {"k": [2, 4], "measures": ["tokenwise", "matrices", "coupling"], "pair_tokens": 4, "dtype": torch.float64}
     options |= {"tokenizer": Letters(), "pair_layers": pair_layers}
@@ -181,7 +180,7 @@ def test_prompts_pass_through_a_block_together_and_give_what_each_gives_alone(pa
         return find(self, selections)
 
     monkeypatch.setattr(Jacobians, "__call__", counting)
-    held = 2 * 8 * WIDTH**2 * (3 * 4 - 3)  # bytes: half of them for the links of one sample in a block
+    held = 2 * 8 * width**2 * (3 * 4 - 3)  # bytes: half of them for the links of one sample in a block
     for budget, most in ((1 << 30, 3 * 5), (2 * held, 2 * 5), (held // 2, 4)):
         at_once.clear()
         together = tracker.measure(model, prompts, **options, memory_budget=budget)
