@@ -19,8 +19,6 @@ from tracker.training.run_store import claim
 
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 ERRORS = {
-    "numerical": torch.linalg.LinAlgError("linalg.eigh: the algorithm failed to converge"),
-    "not finite": ValueError("J has entries that are not finite"),
     "runtime": RuntimeError("no kernel for this shape"),
     "memory of a library": RuntimeError(NO_HANDLE),
     "memory of the host": MemoryError("Unable to allocate 8.00 GiB"),
