@@ -280,7 +280,7 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize("moment", [1.0, 3.5])
 def test_interrupted_start_is_reported(walker, moment):
     process = walker.start(cold=True)
     time.sleep(moment)
@@ -315,24 +315,23 @@ def test_store_without_settings_is_not_continued(walker, run):
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_finished_units(walker):
+def test_full_disk_keeps_finished_units(walker, run):
     """A limit of 40 kB on the size of files, enforced by the kernel, imitates a full disk."""
     import resource
 
-    assert walker.run("--steps", "0")[0] == 0
+    assert run("--steps", "0")[0] == 0
     before = Store(walker.directory / "out").file(0).read_bytes()
     process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
     try:
-        process = walker.start("--steps", "0,1", cold=True)  # it inherits this process's limits
+        status, _, err = run("--steps", "0,1")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert status == 1
     assert "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
     assert Store(walker.directory / "out").steps() == [0]
     assert Store(walker.directory / "out").file(0).read_bytes() == before
-    assert walker.run("--steps", "0,1")[0] == 0
+    assert run("--steps", "0,1")[0] == 0
 
 
 @pytest.mark.slow
