@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import tracker
-from tests.models import Size, build
+from tests.models import Letters, Size, build
 from tracker.measures import layers, plan
 from tracker.measures import settings as settings_module
 
@@ -20,23 +20,16 @@ OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attrib
 BUDGETS = (60_000, 400_000, 4 << 30)
 
 
-class Letters:
-    """A tokenizer that returns one token for each letter."""
-
-    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
-
-    def decode(self, tokens: list[int]) -> str:
-        return f"w{tokens[0]}"
-
-
 @cache
 def case(kind: str, width: int):
     """Return a model, and a function from the indices of some samples to its inputs and their tokenizer."""
     name = {"prompts": "gpt_neox", "ids": "gpt_neox", "images": "timm vit"}[kind]
     model, inputs = build(name, Size(width=width), samples=len(TEXTS))
     if kind == "prompts":
-        return model, lambda chosen: {"inputs": [TEXTS[i] for i in chosen], "tokenizer": Letters()}
+        return model, lambda chosen: {
+            "inputs": [TEXTS[i] for i in chosen],
+            "tokenizer": Letters(lambda ids: f"w{ids[0]}"),
+        }
     return model, lambda chosen: {"inputs": inputs[chosen]}
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import build, images, timm_vit
+from tests.models import Letters, build, images, timm_vit
 from tracker.common.errors import UsageError
 from tracker.measures import directions
 
@@ -56,14 +56,10 @@ def test_words_are_the_tokenizer_s():
     model, _ = build("gpt_neox")
     texts = ["abc", "abcde"]
 
-    def tokenizer(text, return_tensors):
-        return {"input_ids": torch.tensor([[ord(c) % 50 for c in text]])}
-
-    ds = tracker.measure(model, texts, tokenizer=tokenizer, k=2, tokens="all", measures=MEASURES)
+    ds = tracker.measure(model, texts, tokenizer=Letters(), k=2, tokens="all", measures=MEASURES)
     assert ds.direction_out_words.values[0, 0, 0, 0].startswith("#")
     assert (ds.direction_out_words.values[0, 3:] == "").all() and (ds.direction_out_words.values[1, 3:] != "").all()
-    tokenizer.decode = lambda ids: f" w{ids[0]}"
-    named = tracker.measure(model, texts, tokenizer=tokenizer, k=2, measures=MEASURES)
+    named = tracker.measure(model, texts, tokenizer=Letters(lambda ids: f" w{ids[0]}"), k=2, measures=MEASURES)
     assert named.direction_in_words.values[1, 0, 2, 1] == ds.direction_in_words.values[1, 4, 2, 1].replace("#", "w")
     assert named.sizes["direction"] == 2 and named.direction_random_words.values[0, 0, 0].startswith("w")
 

@@ -9,7 +9,7 @@ import torch
 
 import tracker
 from tests.jacobians.test_brute_force import oracle
-from tests.models import FAMILIES, Size, build, neox, tokens
+from tests.models import FAMILIES, Letters, Size, build, neox, tokens
 from tracker.analysis.statistics import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
@@ -155,13 +155,6 @@ def test_shorter_prompts_lack_pairs():
         "expodistance",
         "pca",
     }
-
-
-class Letters:
-    """A tokenizer that returns one token for each letter."""
-
-    def __call__(self, text, return_tensors):
-        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
 
 
 @pytest.mark.slow
