@@ -118,8 +118,8 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
             module.stages[1] = torch.compile(module.stages[1], backend="aot_eager")
             return module
 
-        losses.append(fit(trainer([*watch], max_steps=4), make).losses)
-    assert losses[0] == losses[1] and list(watch[0].units) == [0, 2, 4]
+        losses.append(fit(trainer([*watch], max_steps=2), make).losses)
+    assert losses[0] == losses[1] and list(watch[0].units) == [0, 2]
 
 
 # The unit of step s equals the measurement of the checkpoint of step s.
