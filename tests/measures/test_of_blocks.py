@@ -53,13 +53,6 @@ def test_only_some_depths_of_many_blocks_are_decomposed():
     )
 
 
-def test_they_are_of_the_blocks_without_the_final_norm():
-    _, _, included = measured("gpt_neox", final_norm="include")
-    _, _, excluded = measured("gpt_neox", final_norm="exclude")
-    for variable in ("symmetric_share", "alignment", "departure", "to_last_amplification", "lyapunov_exponent"):
-        np.testing.assert_allclose(included[variable], excluded[variable], atol=1e-10)
-
-
 def test_nothing_else_changes():
     _, _, ds = measured("gpt_neox")
     _, _, plain = measured("gpt_neox", ("coupling",))
