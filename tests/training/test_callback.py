@@ -73,6 +73,8 @@ RUNS = {
     "augmentation in workers": {"workers": 2, "max_epochs": 2, "max_steps": -1},
     "accumulation": {"accumulate_grad_batches": 3},
     "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "64": {"precision": "64"},
     "gradient checkpointing": {"module": lambda: Classifier(checkpointing=True)},
     "manual optimisation": {"module": TwoOptimizers},
     "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},

@@ -21,7 +21,6 @@ from tests import processes
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
-from tracker.measures.layers import CERTIFICATE
 from tracker.report.contents import contents
 from tracker.store.results import VOLATILE, Store
 from tracker.walk.failures import unwritable
@@ -127,65 +126,6 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     capsys.readouterr()
     assert walk("--steps", "8", "--untrained", "4") == 2
     assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_older_store_is_continued_with_an_additional_variable(walker, suite, tmp_path, capsys):
-    """The variable is undefined in the older units, in curves, page and figures; all else is unchanged."""
-    from tracker.figures.write import main as draw
-    from tracker.report import write_report
-
-    steps, out = tmp_path / "steps", tmp_path / "out"
-    for step in (2, 4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
-
-    def walk(*more):
-        return pythia.main(walker.arguments("--measures", "coupling,trajectory,tokenwise", *more, model=str(steps)))
-
-    assert walk("--steps", "2,4") == 0
-    store = Store(out)
-    for step in (2, 4):
-        unit = store.read(step)
-        added = [str(name) for name in unit.data_vars if "trace" in str(name) or str(name).endswith("_normed")]
-        added = [name for name in added if "coupling" in name or "diag" in name]
-        assert len(added) == 1 + 1 + 3 + 4 + len(CERTIFICATE) + 1
-        unit = unit.drop_vars(added).drop_vars(("diagnostics_undefined", "quantity"))
-        whole = store.read(step)["diagnostics_undefined"]
-        unit["diagnostics_undefined"] = whole[[name not in added for name in whole["quantity"].values]]
-        store.write(step, unit)
-    alone = scalars(store.read(4))
-    assert (
-        not [name for name in alone if "trace" in name or ("coupling/" in name and "_normed" in name)]
-        and write_report(out, tmp_path / "old.html").exists()
-    )
-    assert draw(["curves", str(out), "--out", str(tmp_path)]) == 0
-    old = contents(reduced(tracker.open_results(out)))
-    assert walk() == 0
-    ds = tracker.open_results(out)
-    assert ds.step.values.tolist() == [2, 4, 8]
-    assert ds.miscoupling_release_trace.notnull().all(
-        ("prompt", "token", "k", "layer", "layer_other")
-    ).values.tolist() == [
-        False,
-        False,
-        True,
-    ]
-    assert not ds.miscoupling_release_trace.sel(step=[2, 4]).notnull().any()
-    page = contents(reduced(ds))
-    assert not ds.offdiag_normalized_normed.sel(step=[2, 4]).notnull().any()
-    assert ds.offdiag_normalized_normed.sel(step=8).notnull().all()
-    grown = page["curves"]["miscoupling_release_trace"][4]["mean_offdiag"]["value"]
-    assert (
-        grown[:2] == [None, None]
-        and grown[2] == scalars(ds.sel(step=8))["coupling/miscoupling_release_trace/k4/mean_offdiag"]
-    )
-    for name, by_k in old["curves"].items():
-        for pairs, curve in by_k[4].items():
-            assert page["curves"][name][4][pairs]["value"][:2] == curve["value"], (name, pairs)
-    assert page["tokens"]["self"]["curves"]["miscoupling_release_trace"][4]["value"][:2] == [None, None]
-    assert write_report(out, tmp_path / "new.html").exists()
-    assert draw(["all", str(out), "--out", str(tmp_path / "figures")]) == 0
-    assert (tmp_path / "figures" / "1b.png").exists() and "rror" not in capsys.readouterr().err
 
 
 def test_untrained_is_refused_where_step_0_is_published(walker, capsys):
