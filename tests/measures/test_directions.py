@@ -6,6 +6,7 @@ import torch
 
 import tracker
 from tests.models import Letters, build, images, timm_vit
+from tests.stores import stored
 from tracker.common.errors import UsageError
 from tracker.measures import directions
 
@@ -80,7 +81,5 @@ def test_models_without_an_unembedding():
 def test_a_stored_unit_keeps_the_words(tmp_path):
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=2, measures=MEASURES)
-    store = tracker.Store(tmp_path / "run")
-    store.check_settings({"model": "toy"})
-    store.write(1, ds.assign_coords(step=1))
+    store = stored(tmp_path / "run", {1: ds})
     np.testing.assert_array_equal(store.read(1).direction_out_words.values, ds.direction_out_words.values)

@@ -8,7 +8,7 @@ import xarray as xr
 
 import tracker
 from tests.models import Letters, build, neox, tokens
-from tests.stores import generated
+from tests.stores import generated, stored
 from tests.test_measure import PROMPTS, tokenizer
 from tracker.measures.dataset import labelled
 from tracker.measures.declaration import DIAGNOSTICS
@@ -76,9 +76,7 @@ def test_text_of_the_tokens(ds, tmp_path):
         there = [text for text in row if text]
         assert there == prompt.split() and np.isfinite(steps).sum() == len(there)
         assert list(row[: len(there)]) == there
-    store = Store(tmp_path / "toy")
-    store.check_settings({})
-    store.write(0, ds.assign_coords(step=0, suspect=""))
+    store = stored(tmp_path / "toy", {0: ds})
     np.testing.assert_array_equal(store.read(0).token_text.values, ds.token_text.values)
     assert "token_text" not in tracker.measure(neox(), tokens(1), k=2).coords
 
@@ -87,9 +85,7 @@ def test_text_of_tokens_beyond_ascii_and_of_tokenizers_without_texts(tmp_path):
     model = neox()
     assert "token_text" not in tracker.measure(model, "abc", tokenizer=Letters(), k=2).coords
     ds = tracker.measure(model, ["abc", "abcde"], tokenizer=Letters(lambda ids: "αβγ€"[ids[0] % 4]), k=2)
-    store = Store(tmp_path / "toy")
-    store.check_settings({})
-    store.write(0, ds.assign_coords(step=0, suspect=""))
+    store = stored(tmp_path / "toy", {0: ds})
     read = store.read(0).token_text
     assert set("".join(read.values[1])) <= set("αβγ€") and read.values[0, 3:].tolist() == ["", ""]
     np.testing.assert_array_equal(read.values, ds.token_text.values)

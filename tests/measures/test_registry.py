@@ -10,6 +10,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
+from tests.stores import stored
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
@@ -19,7 +20,7 @@ from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, headli
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
-from tracker.store.results import Store, join, open_results
+from tracker.store.results import join, open_results
 
 ASSETS = Path(tracker.__file__).parent / "report" / "assets"
 
@@ -94,22 +95,17 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     assert any("trajectory/update_ratio/q25" in panel["config"]["metrics"] for panel in panels)
     (chart,) = [chart for chart in texts()["charts"] if chart["id"] == "update_ratio"]
     assert (chart["chart"], chart["title"], chart["axis"]) == ("depth", "Update ratio", "logarithmic")
-    store = Store(tmp_path / "toy")
-    store.check_settings({"model": "toy"})
-    store.write(1, ds.assign_coords(step=1, suspect=""))
+    store = stored(tmp_path / "toy", {1: ds})
     assert "update_ratio" in contents(reduced(open_results(store.path)))["depth"]
 
 
 @pytest.mark.slow
 def test_old_units_and_new_ones_join(ds, tmp_path):
     """A store that was begun before variables had attributes, and before `update_ratio`."""
-    store = Store(tmp_path / "toy")
-    store.check_settings({"model": "toy"})
     old = ds.copy().drop_vars("update_ratio").sel(quantity=ds.quantity != "update_ratio")
     for variable in old.variables.values():
         variable.attrs = {}
-    for step, unit in {0: old, 1: ds, 2: old, 3: ds}.items():
-        store.write(step, unit.assign_coords(step=step, suspect=""))
+    store = stored(tmp_path / "toy", {0: old, 1: ds, 2: old, 3: ds}, model="toy")
     joined = open_results(store.path)
     assert (
         joined.update_ratio.isel(step=[0, 2]).isnull().all() and joined.update_ratio.isel(step=[1, 3]).notnull().all()

@@ -1,10 +1,8 @@
 """Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
-import json
 import re
 import resource
 import subprocess
-import sys
 import warnings
 import weakref
 from pathlib import Path
@@ -13,6 +11,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+import wandb
 import xarray as xr
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
@@ -25,6 +24,7 @@ from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tests.wandb_runs import of, offline_run, records
 from tracker.analysis.statistics import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
@@ -653,23 +653,14 @@ def test_wandb_by_default(tmp_path):
     """What is logged is what the automatic workspace shows."""
     logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
     fit(trainer([Watch(4, k=[2, 4])], logger=logger))
-    records = offline_records(tmp_path)
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    wandb.finish()
+    found = records(offline_run(tmp_path))
+    rows = [row["item"] for row in of("history", found)]
     logged = {name for row in rows for name in row if name.startswith(("coupling/", "trajectory/"))}
     assert {name for name in logged if "heatmap" not in name} == HEADLINES | COST
-    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    metrics = {metric.get("name"): metric for metric in of("metric", found)}
     for name in HEADLINES | COST:
         assert "hidden" not in metrics[name]["options"] and metrics[name]["step_metric"] == "training/step", name
-
-
-def offline_records(directory: Path) -> list[dict]:
-    """Finish the W&B run and return the records in its file."""
-    import wandb
-
-    wandb.finish()
-    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
-    inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
-    return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
 
 
 @pytest.mark.slow
@@ -677,15 +668,16 @@ def test_wandb(tmp_path):
     watch = Watch(4, log="all")
     logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
     fit(trainer([watch], logger=logger))
-    records = offline_records(tmp_path)
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    wandb.finish()
+    found = records(offline_run(tmp_path))
+    rows = [row["item"] for row in of("history", found)]
     for step, unit in watch.units.items():
         logged = {k: v for row in rows if row.get("trainer/global_step") == step for k, v in row.items()}
         for name, value in scalars(unit).items():
             assert logged[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
         assert logged["coupling/heatmap/k2._type"] == "images/separated"
         assert logged["training/step"] == step
-    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
+    metrics = {metric.get("name"): metric for metric in of("metric", found)}
     headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
     assert headline["step_metric"] == quartile["step_metric"] == "training/step"
     assert headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]

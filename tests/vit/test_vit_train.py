@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import xarray as xr
 
 import tracker
 from tests import processes
+from tests.wandb_runs import of, offline_run, records
 from tracker.store.results import VOLATILE, Store
 from vit import cells, grid
 from vit.recipe import RECIPES, Recipe, check, recipe_file
@@ -353,15 +353,11 @@ class TestCommandLine:
         process = start(*arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path))
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-        (file,) = (tmp_path / "cell").glob("wandb/offline-run-*/*.wandb")
-        inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
-        records = [
-            json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()
-        ]
-        text = json.dumps([record for record in records if record["type"] == "run"])
+        found = records(offline_run(tmp_path / "cell"))
+        text = json.dumps(of("run", found))
         for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', '"a"', "label_smoothing"):
             assert field in text, field
-        rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+        rows = [row["item"] for row in of("history", found)]
         assert any("test/accuracy" in row for row in rows)
         assert any("coupling/mean_offdiag" in row for row in rows)
 

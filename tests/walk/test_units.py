@@ -15,7 +15,7 @@ import xarray as xr
 
 import tracker
 from tests.models import neox, tokens
-from tests.stores import unit
+from tests.stores import stored, unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
@@ -107,11 +107,9 @@ def peak(work, *arguments) -> int:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
-    store, size = Store(tmp_path), large_unit(1).nbytes
+    size = large_unit(1).nbytes
     monkeypatch.setattr(results, "AT_ONCE", size)
-    store.check_settings({})
-    for step in range(6):
-        store.write(step, large_unit(step))
+    store = stored(tmp_path, {step: large_unit(step) for step in range(6)})
     few, many = (Units(store, with_rows=True) for _ in range(2))
     few.read([0, 1])
     grown = peak(many.read, list(range(6))) - peak(few.read, [0, 1])
@@ -174,10 +172,7 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
 
 
 def test_unit_replaced_by_another_walk_is_read_again(tmp_path, reads):
-    store, reader = Store(tmp_path), Reader()
-    store.check_settings({})
-    for step in (1, 2):
-        store.write(step, large_unit(step))
+    store, reader = stored(tmp_path, {step: large_unit(step) for step in (1, 2)}), Reader()
     reader.read(tmp_path)
     store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
     reads.clear()
@@ -232,11 +227,7 @@ def run_together(work, *arguments: tuple) -> None:
 
 @pytest.fixture
 def small(tmp_path) -> Store:
-    store = Store(tmp_path)
-    store.check_settings({})
-    for step in range(12):
-        store.write(step, small_unit(step))
-    return store
+    return stored(tmp_path, {step: small_unit(step) for step in range(12)})
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import xarray as xr
 import tracker
 from checkpoints.load import load
 from tests import processes
+from tests.wandb_runs import of, offline_run, records
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.analysis.statistics import scalars
@@ -189,16 +190,10 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
     )
     assert lines[0] == where and sum(line.startswith("W&B offline: ") for line in lines) == 2 and "warning" not in err
     assert f"{tracker.summary(walker.directory / 'out')!r}\n" in out
-    (file,) = (walker.directory / "out" / "wandb").glob("offline-run-*/*.wandb")
-    lines = subprocess.run(
-        [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file], capture_output=True, text=True
-    ).stdout.splitlines()
-    records = [*map(json.loads, lines)]
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
+    found = records(offline_run(walker.directory / "out"))
+    rows = [row["item"] for row in of("history", found)]
     assert [row["training/step"] for row in rows] == [0, 4, 8]
-    assert not [
-        record for record in records if record["type"] == "artifact" and record["artifact"]["type"] == "results"
-    ]
+    assert not [artifact for artifact in of("artifact", found) if artifact["type"] == "results"]
     content = b"".join(file.read_bytes() for file in directory.rglob("*") if file.is_file())
     for prompt in walker.prompts.read_text().splitlines():
         assert prompt.encode() not in content and prompt[:12].encode() not in content
