@@ -6,8 +6,6 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 import tracker
 from tests.models import Letters, Size, build
@@ -17,7 +15,6 @@ from tracker.measures import settings as settings_module
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
 OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attributes that are of all inputs together
-BUDGETS = (60_000, 400_000, 4 << 30)
 
 
 @cache
@@ -72,17 +69,13 @@ def assert_as_alone(together, alone, place: int, atol: float):
         pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
     ],
 )
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes seconds
-@given(
-    chosen=st.lists(st.sampled_from(range(len(TEXTS))), min_size=1, unique=True),
-    budget=st.sampled_from(BUDGETS),
-)
-def test_company_order_and_budget_change_no_number(kind, svd, dtype, chosen, budget):
+def test_company_order_and_budget_change_no_number(kind, svd, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        together = measured(kind, tuple(chosen), svd, dtype, budget)
-        for place, i in enumerate(chosen):
-            assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])
+        for chosen, budget in (((2, 0), 60_000), ((3, 0, 1), 400_000), ((1, 2), 4 << 30)):
+            together = measured(kind, chosen, svd, dtype, budget)
+            for place, i in enumerate(chosen):
+                assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])
 
 
 def test_padding_changes_no_draw():
