@@ -37,10 +37,10 @@ def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: in
     import numpy as np
     import torch
 
+    from tracker.analysis.curves import CURVES, curves
     from tracker.analysis.reduction import reduced
-    from tracker.analysis.statistics import CURVES, curves
     from tracker.loggers.protocol import Row
-    from tracker.store.results import open_results
+    from tracker.store import open_results
 
     torch.set_num_threads(1)
     along = open_results(out).load()

@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracker.figures.palette import BLUE, GREY, ORANGE
+from tracker.figures.drawing import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

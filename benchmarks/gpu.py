@@ -59,7 +59,7 @@ SMALL = {  # options that make a step small
 }
 CHECK = """
 import sys
-import lightning, pytest, timm, transformers, tracker.common.parser, tracker.store.results
+import lightning, pytest, timm, transformers, xdist, tracker.common.parser, tracker.store
 from tracker.provenance import usable_device
 usable_device(sys.argv[1], f"--device {sys.argv[1]}")
 """
@@ -128,9 +128,11 @@ def _run(given: argparse.Namespace, record: dict[str, Any], deadline: float, dir
         if outcome["status"] != "ok":
             print(f"    {_last_line(outcome)}")
             done = False
+        else:
+            del outcome["output"]
         if result.exists():
             outcome["result"] = json.loads(result.read_text())
-        record["steps"][name] = {"commit": git.stdout.strip(), **outcome}
+        record["steps"][name] = {"commit": git.stdout.strip(), "command": command, **outcome}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(given.out, (json.dumps(record, indent=1) + "\n").encode())
     print(f"\n{table(record['steps'])}\n\n{given.out}")
@@ -169,7 +171,7 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
             with suppress(subprocess.TimeoutExpired):  # a process that waits in the GPU's driver may not end at once
                 process.wait(GRACE)
     seconds, text = round(time.perf_counter() - started, 2), log.read_bytes()[-TAIL:].decode(errors="replace")
-    return {"command": ["python", *arguments], "status": status, "seconds": seconds, "output": text}
+    return {"status": status, "seconds": seconds, "output": text.replace(f"{ROOT}/", "")}
 
 
 def _last_line(outcome: dict[str, Any]) -> str:
@@ -232,7 +234,9 @@ def tests(device: str, small: bool, out: Path) -> int:
 
     chosen = ["-k", "values_vectors_and_certificate"] if small else []
     marked = "not gpu" if device == "cpu" else "gpu"
-    return pytest.main(["tests/gpu", "-m", marked, "-p", "no:cacheprovider", "--tb=short", *chosen], [Outcomes()])
+    workers = ["--numprocesses", "0" if device == "cpu" else "6"]  # small models leave most of a GPU idle
+    options = ["-m", marked, "-p", "no:cacheprovider", "--tb=short", "--durations=10"]
+    return pytest.main(["tests/gpu", *options, *workers, *chosen], [Outcomes()])
 
 
 def synchronizations(device: str, small: bool, out: Path) -> int:
@@ -263,7 +267,7 @@ def waits(run: Callable[[], Any], device: str) -> Counter[str]:
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
     waiting = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-    return Counter(f"{warning.filename}:{warning.lineno}" for warning in waiting)
+    return Counter(f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}" for warning in waiting)
 
 
 MEASUREMENTS = {"machine": machine, "tests": tests, "synchronizations": synchronizations}

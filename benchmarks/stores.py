@@ -16,9 +16,9 @@ from pathlib import Path
 
 # What is timed, by name: imports, then the work on the directory `path`.
 WORK = {
-    "open": ("import tracker, tracker.store.results", "tracker.open_results(path)"),
+    "open": ("import tracker, tracker.store", "tracker.open_results(path)"),
     "resume": (
-        "from tracker.store.results import Store; from tracker.walk.units import Units",
+        "from tracker.store import Store; from tracker.walk.units import Units",
         "Units(Store(path), with_rows=False).read(Store(path).steps())",
     ),
     "summary": ("import tracker, tracker.analysis.summary", "tracker.summary(path)"),

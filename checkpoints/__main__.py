@@ -16,7 +16,7 @@ from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.files import hash_file
-from tracker.common.steps import describe_repeat, find_repeats
+from tracker.common.text import describe_repeat, find_repeats
 
 
 @reports_errors()

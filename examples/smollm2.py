@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tracker
 from checkpoints.load import init_untrained
 from tracker.analysis.regression import mean_interval
-from tracker.common.steps import UNTRAINED
+from tracker.common.text import UNTRAINED
 from tracker.report import write_report
 
 

@@ -23,10 +23,9 @@ from torch import Tensor
 
 import tracker
 from checkpoints import nano
-from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
-from tracker.measures import null_levels
-from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.null_levels import Moments, Overlap
+from tracker.figures.drawing import BLUE, DIVERGING, GREY, ORANGE
+from tracker.measures import coupling
+from tracker.measures.coupling import DEFINITIONS, Moments, Overlap
 
 KS = (10, 50)
 SHOWN = {"miscoupling": "m_K", "offdiag_normalized": "eq. 14", "offdiag": "eq. 13", "miscoupling_release": "release"}
@@ -51,8 +50,8 @@ class Blocks:
 
     def parts(self) -> tuple[Moments, Overlap]:
         """Return what the null levels need."""
-        basis = null_levels.overlap(self.U.double(), self.V.double(), [self.s.shape[-1]])
-        moments = null_levels.moments(self.J.double(), self.s[..., 0].double())
+        basis = coupling.overlap(self.U.double(), self.V.double(), [self.s.shape[-1]])
+        moments = coupling.moments(self.J.double(), self.s[..., 0].double())
         return moments, Overlap(basis.diagonal, basis.squares[..., 0], basis.fourths[..., 0])
 
 
@@ -75,7 +74,7 @@ def observed(of: Blocks) -> dict[str, Tensor]:
 def turned_levels(of: Blocks) -> dict[str, Tensor]:
     """Return the null levels of blocks turned as a whole."""
     moments, basis, d = *of.parts(), of.J.shape[-1]
-    return {name: null_levels.null_level(name, of.s.double(), moments, basis, d) for name in SHOWN}
+    return {name: coupling.null_level(name, of.s.double(), moments, basis, d) for name in SHOWN}
 
 
 def independent_levels(of: Blocks) -> dict[str, Tensor]:
@@ -150,7 +149,7 @@ def compared(title: str, of: Blocks, draws: int) -> Iterator[str]:
         values, new, old = observed(blocks), turned_levels(blocks), independent_levels(blocks)
         drawn = turned_at_random(blocks, draws) if K == KS[0] and draws else {}
         moments, basis = blocks.parts()
-        spread = null_levels.spread(blocks.s.double(), moments, basis, of.J.shape[-1])
+        spread = coupling.spread(blocks.s.double(), moments, basis, of.J.shape[-1])
         yield f"\n{title}, K = {K}: observed / null level, independent / null level, turned as a whole\n\n"
         means = {name: [by_distance(each[name]) for each in (values, old, new)] for name in SHOWN}
         yield table(
@@ -186,11 +185,11 @@ def simulated(title: str, of: Blocks, pairs: Sequence[tuple[int, int]], draws: i
     values = observed(blocks)
     for l, m in pairs:
         J, U, V, s = of.J[0, l].double(), blocks.U[0, m].double(), blocks.V[0, m].double(), blocks.s[0, l].double()
-        A = null_levels.simulated(J, U, V, draws, torch.Generator().manual_seed(0))
+        A = coupling.simulated(J, U, V, draws, torch.Generator().manual_seed(0))
         cells = []
         for definition in DEFINITIONS:
             drawn = definition.formula(A, s)
-            level = null_levels.null_level(definition.name, blocks.s.double(), moments, basis, d)[0, l, m]
+            level = coupling.null_level(definition.name, blocks.s.double(), moments, basis, d)[0, l, m]
             seen, root = values[definition.name][0, l, m], (drawn**2).mean().sqrt()
             cells.append(f"{seen:.3f} / {root:.3f} / {level:.3f} ({float((drawn <= seen).double().mean()):.3f})")
         rows.append([f"{l + 1}, {m + 1}", *cells])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tracker
-from tracker.common.extras import DISTRIBUTION, EXTRAS
+from tracker.common.errors import DISTRIBUTION, EXTRAS
 
 CALLBACKS = ("CouplingCallback", "TransformersCallback", "Watch")
 COMMANDS = {

@@ -10,8 +10,11 @@ import xarray as xr
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.measures.trajectory import DECLARED as TRAJECTORY
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.version import SCHEMA
+
+# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
+VOLATILE = ("created", "seconds", "final_norm_reason")
 
 
 def generated(

@@ -33,7 +33,7 @@ def test_an_unknown_command_is_refused(capsys):
 def test_the_extras_of_missing_packages_exist():
     import tomllib
 
-    from tracker.common.extras import EXTRAS
+    from tracker.common.errors import EXTRAS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(EXTRAS.values()) <= set(extras)

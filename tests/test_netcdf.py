@@ -1,4 +1,4 @@
-"""`tracker.store.netcdf` against xarray's own reading and joining."""
+"""`tracker.store` against xarray's own reading and joining."""
 
 import os
 
@@ -8,7 +8,7 @@ import xarray as xr
 
 from tests.stores import unit
 from tracker.common.errors import UsageError
-from tracker.store.netcdf import DamagedFile, file_content, read_content, stacked
+from tracker.store import DamagedFile, file_content, read_content, stacked
 
 
 def dataset(step: int = 7) -> xr.Dataset:

@@ -4,8 +4,8 @@ from inspect import currentframe
 
 import pytest
 
-from tracker.common import notices
-from tracker.common.notices import warn_caller
+from tracker.common import errors
+from tracker.common.errors import warn_caller
 
 CALL = "def call(f):\n    f()\n"
 
@@ -23,7 +23,7 @@ def test_a_warning_points_at_the_callers_line():
 
 def test_frames_of_the_package_and_of_frameworks_are_skipped(tmp_path):
     package, lightning = {"__name__": "tracker.measurement"}, {"__name__": "lightning.pytorch.trainer"}
-    exec(compile(CALL, f"{notices.WITHIN}measurement.py", "exec"), package)
+    exec(compile(CALL, f"{errors.WITHIN}measurement.py", "exec"), package)
     exec(compile(CALL, str(tmp_path / "trainer.py"), "exec"), lightning)
     inner = partial(lightning["call"], partial(package["call"], partial(warn_caller, "deep")))
     with pytest.warns(UserWarning, match="deep") as caught:

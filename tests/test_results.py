@@ -14,7 +14,7 @@ from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
 from tracker.report.contents import Reader
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.version import SCHEMA
 
 SHARED = {"suite": "toy", "schema": SCHEMA}
@@ -167,7 +167,11 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
-from tracker.store.results import Store
+from tracker.store import Store
+from tracker.common.errors import UsageError
+from tracker.measures.dataset import labelled
+from tracker.version import SCHEMA
+from tracker.store import Store
 
 claim = Store(sys.argv[2]).claim(3)
 print("claimed", flush=True)

@@ -16,15 +16,15 @@ _MODULES = {
     "TransformersCallback": "training.transformers",
     "coupling_penalty": "training.penalty",
     "Watch": "training.watch",
-    "Store": "store.results",
+    "Store": "store",
     "measure": "measurement",
     "null_level": "analysis.null_levels",
     "null_spread": "analysis.null_levels",
     "find_blocks": "blocks.find",
-    "open_results": "store.results",
+    "open_results": "store",
     "plot": "figures.selection",
     "summary": "analysis.summary",
-    "to_frame": "analysis.frame",
+    "to_frame": "analysis.summary",
     "prompts": "walk.prompts",
 }
 _SUBMODULES = {
@@ -52,13 +52,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tracker.analysis.frame import to_frame
     from tracker.analysis.null_levels import null_level, null_spread
-    from tracker.analysis.summary import summary
+    from tracker.analysis.summary import summary, to_frame
     from tracker.blocks.find import find_blocks
     from tracker.figures.selection import plot
     from tracker.measurement import measure
-    from tracker.store.results import Store, open_results
+    from tracker.store import Store, open_results
     from tracker.training.callback import CouplingCallback
     from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
@@ -73,7 +72,7 @@ def __getattr__(name: str) -> Any:
     try:
         imported = importlib.import_module(f"tracker.{module}")
     except ModuleNotFoundError as error:
-        from tracker.common.extras import missing_extra
+        from tracker.common.errors import missing_extra
 
         raise missing_extra(error, f"tracker.{name}") from error
     return getattr(imported, name) if name in _MODULES else imported

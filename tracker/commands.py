@@ -5,13 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from tracker.common.command_line import OK, USAGE, reports_errors
-from tracker.common.extras import require_own
+from tracker.common.errors import require_own
 
 # Subcommand -> the module that `python -m` runs, and what it does.
 COMMANDS = {
     "walk": ("tracker.pythia", "measure published checkpoints one after another"),
     "report": ("tracker.report.write", "write the interactive page of results"),
-    "figures": ("tracker.figures.write", "draw the paper's figures as PDF, PNG and CSV"),
+    "figures": ("tracker.figures.__main__", "draw the paper's figures as PDF, PNG and CSV"),
     "replay": ("tracker.replay", "send stored results to loggers"),
     "dashboards": ("tracker.dashboards", "save a workspace of Weights & Biases"),
     "checkpoints": ("checkpoints.__main__", "list and verify published checkpoints"),
@@ -24,13 +24,13 @@ COMMANDS = {
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand, with the arguments that follow its name; return its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name, rest = (given[0], given[1:]) if given else ("--help", [])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in COMMANDS:
         module = COMMANDS[name][0]
         require_own(module.partition(".")[0])
         return importlib.import_module(module).main(rest)
-    usage = "\n".join(f"  {name:13} {what}" for name, (_, what) in COMMANDS.items())
+    usage = "\n".join(f"  {name:13} {purpose}" for name, (_, purpose) in COMMANDS.items())
     if name in ("--help", "-h"):
         print(f"usage: block-coupling COMMAND [options]\n\n{usage}\n\nblock-coupling COMMAND --help lists the options")
         return OK

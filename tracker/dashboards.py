@@ -126,9 +126,9 @@ def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":
 
 
 def _over_positions(measure: "Measure") -> "LinePlot":
-    from tracker.loggers.selection import metrics_over_positions
+    from tracker.measures.registry import panel_metrics
 
-    metrics = metrics_over_positions(measure)
+    metrics = panel_metrics(measure)
     title = measure.label[0].upper() + measure.label[1:] + ("" if measure.unit == "1" else f", {measure.unit}")
     if measure.curve == "last mean":
         return _lines(title, metrics)
@@ -136,11 +136,11 @@ def _over_positions(measure: "Measure") -> "LinePlot":
 
 
 def _for_k(measure: "Measure", k: int) -> "LinePlot":
-    from tracker.loggers.selection import metrics_for_k
+    from tracker.measures.registry import panel_metrics
 
     over = ", l ≠ l'" if measure.curve == "pairs" else ""
     title = measure.label[0].upper() + measure.label[1:]
-    return _lines(f"{title}, K = {k}{over}, with its null level", metrics_for_k(measure, k))
+    return _lines(f"{title}, K = {k}{over}, with its null level", panel_metrics(measure, k))
 
 
 def _scores() -> "Section":

@@ -23,7 +23,7 @@ from tracker.capture.confirm import LAST_WORD
 from tracker.capture.inputs import Batch, batches
 from tracker.capture.prepare import Prepared, prepare
 from tracker.common.progress import Progress, progress_bar
-from tracker.devices import raise_device_errors
+from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import CheckCache
@@ -33,8 +33,10 @@ from tracker.measures.dataset import Sample, assemble, labelled
 from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
-from tracker.measures.settings import Options, Settings
+from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
 from tracker.provenance import describe, digest, has_float64, usable_device
+
+ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
 
 
 @overload
@@ -141,6 +143,23 @@ def measure_samples(
     """
     with _prepared(model, blocks, calls, settings, device) as prepared:
         return measure_calls(prepared, settings, progress or Progress())
+
+
+def measure_with_less_memory(
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
+) -> list[Sample]:
+    """Measure samples as `measure_samples`; if memory runs out, again with half the memory budget, and a quarter."""
+    message = ""
+    for attempt in range(ATTEMPTS):
+        smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
+        try:
+            return measure_samples(model, blocks, calls, smaller, device)
+        except (RuntimeError, MemoryError) as error:
+            if not is_allocation_failure(error):
+                raise
+            message = str(error)
+        release_memory(device)
+    raise torch.OutOfMemoryError(message)
 
 
 def estimate_cost(

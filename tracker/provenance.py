@@ -46,23 +46,23 @@ def package_version(name: str) -> str:
         return str(getattr(sys.modules.get(name), "__version__", "unknown"))
 
 
-def usable_device(device: torch.device | str, given: str) -> torch.device:
+def usable_device(device: torch.device | str, argument: str) -> torch.device:
     """Return the device, with its index if it has one, after a test computation on it.
 
     Tensors state their index, and "cuda" is not equal to "cuda:0". Each thread has its own current device.
 
     Raises:
-        UsageError: if it can't be used or has no float64; `given` is the caller's argument as text.
+        UsageError: if it can't be used or has no float64; `argument` is the caller's argument as text.
     """
     try:
         zero = torch.zeros(1, device=device)
         zero.item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"{given} can't be used ({str(error).splitlines()[0]})") from error
+        raise UsageError(f"{argument} can't be used ({str(error).splitlines()[0]})") from error
     device = zero.device
     if not has_float64(device):
         raise UsageError(
-            f"{given} can't be used: {device.type} has no float64, in which Jacobians are checked and small ones computed; "
+            f"{argument} can't be used: {device.type} has no float64, in which Jacobians are checked and small ones computed; "
             "measure on the CPU, wherever the model is"
         )
     return device

@@ -17,14 +17,23 @@ from typing import TYPE_CHECKING
 
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from tracker.common.errors import UsageError
-from tracker.common.steps import UNTRAINED
-from tracker.common.text import first_line, join_names
+from tracker.common.text import UNTRAINED, first_line, join_names
 from tracker.walk.command import Walk, parse
-from tracker.walk.display import WalkProgress, headline, print_other_tokens, print_overview, print_repeats, progress
-from tracker.walk.failures import Failures, nothing_cached, reason, unavailable, unwritable
+from tracker.walk.display import (
+    Failures,
+    WalkProgress,
+    headline,
+    nothing_cached,
+    print_other_tokens,
+    print_overview,
+    print_repeats,
+    progress,
+    reason,
+    unavailable,
+    unwritable,
+)
 from tracker.walk.plan import Output, WalkPlan, make_plan, named_suite, require_settings, store_of
 from tracker.walk.prefetch import prefetch
-from tracker.walk.unit import changed, measure_checkpoint, with_scores
 
 if TYPE_CHECKING:
     from checkpoints.suites import Checkpoint
@@ -57,8 +66,8 @@ def _leave(*_: object) -> None:
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
-    from tracker.loggers import announce, prepare, selection
-    from tracker.loggers.protocol import LoggedRun
+    from tracker.loggers import announce, prepare
+    from tracker.loggers.protocol import LoggedRun, parse_log
     from tracker.walk.units import Units
 
     def notify(line: str) -> None:
@@ -66,7 +75,7 @@ def run(walk: Walk) -> int:
 
     with ExitStack() as held:
         try:
-            log = selection.parsed(walk.log)
+            log = parse_log(walk.log)
             openers = [] if walk.dry_run else prepare(walk.loggers, walk.wandb)
             suite = named_suite(walk, notify)
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
@@ -156,7 +165,7 @@ def _check_selection(plan: WalkPlan, units: "Units") -> None:
         UsageError: stating what to do.
     """
     selection, store = plan.selection, plan.output.store
-    if other := changed(selection, {step: known.files_sha256 for step, known in units.known.items()}):
+    if other := units.changed(selection):
         raise UsageError(
             f"the weights of step {join_names(other)} of {selection.suite.source} are not those that {store.path} holds "
             "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
@@ -177,6 +186,7 @@ def _measure_missing(
 ) -> None:
     """Measure the missing checkpoints into the store; record those that fail."""
     from tracker.devices import release_memory
+    from tracker.walk.units import measure_checkpoint
 
     def measured_elsewhere(step: int) -> bool:
         if not units.read_claimed(step):
@@ -252,6 +262,8 @@ def _write_page(units: "Units") -> list[str]:
 
 def _rescore(output: Output, units: "Units", step: int) -> None:
     """Add the scores given to this walk to a unit of an earlier one."""
+    from tracker.walk.units import with_scores
+
     scored, known = output.scores.get(step, {}), units.known[step]
     if known.revision.startswith(UNTRAINED) or scored.items() <= known.scores.items():
         return

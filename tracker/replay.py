@@ -36,10 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.loggers import prepare, selection
+    from tracker.loggers import prepare
+    from tracker.loggers.protocol import parse_log
 
     name = parsed.name or parsed.results.resolve().name
-    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), selection.parsed(parsed.log))
+    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), parse_log(parsed.log))
     return OK
 
 
@@ -52,7 +53,7 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", 
     """
     from tracker.loggers import announce, opened
     from tracker.loggers.protocol import LoggedRun, Row
-    from tracker.store.results import Store, require_steps
+    from tracker.store import Store, require_steps
 
     store = Store(results)
     steps = require_steps(store)

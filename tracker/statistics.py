@@ -1,5 +1,5 @@
-"""Curves and scalars of results, as every figure, logger and page draws them (`tracker.analysis.statistics`)."""
+"""Curves and scalars of results, as every figure, logger and page draws them (`tracker.analysis.curves`)."""
 
-from tracker.analysis.statistics import curves, scalars
+from tracker.analysis.curves import curves, scalars
 
 __all__ = ["curves", "scalars"]

@@ -53,7 +53,7 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     """
     import numpy as np
 
-    from tracker.figures.palette import css_variables
+    from tracker.figures.drawing import css_variables
     from vit import figures
     from vit.answers import answers, exploratory, reliable_measures, with_intervals
     from vit.results import GRID_FILE, write_grid

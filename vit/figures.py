@@ -13,9 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
-from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, shades, training_axis
+from tracker.figures.drawing import BLUE, FEWEST_POINTS, GREY, ORANGE, PAIR_WORDS, SERIES, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
-from tracker.figures.palette import BLUE, GREY, ORANGE, SERIES
 from vit.answers import interval
 from vit.statistics import RELIABILITY, RELIABLE, final_coupling, fit_settings, setting_labels, setting_means
 

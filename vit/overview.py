@@ -9,13 +9,13 @@ from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 from tracker.common.text import duration, entry, size
 from vit.cells import is_done, read
 from vit.recipe import Recipe
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from vit.training import Trial
 
 SECONDS = 2.0  # between two looks at the cells
@@ -55,26 +55,23 @@ def state_of(recipe: Recipe) -> str:
     return f"{len(history)}/{recipe.epochs}" if history else "not started"
 
 
-def table(recipes: Sequence[Recipe], left: str = "") -> "Table":
-    """Return a table of the grid: the test accuracy (a mean over seeds) of finished cells, the state of the others."""
-    from rich.table import Table
-
-    rates = sorted({recipe.drop_path for recipe in recipes})
-    caption = f"rows: weight decay; columns: stochastic depth{left and f'; {left}'}"
-    states = Table(title="test accuracy, or finished epochs", caption=caption)
-    states.add_column("", justify="right")
-    for rate in rates:
-        states.add_column(f"{rate:g}", justify="right")
-    for decay in sorted({recipe.weight_decay for recipe in recipes}):
-        row = [[r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates]
-        states.add_row(f"{decay:g}", *map(_cell_text, row))
-    return states
+def table(recipes: Sequence[Recipe]) -> str:
+    """Return the grid in lines: the test accuracy (a mean over seeds) of finished cells, the state of the others."""
+    rates, decays = (sorted({getattr(r, name) for r in recipes}) for name in ("drop_path", "weight_decay"))
+    rows = [["", *(f"{rate:g}" for rate in rates)]]
+    for decay in decays:
+        cells = ([r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates)
+        rows.append([f"{decay:g}", *map(_cell_text, cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
+    title = "test accuracy, or finished epochs; rows: weight decay, columns: stochastic depth"
+    return "\n".join([title, *lines])
 
 
 def _cell_text(seeds: Sequence[Recipe]) -> str:
     states = [state_of(recipe).partition(":")[0] for recipe in seeds]
     try:
-        return f"[bold]{mean(map(float, states)):.4f}[/bold]"
+        return f"{mean(map(float, states)):.4f}"
     except ValueError:  # some seed has not finished
         return " ".join("·" if state == "not started" else state for state in states)
 
@@ -126,18 +123,20 @@ class Forecast:
 
 @contextmanager
 def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None) -> Iterator[None]:
-    """Show the cells while they train: a live table on a terminal, otherwise a line per finished cell.
+    """Show the cells while they train: a line per finished cell; on a terminal a bar over all epochs, and the grid at the end.
 
-    Both begin with a line that says what the grid takes, as soon as that is known; nothing waits for an answer.
+    A line says what the grid takes, as soon as that is known; nothing waits for an answer.
     """
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(file=sys.stdout)  # which a training in this process redirects
     forecast, pending = Forecast(missing, jobs), [*missing]
+    out, interactive = sys.stdout, sys.stdout.isatty()  # a training in this process redirects standard output
+    # Its own estimate of the time left knows nothing of cells that have not begun.
+    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} epochs{postfix}"
+    epochs = sum(cell.epochs for cell in missing)
+    bar = tqdm(desc="training", total=epochs, file=out, disable=not interactive, bar_format=form)
 
     def write(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        tqdm.write(line, file=out)
+        out.flush()
 
     def left() -> str:
         seconds = forecast.left()
@@ -148,6 +147,10 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
             if is_done(cell.directory) or read(cell.directory, "failed"):
                 pending.remove(cell)
                 write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}  {left()}")
+        if interactive:
+            trained = sum(len(read(cell.directory, "history") or ()) for cell in pending)
+            bar.n = epochs - sum(cell.epochs for cell in pending) + trained
+            bar.set_postfix_str(left())
 
     def watch() -> None:
         cost = None
@@ -155,13 +158,8 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
             if cost is None and (cost := forecast.cost()):
                 write(cost)
             report()
-            if console.is_terminal:
-                live.update(table(recipes, left()), refresh=True)
 
     stop, watcher = threading.Event(), threading.Thread(target=watch, daemon=True)
-    live = Live(table(recipes), console=console, auto_refresh=False)
-    if console.is_terminal:
-        live.start()
     watcher.start()
     try:
         yield
@@ -169,6 +167,6 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None
         stop.set()
         watcher.join()
         report()
-        if console.is_terminal:
-            live.update(table(recipes), refresh=True)
-            live.stop()
+        bar.close()
+        if interactive:
+            write(table(recipes))

@@ -14,7 +14,7 @@ import xarray as xr
 from tracker.analysis.reduction import read_miscouplings
 from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
-from tracker.store.results import Store
+from tracker.store import Store
 from vit.cells import read
 
 POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}

@@ -30,7 +30,7 @@ from tracker.common.text import first_line
 from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, with_offline_fallback
 from tracker.provenance import describe, package_version
 from tracker.training import schedule as schedules
-from tracker.training.target import measured_module
+from tracker.training.callback import measured_module
 from vit.cells import SCHEMA, check_settings, claim, read, write
 from vit.data import Data, balanced, load
 from vit.loaders import TEST_BATCH, Batches

@@ -12,10 +12,10 @@ from tests.stores import stored, unit
 from tracker.analysis.across_models import assign_clusters, cluster_labels, compare_models, independence_note
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
+from tracker.figures.__main__ import main
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
-from tracker.figures.write import main
 from tracker.report.write import main as report
-from tracker.store.results import open_results
+from tracker.store import open_results
 
 NAMES = ["70m", "70m-deduped", "160m", "160m-deduped", "410m", "1b", "1b-seed3"]
 LABELS = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]

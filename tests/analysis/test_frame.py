@@ -64,7 +64,7 @@ def test_what_is_refused(ds, of, message):
 
 
 def test_too_many_rows(ds, monkeypatch):
-    monkeypatch.setattr("tracker.analysis.frame.ROWS", 10)
+    monkeypatch.setattr("tracker.analysis.summary.ROWS", 10)
     with pytest.raises(UsageError, match=r"rows are too many; select first, such as results.sel\(k=10\)"):
         tracker.to_frame(ds)
 

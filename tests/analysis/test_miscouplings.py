@@ -6,10 +6,10 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
+from tracker.analysis.curves import curves
 from tracker.analysis.reduction import read_miscouplings
-from tracker.analysis.statistics import curves
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.store.results import Store
+from tracker.store import Store
 
 
 @pytest.fixture(scope="module")

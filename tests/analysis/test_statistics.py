@@ -8,18 +8,11 @@ import xarray as xr
 import tracker
 from tests.models import Size, build, neox, tokens
 from tests.stores import stored
+from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import (
-    CURVES,
-    curves,
-    layers_in_words,
-    middle_layers,
-    scalars,
-    sources,
-)
 from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
-from tracker.store.results import open_results
+from tracker.store import open_results
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.stores import generated
 from tracker.analysis.reduction import reduced
 from tracker.analysis.summary import summary_of_reduced
 from tracker.common.errors import UsageError
-from tracker.store.results import Store, open_results
+from tracker.store import Store, open_results
 
 STEPS = [0, 64, 512, 4096]
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.models import Size, language, tokens
+from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.capture import weights
 from tracker.capture.inputs import batches
@@ -24,7 +25,6 @@ from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
-from tracker.training import ranks
 
 RANKS = 2
 SETTINGS = Settings(k=(2,), measures=("coupling",), dtype="float64", memory_budget=1 << 20)
@@ -40,7 +40,7 @@ def make():
 def measure(model) -> list[float]:
     """Return the singular values of all blocks."""
     calls = batches(model, tokens(2, 6), None, None)
-    measure = ranks._measure_with_less_memory
+    measure = measurement.measure_with_less_memory
     samples = measure(model, find_blocks(model), calls, SETTINGS, torch.device("cpu"))
     return np.array([sample.values["singular_value"] for sample in samples]).ravel().tolist()
 
@@ -94,7 +94,7 @@ def main():
     for layer in model.gpt_neox.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    results, real = {}, ranks.measure_samples
+    results, real = {}, measurement.measure_samples
     for case, plant in CASES.items():
         budgets = []
 
@@ -102,7 +102,7 @@ def main():
             budgets.append(settings.memory_budget)
             return real(model, blocks, calls, settings, device)
 
-        with plant(), patch.object(ranks, "measure_samples", recording):
+        with plant(), patch.object(measurement, "measure_samples", recording):
             try:
                 found = measure(model)
             except Exception as error:

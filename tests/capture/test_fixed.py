@@ -19,7 +19,7 @@ from tracker.blocks.boundaries import as_python, read_spans
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Rows
-from tracker.training.target import find_target
+from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:block 1 .* computed over the full sequence", "ignore:this is a language model"

@@ -20,7 +20,7 @@ from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians, Rows
-from tracker.training.target import find_target
+from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
 

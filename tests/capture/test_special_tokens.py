@@ -13,7 +13,7 @@ import tracker
 from tests.models import Encoder, build, images, timm_vit
 from tracker import pythia
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
+from tracker.store import Store
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the blocks of this model end in a norm", "ignore:.*computed over the full sequence"

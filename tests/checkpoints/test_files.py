@@ -106,13 +106,12 @@ def test_next_writer_removes_temporary_files_of_killed_writers_only(tmp_path):
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"whole"
 
 
-def test_other_files_are_kept_and_those_of_earlier_versions_removed_after_a_day(tmp_path):
-    for name in (".old.tmp", ".young.tmp", "plain.tmp", ".hidden"):
-        (tmp_path / name).write_bytes(b"")
+def test_other_files_are_kept(tmp_path):
     for name in (".old.tmp", "plain.tmp", ".hidden"):
+        (tmp_path / name).write_bytes(b"")
         os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
     remove_stale_temporaries(tmp_path)
-    assert names(tmp_path) == [".hidden", ".young.tmp", "plain.tmp"]
+    assert names(tmp_path) == [".hidden", ".old.tmp", "plain.tmp"]
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])

@@ -9,7 +9,7 @@ from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.integrity import examine, files_digest, find_suspects, fingerprint, known_defect
 from checkpoints.suites import Checkpoint, find_suite
 from tracker.common.errors import CheckpointError, Unreachable
-from tracker.common.steps import find_repeats
+from tracker.common.text import find_repeats
 
 CONFIG = File("config.json", 500)
 SHARDS = [f"pytorch_model-0000{i}-of-00003.bin" for i in (1, 2, 3)]

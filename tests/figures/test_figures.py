@@ -17,14 +17,14 @@ from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing, jacobians
+from tracker.figures.__main__ import main
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
-from tracker.figures.write import main
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
-from tracker.store.results import Store
-from tracker.store.results import open_results as read_results
+from tracker.store import Store
+from tracker.store import open_results as read_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
 
@@ -42,7 +42,7 @@ def open_results(path):
 
 @pytest.fixture(autouse=True)
 def results_are_read_once(monkeypatch):
-    monkeypatch.setattr("tracker.figures.write.open_results", open_results)
+    monkeypatch.setattr("tracker.figures.__main__.open_results", open_results)
 
 
 def store(path, seed=0, size=None, measures="all,tokenwise,halves", steps=STEPS, **options):
@@ -571,7 +571,7 @@ def test_every_figure_and_table_of_the_paper_is_drawn_or_has_a_reason():
 
 @pytest.mark.parametrize("name", NOT_DRAWN)
 def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.write.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
     assert main([name, "results"]) == 2
     error = capsys.readouterr().err
     assert f"figure {name} is not drawn here: " in error and len(error.strip().splitlines()) == 1
@@ -579,7 +579,7 @@ def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatc
 
 
 def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.write.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
     for given, meant in (("heatmp", "heatmap"), ("Table 2", "table2"), ("6a", "6")):
         assert main([given, "results"]) == 2
         assert f"did you mean {meant!r}?" in capsys.readouterr().err

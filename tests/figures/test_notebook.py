@@ -7,10 +7,10 @@ import pytest
 import tracker
 from tests.models import neox, tokens
 from tests.stores import stored
+from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.statistics import curves
+from tracker.figures.coupling import coupling_pictures
 from tracker.figures.drawing import colour_map, equation
-from tracker.figures.overview import coupling_pictures
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
 from tracker.measures.registry import VARIANTS

@@ -10,8 +10,8 @@ from tests.gpu.accelerators import on_each
 from tests.models import FAMILIES, build
 
 # The largest errors allowed, relative to the largest value. In float64 the families' own float32 (softmax, rotary
-# positions) remains.
-BOUNDS = {"float64": 1e-5, "float32": 5e-3}
+# positions) remains; logarithms of small singular values enlarge it.
+BOUNDS = {"float64": 1e-4, "float32": 5e-3}
 CHECKS = (
     "diagnostics_residual",
     "diagnostics_value_error",

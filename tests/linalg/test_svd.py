@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.measures.test_coupling import rotation
 from tracker.linalg import costs, krylov, svd
-from tracker.linalg.costs import krylov_is_cheaper
+from tracker.linalg.costs import iteration_is_cheaper, krylov_is_cheaper
 from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets, triplets_by_products
 
 FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
@@ -322,11 +322,36 @@ def test_the_cheaper_way_is_taken(d, K, krylov):
         assert krylov_is_cheaper(d, K, dtype, torch.device("cpu")) == krylov
 
 
-def test_auto_takes_it(monkeypatch):
+@pytest.mark.parametrize(
+    "d, K, iterated", [(192, 10, False), (768, 50, False), (1024, 10, True), (1024, 50, False), (1536, 50, True)]
+)
+def test_eigenvectors_are_iterated_for_where_that_is_cheaper(d, K, iterated):
+    assert iteration_is_cheaper(d, K, torch.float32, torch.device("cpu")) == iterated
+
+
+def test_auto_takes_the_cheapest(monkeypatch):
+    taken = []
+    for name in ("_by_eigenvectors", "_by_squares", "_by_golub_kahan", "_full"):
+        spied = getattr(svd, name)
+        monkeypatch.setattr(svd, name, lambda *given, name=name, spied=spied: taken.append(name) or spied(*given))
     J = planted(FALLING)
-    assert bool(top_singular_triplets(J, 5).full)
+    top_singular_triplets(J, 5)
     monkeypatch.setattr(svd, "krylov_is_cheaper", lambda *_: True)
-    assert not bool(top_singular_triplets(J, 5).full)
+    monkeypatch.setattr(svd, "iteration_is_cheaper", lambda *_: True)
+    top_singular_triplets(J, 5)
+    assert taken == ["_by_eigenvectors", "_by_squares"]
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 5e-3)])
+@pytest.mark.parametrize("K", [1, 20, 64])
+def test_eigenvectors_of_steep_spectra(K, dtype, atol):
+    """s_K / s_1 down to 1/64, where squares lose digits: the rest is decomposed in full."""
+    s = 1 / torch.arange(1, 97, dtype=torch.float64)
+    J = planted(s)
+    t = top_singular_triplets(J.to(dtype), K)
+    torch.testing.assert_close(t.S[0].double(), s[:K], atol=1e-6, rtol=0)
+    assert_same_span(torch.linalg.svd(J)[0][..., :K], t.U.double(), atol)
+    assert bool(t.complete) and float(t.residual) <= svd.TOLERANCE[dtype]
 
 
 # By products alone

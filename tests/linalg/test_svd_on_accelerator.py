@@ -164,14 +164,15 @@ def test_not_finite_is_refused(pretend, value):
 
 
 @pytest.mark.parametrize(
-    ("d", "K", "spectrum", "at_once"),
-    [(192, 50, *case) for case in itertools.product(("flat", "falling", "deficient"), (1, 2, 3))]
-    + [(384, 10, "falling", 2), (384, 50, "falling", 2), (768, 10, "falling", 2)],
+    ("d", "K", "spectrum", "at_once", "method"),
+    [(192, 50, *case, "krylov") for case in itertools.product(("flat", "falling", "deficient"), (1, 2, 3))]
+    + [(384, 10, "falling", 2, "krylov"), (384, 50, "falling", 2, "krylov"), (768, 10, "falling", 2, "krylov")]
+    + [(192, 50, "flat", 2, "auto"), (192, 50, "deficient", 2, "auto")],
 )
-def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectrum, at_once):
+def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectrum, at_once, method):
     batches = []
-    krylov = svd._krylov
-    monkeypatch.setattr(svd, "_krylov", lambda J, K: batches.append(len(J)) or krylov(J, K))
+    certified = svd._certified
+    monkeypatch.setattr(svd, "_certified", lambda J, *given: batches.append(len(J)) or certified(J, *given))
     J = random_matrices(3, d, falling=spectrum == "falling")
     if spectrum == "deficient":
         J[1, :, K // 2 :] = 0
@@ -179,7 +180,7 @@ def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectr
     memory = 4 * at_once * (MATRICES * d**2 + BASES * d * basis_size(d, K))
     pretend.reset_peak()
     before = pretend.live_bytes()
-    together = triplets_of_each(Js, K, "krylov", memory)
+    together = triplets_of_each(Js, K, method, memory)
     assert pretend.peak_bytes() - before <= memory
     assert max(batches) == at_once and sum(batches) == 3 == len(together)
 

@@ -19,12 +19,11 @@ from tests.models import neox, tokens
 from tests.stores import generated, stored
 from tests.wandb_runs import of, offline_run, records
 from tracker import dashboards, replay
-from tracker.analysis.statistics import scalars
-from tracker.loggers.protocol import LoggedRun, Row
-from tracker.loggers.selection import chosen
+from tracker.analysis.curves import scalars
+from tracker.loggers.protocol import LoggedRun, Row, select_metrics
 from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.registry import MEAN_OFFDIAG, headline_names
-from tracker.store.results import Store
+from tracker.store import Store
 
 STEPS = (0, 2, 8)
 OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log
@@ -184,7 +183,7 @@ class TestWorkspace:
         drawn = {
             name for panels in sections.values() for panel in panels for name in panel["config"].get("metrics", [])
         }
-        by_default = set(chosen(Row.from_unit(store.read(8)), "workspace").scalars)
+        by_default = set(select_metrics(Row.from_unit(store.read(8)), "workspace").scalars)
         assert by_default == {name for name in drawn if name in logged and not name.startswith("training/")}
         across, against, training = sections["The ViT grid"]
         assert [column["accessor"] for column in across["config"]["columns"]] == [

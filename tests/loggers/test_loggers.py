@@ -13,15 +13,14 @@ from tests.models import neox, tokens
 from tests.stores import stored
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia, replay
-from tracker.analysis.statistics import scalars
+from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
-from tracker.loggers.protocol import LoggedRun, Row
-from tracker.loggers.selection import chosen, parsed
+from tracker.loggers.protocol import LoggedRun, Row, parse_log, select_metrics
 from tracker.loggers.wandb import WandbRun, resolve_mode
 from tracker.measures.registry import headline_names
-from tracker.store.results import Store
+from tracker.store import Store
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path, 
     _, steps = lines(store)
     assert [line["step"] for line in steps] == store.steps() == [4, 8]
     for line in steps:
-        row = chosen(Row.from_unit(store.read(line["step"])), "workspace")
+        row = select_metrics(Row.from_unit(store.read(line["step"])), "workspace")
         assert row.scalars.items() <= line.items() and len(row.scalars) < 50
         assert not [name for name in line if name.endswith("/mean")]
 
@@ -81,20 +80,20 @@ def row() -> Row:
 
 
 def test_the_choices_of_metrics(row):
-    names = {log: set(chosen(row, log).scalars) for log in ("headline", "workspace", "all")}
+    names = {log: set(select_metrics(row, log).scalars) for log in ("headline", "workspace", "all")}
     assert names["headline"] < names["workspace"] < names["all"] == set(row.scalars)
     assert names["headline"] == {name for name in headline_names(2) if name in row.scalars}
     assert {"trajectory/lss/q25", "coupling/miscoupling_null/k4/mean_offdiag"} <= names["workspace"] - names["headline"]
     assert not [name for name in names["workspace"] if name.endswith("/mean")] and len(names["workspace"]) < 40
-    few = chosen(row, ["trajectory/lss/*", "score/piqa", "coupling/undefined"])
+    few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "coupling/undefined"])
     assert set(few.scalars) == {f"trajectory/lss/{part}" for part in ("q25", "median", "q75")} == {*few.headline}
     with pytest.raises(UsageError, match="no metric is named 'trajectory/lsss/\\*'"):
-        chosen(row, ["trajectory/lsss/*"])
+        select_metrics(row, ["trajectory/lsss/*"])
 
 
 @pytest.mark.parametrize("text, log", [("all", "all"), ("headline", "headline"), ("a/b, c/*", ("a/b", "c/*"))])
 def test_a_choice_on_the_command_line(text, log):
-    assert parsed(text) == log
+    assert parse_log(text) == log
 
 
 @pytest.mark.parametrize("text", ["headlines", "", "all,trajectory/*"])

@@ -11,7 +11,7 @@ from tests.wandb_runs import of, records
 from tests.wandb_server import KEY, serve
 from tracker.loggers import opened
 from tracker.loggers.protocol import LoggedRun, Opener, Row
-from tracker.store.results import Store
+from tracker.store import Store
 
 SECONDS = 60  # at most, after the last measurement
 LEFT, SENT = "W&B did not take the run within 20 s", "W&B online: http"

@@ -19,6 +19,8 @@ SHAPES = {  # models and options for which the blocks take most of the time
     "krylov": {"svd": "krylov", "k": 10},
     "matrix-free": {"svd": "matrix-free", "k": 10, "measures": ["coupling"]},
     "tokenwise": {"measures": ["tokenwise"], "k": 10, "pair_tokens": 3},
+    "all measures": {"measures": ["all", "tokenwise", "halves", "eigenvalues"], "k": 10, "pair_tokens": 3},
+    "states": {"measures": ["trajectory", "noise", "pca"]},
 }
 
 
@@ -42,7 +44,7 @@ def test_the_estimate_is_within_a_factor_of_four(case):
 
 
 @pytest.mark.parametrize("svd", ["full", "matrix-free"])
-def test_one_block_is_timed_and_one_to_warm_up(svd, monkeypatch):
+def test_one_block_is_timed_and_one_on_each_core(svd, monkeypatch):
     used = set()
     for name in ("__call__", "sketch"):
         real = getattr(Jacobians, name)
@@ -53,20 +55,19 @@ def test_one_block_is_timed_and_one_to_warm_up(svd, monkeypatch):
 
         monkeypatch.setattr(Jacobians, name, counting)
     dry_run(neox(**WIDE), tokens(), svd=svd, k=10)
-    assert 1 <= len(used) <= 2
+    assert 1 <= len(used) <= 1 + torch.get_num_threads()
 
 
 def test_the_report_states_what_would_be_measured():
     cost = dry_run(neox(), tokens(4), k=[2, 4], tokens=[0, -1], measures=["coupling", "trajectory", "entropy"])
     assert (cost.samples, cost.tokens, cost.rows, cost.k, cost.width) == (4, (7, 7), 8, (2, 4), 32)
     assert cost.final_norm == ("include", "gpt_neox.final_layer_norm")
-    assert set(cost.stages) == {"forward passes", "trajectory", "entropy", "Jacobians", "singular vectors", "pairs"}
     assert cost.not_counted == tuple(
         choice for choice in choices() if choice not in ("coupling", "trajectory", "entropy")
     )
     assert not cost.refused and not cost.warnings
     assert 0 < cost.peak_bytes < cost.memory_budget
-    assert cost.seconds == sum(cost.stages.values()) > 0
+    assert cost.seconds > 0
     text = str(cost)
     assert repr(cost) == text and max(map(len, text.splitlines())) <= 80
     for shown in ("3 blocks", "4 of 7 tokens; Jacobians at 8 tokens in all", "2, 4 of width 32", "not counted  vju"):
@@ -87,15 +88,11 @@ def test_the_report_names_the_method(options, method):
     assert method in dry_run(neox(**WIDE), tokens(), **options).method
 
 
-def test_all_measures_have_a_stage():
-    cost = dry_run(neox(), tokens(), measures=["all", "tokenwise"])
-    assert {"trajectory", "entropy", "pca", "noise", "tokenwise"} < set(cost.stages)
-
-
 def test_what_would_be_refused_is_reported():
     cost = dry_run(timm_vit(), images(), measures=["entropy"])
     assert "no unembedding was found" in cost.refused
     assert "refused      measures='entropy', but no unembedding" in str(cost)
+    assert "method" not in str(cost) and "memory" not in str(cost), "nothing is known of it"
     assert "k=1000" in dry_run(neox(), tokens(), k=1000).refused
     with pytest.raises(UsageError, match="svd"):  # not even an option
         dry_run(neox(), tokens(), svd="fast")

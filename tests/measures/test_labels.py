@@ -13,7 +13,7 @@ from tests.test_measure import PROMPTS, tokenizer
 from tracker.measures.dataset import labelled
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MEASURES
-from tracker.store.results import Store
+from tracker.store import Store
 
 SAID = ("long_name", "units", "formula", "reference")
 

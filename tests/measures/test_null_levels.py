@@ -9,9 +9,8 @@ import tracker
 from tests.models import Size, build
 from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
-from tracker.measures import null_levels
-from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.null_levels import Moments
+from tracker.measures import coupling
+from tracker.measures.coupling import DEFINITIONS, Moments
 from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
@@ -40,17 +39,17 @@ KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
 def of_basis(J, K):
     U, _, Vh = torch.linalg.svd(J)
     U, V = U[:, :K], Vh[:K].T
-    return U, V, null_levels.overlap(U[None], V[None], [K]).at(0, K)
+    return U, V, coupling.overlap(U[None], V[None], [K]).at(0, K)
 
 
 def closed_forms(J, other, K):
     """The levels of all definitions and the spread of the first, A of rotations drawn at random, and s."""
     U, V, overlap = of_basis(other, K)
     s = torch.linalg.svdvals(J)[:K]
-    found = null_levels.moments(J[None], s[:1])
-    levels = {name: float(null_levels.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
-    spread = float(null_levels.spread(s[None], found, overlap, len(J)))
-    A = null_levels.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
+    found = coupling.moments(J[None], s[:1])
+    levels = {name: float(coupling.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
+    spread = float(coupling.spread(s[None], found, overlap, len(J)))
+    A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
     return levels, spread, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
 
@@ -59,7 +58,7 @@ def test_moments():
     tau = J.trace() / 12
     rest = J - tau * torch.eye(12)
     for scale in (1.0, 1e-18):
-        found = null_levels.moments(scale * J[None].float(), torch.tensor([scale]))
+        found = coupling.moments(scale * J[None].float(), torch.tensor([scale]))
         expected = Moments(tau[None], (rest + rest.T).norm()[None] / 2, (rest - rest.T).norm()[None] / 2)
         for part in ("isotropic", "symmetric", "antisymmetric"):
             assert float(getattr(found, part)) / scale == pytest.approx(float(getattr(expected, part)), rel=1e-5)

@@ -9,7 +9,7 @@ import torch
 import tracker
 from tests.models import Size, build
 from tracker.linalg.svd import top_singular_triplets
-from tracker.measures import depth_use, normality, products
+from tracker.measures import block_products, single_blocks, trajectory
 
 TOKENS = (1, -1)
 CHOICES = ("coupling", "products", "normality", "eigenvalues")
@@ -46,7 +46,7 @@ def test_without_memory_for_all_jacobians(width, options):
 def test_only_some_depths_of_many_blocks_are_decomposed():
     _, _, ds = measured("gpt_neox", ("coupling", "products"), Size(depth=11), tokens="last")
     there = ds.from_first_effective_rank.notnull().all(("prompt", "token")).values
-    assert list(np.flatnonzero(there) + 1) == products.depths(11, 32) == [1, 2, 4, 5, 7, 8, 10, 11]
+    assert list(np.flatnonzero(there) + 1) == block_products.depths(11, 32) == [1, 2, 4, 5, 7, 8, 10, 11]
     np.testing.assert_array_equal(ds.to_last_amplification.notnull().all(("prompt", "token")).values, there)
     np.testing.assert_allclose(
         ds.from_first_amplification.sel(layer=11), ds.to_last_amplification.sel(layer=1), rtol=1e-10
@@ -72,7 +72,7 @@ def orthogonal(seed, d=6):
 
 def test_products_of_blocks_that_add_nothing_and_of_isometries():
     for Js in ([0 * eye()] * 3, [orthogonal(seed) - eye() for seed in range(3)]):
-        found = products.of_matrices(Js, 2)
+        found = block_products.of_matrices(Js, 2)
         for name, expected in (("amplification", 1), ("effective_rank", 6)):
             for form in ("from_first", "to_last"):
                 torch.testing.assert_close(found[f"{form}_{name}"], torch.full((1, 3), float(expected)).double())
@@ -82,7 +82,7 @@ def test_products_of_blocks_that_add_nothing_and_of_isometries():
 def test_products_of_rank_one_factors():
     """I + J = 2 u v^T: all but one direction is lost in the first block, and its exponents are undefined."""
     u, v = orthogonal(1)[..., :1], orthogonal(2)[..., :1]
-    found = products.of_matrices([2 * u @ v.mT - eye()] * 3, 2)
+    found = block_products.of_matrices([2 * u @ v.mT - eye()] * 3, 2)
     torch.testing.assert_close(found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0)
     overlap = abs(float((u * v).sum()))
     expected = torch.tensor([[2.0, 4 * overlap, 8 * overlap**2]]).double()
@@ -107,15 +107,15 @@ def test_normality_of_known_matrices():
     }
     for name, (J, share, departure) in cases.items():
         if share is not None:
-            assert float(normality.symmetric_share(J)) == pytest.approx(share, abs=1e-12), name
+            assert float(single_blocks.symmetric_share(J)) == pytest.approx(share, abs=1e-12), name
         # A defective matrix, such as the nilpotent one, has eigenvalues that rounding moves by eps^(1/d).
-        assert float(normality.departure(J)) == pytest.approx(departure, abs=1e-4 if departure else 1e-7), name
-    assert normality.symmetric_share(0 * Q).isnan().all() and normality.departure(0 * Q).isnan().all()
-    together = normality.departure(torch.cat([0 * Q, nilpotent]))
+        assert float(single_blocks.departure(J)) == pytest.approx(departure, abs=1e-4 if departure else 1e-7), name
+    assert single_blocks.symmetric_share(0 * Q).isnan().all() and single_blocks.departure(0 * Q).isnan().all()
+    together = single_blocks.departure(torch.cat([0 * Q, nilpotent]))
     assert together.isnan().tolist() == [True, False]
-    assert normality.alignment(top_singular_triplets(0 * Q, 3)).isnan().all()
-    assert normality.alignment(top_singular_triplets(u @ u.mT, 3)).isnan().tolist() == [[False, True, True]]
-    alignment = normality.alignment(top_singular_triplets(torch.cat([symmetric, -symmetric]), 3))
+    assert single_blocks.alignment(top_singular_triplets(0 * Q, 3)).isnan().all()
+    assert single_blocks.alignment(top_singular_triplets(u @ u.mT, 3)).isnan().tolist() == [[False, True, True]]
+    alignment = single_blocks.alignment(top_singular_triplets(torch.cat([symmetric, -symmetric]), 3))
     torch.testing.assert_close(alignment, torch.tensor([[1.0] * 3, [-1.0] * 3]).double())
 
 
@@ -123,7 +123,7 @@ def test_the_null_level_of_the_symmetric_share():
     shares = []
     for seed in range(400):
         U, V = orthogonal(seed), orthogonal(1000 + seed)
-        shares.append(float(normality.symmetric_share(U @ torch.diag(torch.arange(1.0, 7).double()) @ V.mT)))
+        shares.append(float(single_blocks.symmetric_share(U @ torch.diag(torch.arange(1.0, 7).double()) @ V.mT)))
     assert np.mean(shares) == pytest.approx((1 + 1 / 6) / 2, abs=3 * np.std(shares) / 20)
 
 
@@ -133,18 +133,18 @@ def test_depth_use_of_known_blocks():
     turned = x.flip(-1) * torch.tensor([1.0, -1, 1, -1])  # at a right angle to x
     X = torch.stack([x, 2 * x, 2 * x, 2 * x + 2 * turned, 0 * x, x])
     expected = torch.tensor([0, 0, 1 - 2**-0.5, torch.nan, torch.nan]).double()
-    torch.testing.assert_close(depth_use.block_influence(X), expected[:, None].expand(-1, 3), equal_nan=True)
+    torch.testing.assert_close(trajectory.block_influence(X), expected[:, None].expand(-1, 3), equal_nan=True)
     expected = torch.tensor([1, torch.nan, 0, -1, torch.nan]).double()
     torch.testing.assert_close(
-        depth_use.update_cosine(X), expected[:, None].expand(-1, 3), equal_nan=True, rtol=0, atol=1e-12
+        trajectory.update_cosine(X), expected[:, None].expand(-1, 3), equal_nan=True, rtol=0, atol=1e-12
     )
-    torch.testing.assert_close(depth_use.linear_error(x, x), torch.zeros(3).double())
-    torch.testing.assert_close(depth_use.linear_error(0 * x, x), torch.ones(3).double())
-    assert depth_use.linear_error(x, 0 * x).isnan().all()
-    assert float(depth_use.jacobian_gain(torch.linalg.matrix_norm(3 * eye()), 6)) == pytest.approx(3)
+    torch.testing.assert_close(single_blocks.linear_error(x, x), torch.zeros(3).double())
+    torch.testing.assert_close(single_blocks.linear_error(0 * x, x), torch.ones(3).double())
+    assert single_blocks.linear_error(x, 0 * x).isnan().all()
+    assert float(single_blocks.jacobian_gain(torch.linalg.matrix_norm(3 * eye()), 6)) == pytest.approx(3)
 
 
 def test_the_influence_of_a_block_that_hardly_turns_its_state():
     x = torch.tensor([[1.0, 0]])
     X = torch.stack([x, x + torch.tensor([[0, 1e-5]])])  # the cosine rounds to 1 in float32
-    assert float(depth_use.block_influence(X)) == pytest.approx(5e-11, rel=1e-3)
+    assert float(trajectory.block_influence(X)) == pytest.approx(5e-11, rel=1e-3)

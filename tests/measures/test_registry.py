@@ -11,8 +11,8 @@ import torch
 import tracker
 from tests.models import neox, tokens
 from tests.stores import stored
+from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import CURVES, scalars
 from tracker.dashboards import build, dumped
 from tracker.measures import registry
 from tracker.measures import settings as settings_module
@@ -20,7 +20,7 @@ from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, headli
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
-from tracker.store.results import join, open_results
+from tracker.store import join, open_results
 
 ASSETS = Path(tracker.__file__).parent / "report" / "assets"
 

@@ -33,8 +33,17 @@ GIVEN = {
 FORMS = [[name for name in GIVEN if name != other] for other in ("dtype", "precision")]  # which exclude each other
 
 
-def test_the_static_keywords_are_those_of_settings():
-    assert set(Options.__annotations__) == set(OPTIONS) == set(GIVEN)
+def test_type_checkers_know_every_option():
+    lacking = ", ".join(OPTIONS.keys() - Options.__annotations__.keys())
+    assert not lacking, (
+        f"add {lacking} to `Options` in tracker/measures/settings.py, with the types that callers may give"
+    )
+    assert Options.__annotations__.keys() <= OPTIONS.keys(), "`Options` names what is no field of `Settings`"
+
+
+def test_every_option_has_an_example():
+    assert set(GIVEN) == set(OPTIONS), "add to GIVEN a value that is not the default"
+    assert {option.metadata["group"] for option in OPTIONS.values()} <= command.GROUPS.keys()
 
 
 @pytest.mark.parametrize("function", [tracker.measure, tracker.CouplingCallback])
@@ -59,6 +68,13 @@ def test_every_caller_accepts_every_option(names):
     flags = [part for name in names for part in (f"--{FLAGS.get(name, name)}", GIVEN[name][1])]
     recipe = recipe_of(["--data", "digits", *flags])
     assert recipe.settings == settings and recipe.precision is None
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_python_takes_the_text_of_a_command_line(name):
+    value, text = GIVEN[name]
+    given, read = (getattr(settings_from({name: one}, "test"), name) for one in (value, text))
+    assert set(given) == set(read) if name == "measures" else given == read
 
 
 @pytest.mark.parametrize("names", FORMS)
@@ -101,24 +117,28 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     [
         ({"k": "ten"}, "k='ten'"),
         ({"k": [1.5]}, "k=.1.5."),
-        ({"k": True}, "k=True; each K must be a whole number"),
-        ({"tokens": np.array([0.5, 1.0])}, "tokens=array.*give 'last', 'cls', 'all' or a list of indices"),
-        ({"tokens": np.array([])}, "tokens=array.*give 'last', 'cls', 'all' or a list of indices"),
-        ({"window": True}, "window=True; give an odd number"),
-        ({"memory_budget": True}, "memory_budget=True; give a whole number of bytes"),
+        ({"k": True}, "k=True; give whole numbers"),
+        ({"tokens": np.array([0.5, 1.0])}, "tokens=array.*give last, cls, all or positions"),
+        ({"tokens": np.array([])}, "tokens=array.*give last, cls, all or positions"),
+        ({"window": True}, "window=True; give one whole number"),
+        ({"memory_budget": True}, "memory_budget=True; give a number with a unit"),
         ({"measures": 5}, "measures '5'; choose from all, coupling"),
         ({"measures": b"all"}, "choose from all, coupling"),
         ({"measures": [["coupling"]]}, "choose from all, coupling"),
-        ({"dtype": torch.bfloat16}, "choose from torch.float32, torch.float64"),
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16; choose from float32, float64"),
         ({"dtype": "float64", "precision": "tf32"}, "leave dtype out"),
-        ({"memory_budget": "3GB"}, "give a whole number of bytes"),
+        ({"memory_budget": "3 gigabytes"}, "give a number with a unit"),
         ({"measures": ["vju"]}, "vju extends 'coupling'"),
-        ({"window": 4.5}, "odd number of states"),
+        ({"window": 4.5}, "window=4.5; give one whole number"),
+        ({"window": 4}, "odd number of states"),
+        ({"pair_layers": [(1, 2), (1, 3)]}, "each l once"),
+        ({"pair_layers": True}, "each l once"),
+        ({"pair_layers": [(1, 2.5)]}, "each l once"),
         ({"pair_tokens": 1}, "at least 2"),
         ({"k": 0}, "k=0; each K must be a whole number from 1 to the model's width$"),
         ({"k": [3, 0]}, r"k=\[3, 0\]; each K must be a whole number from 1"),
         ({"memory_budget": 10}, r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 "),
-        ({"memory_budget": 0}, "memory_budget=0; give a whole number of bytes"),
+        ({"memory_budget": -1}, "memory_budget=-1; give a number with a unit"),
         ({"measures": []}, "^measures is empty; choose from all, coupling"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import tracker
 from tests.jacobians.test_brute_force import oracle
 from tests.models import FAMILIES, Letters, Size, build, neox, tokens
-from tracker.analysis.statistics import CURVES, curves
+from tracker.analysis.curves import CURVES, curves
 from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches

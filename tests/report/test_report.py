@@ -14,13 +14,13 @@ import tracker
 from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, stored, unit
+from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import curves
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
 from tracker.report.contents import Reader, contents
 from tracker.report.write import main, write_report
-from tracker.store.results import Store, distinct_names
+from tracker.store import Store, distinct_names
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 browser_test = [

@@ -18,9 +18,9 @@ import torch.distributed
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.lightning_runs import Classifier, fit, trainer
-from tracker import CouplingCallback
-from tracker.store.results import Store
-from tracker.training import ranks, run
+from tracker import CouplingCallback, measurement
+from tracker.store import Store
+from tracker.training import run
 
 PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
 Fault = tuple[int, Exception]  # the rank that fails, and how
@@ -67,7 +67,7 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     watch.run.given_probe = plant("probe", watch, faults, lambda *_: PROBE)
     watch.run.on_measure = plant("on_measure", watch, faults, lambda unit: seen.append(int(unit.step)))
     places = {
-        "samples": (ranks, "measure_samples"),
+        "samples": (measurement, "measure_samples"),
         "dataset": (run, "to_dataset"),
         "float64": (run, "has_float64"),
         "write": (Store, "write"),

@@ -24,12 +24,14 @@ from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
-from tracker.analysis.statistics import scalars
+from tracker import measurement
+from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
-from tracker.store.results import VOLATILE, Store
-from tracker.training import ranks, schedule
+from tracker.store import Store
+from tracker.training import schedule
 from tracker.training import schedule as schedule_module
 from tracker.training.callback import CouplingCallback
 
@@ -538,7 +540,7 @@ def test_refused_at_setup(module, options, message):
         (dict(k=0), "k=0; each K must be a whole number from 1"),
         (dict(probe="a prompt", tokenizer="gpt2"), "AutoTokenizer.from_pretrained('gpt2')"),
         (dict(measures="couplings"), "choose from all, coupling, trajectory"),
-        (dict(dtype=torch.bfloat16), "choose from torch.float32, torch.float64"),
+        (dict(dtype=torch.bfloat16), "dtype=torch.bfloat16; choose from float32, float64"),
     ],
 )
 def test_bad_settings(options, message):
@@ -704,14 +706,14 @@ def test_the_page_during_a_run(tmp_path):
 
 @pytest.mark.slow
 def test_out_of_memory_is_skipped(monkeypatch):
-    real, watch = ranks.measure_samples, Watch(2)
+    real, watch = measurement.measure_samples, Watch(2)
 
     def scarce(*arguments):
         if 0 in watch.units and len(watch.units) == 1 and watch.run.last_measured == 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     with pytest.warns(UserWarning, match=r"step 2 is not measured \(OutOfMemoryError: CUDA out of memory"):
         module = fit(trainer([watch]))
     assert list(watch.units) == [0, 4, 6, 8] and len(module.losses) == 8
@@ -720,7 +722,7 @@ def test_out_of_memory_is_skipped(monkeypatch):
 @pytest.mark.slow
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     """A failed attempt frees its tensors before the next."""
-    real, watch, budgets, kept = ranks.measure_samples, Watch(8, memory_budget=1 << 20), [], []
+    real, watch, budgets, kept = measurement.measure_samples, Watch(8, memory_budget=1 << 20), [], []
 
     def scarce(model, blocks, calls, settings, device):
         assert not any(reference() is not None for reference in kept)
@@ -731,7 +733,7 @@ def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, blocks, calls, settings, device)
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     fit(trainer([watch]))
     assert list(watch.units) == [0, 8] and budgets == [1 << 20, 1 << 19, 1 << 18] * 2
 

@@ -14,7 +14,7 @@ import tracker
 from tests.lightning_runs import Noisy, fit, trainer
 from tests.models import neox, tokens
 from tests.training.test_transformers import make
-from tracker.store.results import Store
+from tracker.store import Store
 
 Pair = namedtuple("Pair", "x y")
 

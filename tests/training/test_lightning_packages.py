@@ -14,10 +14,9 @@ import tracker
 from tests.lightning_runs import Classifier, fit
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
-from tracker.common.lightning_packages import classes
-from tracker.loggers.lightning import LightningAdapter
-from tracker.store.results import Store
-from tracker.training.target import check_readable
+from tracker.loggers.lightning import LightningAdapter, classes
+from tracker.store import Store
+from tracker.training.callback import check_readable
 
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 

@@ -12,7 +12,7 @@ import pytest
 from tests import processes
 from tests.training.failing_ranks import CONTINUED, ENDED, PROBE, STEPS
 from tracker import CouplingCallback
-from tracker.store.results import Store
+from tracker.store import Store
 
 SECONDS = 90  # some twenty are used; a rank that waits for another one would wait until then
 LINE = r" (failing_ranks.py, line "

@@ -11,12 +11,12 @@ import tracker
 from tests import processes
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
-from tracker.training.run_store import hold, release
+from tracker.store import Store
+from tracker.training.run import hold, release
 
 HOLD = """
 import os, sys, time
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.training.run_store import hold
 hold(Store(sys.argv[2]))
 worker = os.fork() if "fork" in sys.argv else None

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from tests.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.training.test_callback import Watch
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
+from tracker.store import Store
 
 
 class Tuned(Classifier):

@@ -9,13 +9,13 @@ import torch
 
 from tests.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
 from tests.training.test_callback import Watch, run_process
+from tracker import measurement
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
-from tracker.store.results import Store
-from tracker.training import ranks, run
+from tracker.store import Store
+from tracker.training import run
 from tracker.training.ranks import Failure
-from tracker.training.run import Skipped
-from tracker.training.run_store import claim
+from tracker.training.run import Skipped, claim
 
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 ERRORS = {
@@ -64,7 +64,7 @@ def test_a_skipped_measurement_does_not_change_the_training(pretend, monkeypatch
 
 def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
     """It is raised as it is, from wherever in the measurement it happens, with the step that was measured."""
-    real, watch = ranks.measure_samples, Watch(2)
+    real, watch = measurement.measure_samples, Watch(2)
 
     def planted(*arguments):
         if watch.run.last_checked != 4:
@@ -72,7 +72,7 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
         with pretend.failing("aten::mm", after=20, error="CUDA error: an illegal memory access was encountered"):
             return real(*arguments)
 
-    monkeypatch.setattr(ranks, "measure_samples", planted)
+    monkeypatch.setattr(measurement, "measure_samples", planted)
     with pytest.raises(torch.AcceleratorError, match="^CUDA error: an illegal memory access") as raised:
         trained(callbacks=[watch])
     assert raised.value.__notes__ == ["while CouplingCallback measured step 4; the training can't continue"]
@@ -82,7 +82,7 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
 @pytest.mark.slow
 def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     """What a failed attempt allocated is free before the next, although its frames form cycles."""
-    real, watch, starts, peaks = ranks.measure_samples, Watch(steps=[0, 1], ends=False), [], []
+    real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1], ends=False), [], []
 
     def scarce(*arguments):
         if len(starts) < 2:  # what other tests left; between attempts the callback collects
@@ -100,7 +100,7 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
             peaks.append(pretend.peak_bytes() - starts[-1])
         raise failure  # whose frames include this one, which holds it: a cycle
 
-    monkeypatch.setattr(ranks, "measure_samples", scarce)
+    monkeypatch.setattr(measurement, "measure_samples", scarce)
     with pytest.warns(UserWarning, match="step 1 is not measured .OutOfMemoryError"):
         trained(callbacks=[watch], max_steps=1)
     assert list(watch.units) == [0]
@@ -111,7 +111,7 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
 @pytest.mark.slow
 def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
     """Its error's frames hold the tensors, and are part of a cycle; the training may need the memory."""
-    real, watch, starts = ranks.measure_samples, Watch(2), []
+    real, watch, starts = measurement.measure_samples, Watch(2), []
 
     def recording(*arguments):
         if not starts:
@@ -119,7 +119,7 @@ def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
         starts.append(pretend.live_bytes())
         return real(*arguments)
 
-    monkeypatch.setattr(ranks, "measure_samples", recording)
+    monkeypatch.setattr(measurement, "measure_samples", recording)
     failing_at(monkeypatch, 4, RuntimeError("no kernel for this shape"), watch)
     gc.disable()
     try:
@@ -154,7 +154,7 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     def failing(*arguments):
         raise RuntimeError("no kernel for this shape")
 
-    monkeypatch.setattr(ranks, "measure_samples", failing)
+    monkeypatch.setattr(measurement, "measure_samples", failing)
     watch = Watch(2, save_dir=tmp_path)
     with warnings.catch_warnings(record=True, action="always") as caught:
         fit(trainer([watch]))

@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 import tracker
 from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
+from tracker.store import Store
 
 STEPS, K = 6, 2
 

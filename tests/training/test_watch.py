@@ -14,7 +14,7 @@ from tests.training import plain_loop
 from tests.training.plain_loop import STEPS, train
 from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
 from tracker.common.errors import UsageError
-from tracker.store.results import Store
+from tracker.store import Store
 
 K = 2
 

@@ -15,7 +15,7 @@ from scipy import stats
 from tests.stores import generated
 from tracker.analysis.regression import detectable_correlation, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
-from tracker.store.results import Store
+from tracker.store import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
 from vit.answers import answers, reliable_measures

@@ -280,8 +280,6 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
 
 
 def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
-    from rich.console import Console
-
     recipes = grid.cells(grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY)
     states = [
         ("result", {"status": "finished", "accuracy": 0.875}),
@@ -293,8 +291,6 @@ def test_table_shows_accuracies_epochs_and_crashes(tmp_path):
         (recipe.directory / f"{name}.json").write_text(json.dumps(content))
     recipes[3].directory.mkdir()
     (recipes[3].directory / "history.json").write_bytes(b"\xff\xfe")  # no text
-    console = Console(width=60, record=True, file=open(os.devnull, "w"))
-    console.print(overview.table(recipes, "about 3.2 h left"))
-    text = console.export_text()
-    for shown in ("0.8750", "2/3", "crashed", "·", "about 3.2 h left"):
-        assert shown in text
+    title, *rows = overview.table(recipes).splitlines()
+    assert title.startswith("test accuracy") and len({*map(len, rows)}) == 1
+    assert [row.split() for row in rows] == [["0", "0.1"], ["0.01", "0.8750", "2/3"], ["0.1", "crashed", "·"]]

@@ -16,8 +16,9 @@ import xarray as xr
 
 import tracker
 from tests import processes
+from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
-from tracker.store.results import VOLATILE, Store
+from tracker.store import Store
 from vit import cells, grid
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.train import main

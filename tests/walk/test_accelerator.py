@@ -19,7 +19,7 @@ from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
 from tracker.capture.weights import weights_memory
 from tracker.common.errors import CheckpointError
-from tracker.walk import plan, unit
+from tracker.walk import plan, units
 from tracker.walk.command import parse
 
 GB = 10**9
@@ -84,7 +84,7 @@ def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pret
         gc.collect()  # storages of earlier tests: freed later, they would leave more room than the limit says
         limit = pretend.live_bytes() + weights + BUDGET - lacking
         with pretend.memory_limit(limit):
-            kept[lacking] = unit.measure_checkpoint(*checkpoint).attrs["weights_kept"]
+            kept[lacking] = units.measure_checkpoint(*checkpoint).attrs["weights_kept"]
     assert kept == {0: "on the device", 1: "in a copy of their files"}
 
 
@@ -105,7 +105,7 @@ def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypat
 
     monkeypatch.setattr(integrity, "fingerprint", hash_meanwhile)
     monkeypatch.setattr(measurement, "measure", measure_meanwhile)
-    measured = unit.measure_checkpoint(*checkpoint)
+    measured = units.measure_checkpoint(*checkpoint)
     assert measured.fingerprint.item() == fingerprint(load_model(checkpoint[-1]).state_dict().items())
 
 
@@ -124,14 +124,14 @@ def test_weights_that_are_not_finite_are_named_whatever_the_measurement_makes_of
         raise CheckpointError("NaN or infinite weights in a tensor")
 
     monkeypatch.setattr(integrity, "fingerprint", fingerprint)
-    monkeypatch.setattr(unit, "_measure", measure)
+    monkeypatch.setattr(units, "_measure", measure)
     with pytest.raises(CheckpointError, match="NaN or infinite weights"):
-        unit.measure_checkpoint(*checkpoint)
+        units.measure_checkpoint(*checkpoint)
 
 
 def test_what_the_measurement_raises_is_raised_where_the_weights_are_finite(pretend, checkpoint):
     with pretend.failing("aten::mm"), pytest.raises(RuntimeError, match="CUDA error"):
-        unit.measure_checkpoint(*checkpoint)
+        units.measure_checkpoint(*checkpoint)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from checkpoints.scores import read_from_checkpoint
 from tests.walk.test_walk import STEPS, commit, snapshots
 from tracker import pythia
 from tracker.common.errors import CheckpointError
-from tracker.store.results import Store
+from tracker.store import Store
 
 SHARD = "model-00001-of-00001.safetensors"
 

@@ -18,8 +18,8 @@ from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
 from tracker.common.errors import CheckpointError
-from tracker.store.results import Store
-from tracker.walk import unit
+from tracker.store import Store
+from tracker.walk import units
 
 MEASURED = "was {} while this checkpoint was measured, and its results are not kept"
 
@@ -35,14 +35,14 @@ def runs(suite, tmp_path) -> Path:
 
 def before_the_first_measurement(monkeypatch, act):
     """Call `act` when the first checkpoint is loaded and its weights are hashed."""
-    measure, waiting = unit._measure, [act]
+    measure, waiting = units._measure, [act]
 
     def measure_later(*arguments):
         if waiting:
             waiting.pop()()
         return measure(*arguments)
 
-    monkeypatch.setattr(unit, "_measure", measure_later)
+    monkeypatch.setattr(units, "_measure", measure_later)
 
 
 @pytest.mark.slow

@@ -18,14 +18,15 @@ from tests.models import neox, tokens
 from tests.stores import stored, unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
+from tracker import store as results
+from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import scalars
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
 from tracker.report.contents import Reader, carried, contents
 from tracker.report.texts import provenance
-from tracker.store import results
-from tracker.store.results import Store
+from tracker.store import Store
+from tracker.walk import units
 from tracker.walk.units import Units
 
 FORK = multiprocessing.get_context("fork")
@@ -63,7 +64,7 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
         said = {"weights_kept": "in memory", "memory_budget": "1 GB", "settings_sha256": plan.output.settings_sha256}
         return large_unit(checkpoint.step).assign_attrs(said)
 
-    monkeypatch.setattr(pythia, "measure_checkpoint", measured)
+    monkeypatch.setattr(units, "measure_checkpoint", measured)
     for step in range(1, 5):
         shutil.copytree(snapshots(suite) / commit(suite, 8), tmp_path / "steps" / f"step{step}")
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)

@@ -18,13 +18,14 @@ import xarray as xr
 import tracker
 from checkpoints.load import load
 from tests import processes
+from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
 from tracker import pythia
+from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
-from tracker.analysis.statistics import scalars
 from tracker.report.contents import contents
-from tracker.store.results import VOLATILE, Store
-from tracker.walk.failures import unwritable
+from tracker.store import Store
+from tracker.walk.display import unwritable
 
 STEPS = [0, 1, 2, 4, 8]
 

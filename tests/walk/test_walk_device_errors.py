@@ -7,7 +7,8 @@ import torch
 
 from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
-from tracker.store.results import Store
+from tracker.store import Store
+from tracker.walk import units
 
 ERRORS = {
     "device": torch.AcceleratorError(
@@ -22,7 +23,7 @@ ERRORS = {
 def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    measure, store = pythia.measure_checkpoint, Store(walker.directory / "out")
+    measure, store = units.measure_checkpoint, Store(walker.directory / "out")
 
     def failing(plan, checkpoint, directory):
         if checkpoint.step == 2:
@@ -31,7 +32,7 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
 
     command = walker.arguments("--steps", "0,1,2,4")
     with monkeypatch.context() as patch:
-        patch.setattr(pythia, "measure_checkpoint", failing)
+        patch.setattr(units, "measure_checkpoint", failing)
         assert pythia.main(command) == 1
     said = capsys.readouterr().err
     if kind == "device":
@@ -49,7 +50,7 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
 def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    measure, form, starts = pythia.measure_checkpoint, Jacobians.__call__, {}
+    measure, form, starts = units.measure_checkpoint, Jacobians.__call__, {}
 
     def recording(plan, checkpoint, directory):
         starts[checkpoint.step] = pretend.live_bytes()
@@ -70,7 +71,7 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
             kept = error
         raise kept  # whose frames include this one, which holds it
 
-    monkeypatch.setattr(pythia, "measure_checkpoint", recording)
+    monkeypatch.setattr(units, "measure_checkpoint", recording)
     monkeypatch.setattr(Jacobians, "__call__", failing_in_a_cycle)
     command = walker.arguments("--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB")
     gc.collect()  # what other tests left

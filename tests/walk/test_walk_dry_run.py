@@ -123,16 +123,16 @@ def test_a_directory_of_checkpoints_needs_no_hub(walker, suite, capsys, tmp_path
 
 
 def test_the_timed_model_is_random_and_has_two_blocks(walker, served, capsys, monkeypatch):  # noqa: F811
-    from tracker import measurement
+    from tracker.walk import dry_run as walk_dry_run
 
     seen = []
-    real = measurement.estimate_cost
+    real = walk_dry_run.estimate_cost
 
     def watching(model, blocks, *rest):
         seen.append((len(blocks.names), rest[-1], torch.get_rng_state()))
         return real(model, blocks, *rest)
 
-    monkeypatch.setattr(measurement, "estimate_cost", watching)
+    monkeypatch.setattr(walk_dry_run, "estimate_cost", watching)
     before = torch.get_rng_state()
     dry_run(capsys, *walker.arguments())
     ((blocks, depth, state),) = seen

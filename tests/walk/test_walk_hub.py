@@ -24,7 +24,8 @@ from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
-from tracker.store.results import Store
+from tracker.store import Store
+from tracker.walk import units
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -120,11 +121,10 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
 
 @pytest.mark.slow
 def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypatch):
-    from tracker import pythia as module
 
     arrived = {}
     following = {0: 1, 1: 2}
-    measure = module.measure_checkpoint
+    measure = units.measure_checkpoint
 
     def watched(plan, checkpoint, directory):
         if (step := following.get(checkpoint.step)) is not None:
@@ -135,7 +135,7 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
             arrived[step] = bool(served.requested(request))
         return measure(plan, checkpoint, directory)
 
-    monkeypatch.setattr(module, "measure_checkpoint", watched)
+    monkeypatch.setattr(units, "measure_checkpoint", watched)
     assert pythia.main(walker.arguments("--steps", "0,1,2")) == 0
     assert arrived == {1: True, 2: True}
 

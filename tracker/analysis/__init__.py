@@ -2,12 +2,12 @@
 
 In: Datasets of one step or of many. Out: curve points, intervals, fits and comparisons between models.
 
-- `statistics`: curve points and null levels of one result
+- `curves`: curve points of one result
 - `regression`: linear, partial and exponential fits, intervals, correction for multiple tests
 - `onset`: the steps between which a curve departs from its null level
 - `null_levels`: null levels of the mis-couplings of a Dataset
 - `reduction`: units reduced to what the page and summaries show; mis-couplings of a store, read one unit at a time
 - `across_models`: fits over several results, one point per result, and clusters of those that are not independent
-- `summary`, `doubts`: a table of results with intervals; what to know before trusting or comparing them
-- `frame`: tidy tables, and numbers for JSON; `variables`: reductions of arrays with named dimensions
+- `summary`, `doubts`: tables of results, with intervals or tidy; what to know before trusting or comparing them
+- `variables`: reductions of arrays with named dimensions
 """

@@ -14,6 +14,7 @@ show: the attribute `cluster` of a result, or `--clusters`, assigns other cluste
 `regression`; intervals of a coupling are over its prompts.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
+from tracker.analysis.curves import correlations, sources
 from tracker.analysis.doubts import require_same_conventions
-from tracker.analysis.frame import jsonable
 from tracker.analysis.regression import (
     MIN_POINTS,
     exponential_fit,
@@ -32,7 +33,6 @@ from tracker.analysis.regression import (
     mean_interval,
     partial_correlation,
 )
-from tracker.analysis.statistics import correlations, sources
 from tracker.analysis.variables import PAIRS
 from tracker.common.errors import UsageError
 from tracker.measures.registry import VARIANTS
@@ -71,17 +71,17 @@ def independence_note(results: Mapping[str, xr.Dataset]) -> str:
     return f"{note} Clusters averaged in the second fit: {averaged}." if averaged else note
 
 
-def assign_clusters(results: Mapping[str, xr.Dataset], given: str | None) -> dict[str, xr.Dataset]:
+def assign_clusters(results: Mapping[str, xr.Dataset], text: str | None) -> dict[str, xr.Dataset]:
     """Set the attribute `cluster` of results as "NAME=CLUSTER,NAME=CLUSTER" gives it; the others are returned as they are.
 
     Raises:
         UsageError: for an entry not of this form, or with a name that is not among the results.
     """
-    pairs = [pair.strip().rpartition("=") for pair in (given or "").split(",") if pair.strip()]
+    pairs = [pair.strip().rpartition("=") for pair in (text or "").split(",") if pair.strip()]
     for name, equals, cluster in pairs:
         if not (equals and cluster and name in results):
             raise UsageError(
-                f"--clusters {given}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
+                f"--clusters {text}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
             )
     labels = {name: cluster for name, _, cluster in pairs}
     return {name: ds.assign_attrs(cluster=labels[name]) if name in labels else ds for name, ds in results.items()}
@@ -136,7 +136,7 @@ def final_couplings(points: Results) -> xr.DataArray:
     """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
     Args:
-        points: for each result, the Dataset of `statistics.curves` or of the page's summary.
+        points: for each result, the Dataset of `curves.curves` or of the page's summary.
 
     Returns:
         Coupling, (result, measure, k, pairs).
@@ -307,3 +307,12 @@ def _line_json(table: pd.DataFrame, x: str, y: str, known: Mapping[Any, Any] | N
     """Return `fit_line` with its intercept; entries of `known` replace those of the fit."""
     fit = fit_line(table, x, y)
     return jsonable({**fit, **(known or {}), "intercept": table[y].mean() - fit["slope"] * table[x].mean()})
+
+
+def jsonable(value: Any) -> Any:
+    """Convert numbers, arrays, and lists and mappings of them to JSON values; NaN and infinities become null."""
+    if isinstance(value, Mapping):
+        return {key: jsonable(entry) for key, entry in value.items()}
+    if isinstance(value, (list, np.ndarray)):
+        return [jsonable(entry) for entry in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import suspect
+from tracker.analysis.curves import suspect
 from tracker.common.errors import UsageError
-from tracker.common.steps import UNTRAINED, describe_repeat
+from tracker.common.text import UNTRAINED, describe_repeat
 from tracker.measures.registry import UNDEFINED
-from tracker.store.results import attribute_values
+from tracker.store import attribute_values
 
 CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
 
@@ -41,8 +41,8 @@ def describe_differences(results: Mapping[str, xr.Dataset]) -> list[str]:
     lines = []
     for key, held in differing_conventions(results).items():
         shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
-        said = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({said})")
+        listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
+        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
 
 
@@ -118,10 +118,10 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
             int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
         }
         blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
-        said = "; ".join(dict.fromkeys(reasons[block] for block in blocks))
+        causes = "; ".join(dict.fromkeys(reasons[block] for block in blocks))
         yield (
             f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
-            f"sequence and not from single rows, which is as exact and slower ({said})."
+            f"sequence and not from single rows, which is as exact and slower ({causes})."
         )
     formed, complete = (int(ds[f"{name}_count"].sum()) for name in ("formed", "complete"))
     if formed < count:

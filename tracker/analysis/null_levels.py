@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tracker.analysis.variables import coordinates, in_float64
 from tracker.common.errors import UsageError
-from tracker.measures import null_levels
+from tracker.measures import coupling
+from tracker.measures.coupling import Moments, Overlap
 from tracker.measures.dataset import compared_layers, compared_tokens, pair_layers
 from tracker.measures.declaration import NORMED
-from tracker.measures.null_levels import Moments, Overlap
 from tracker.measures.registry import BY_NAME, KINDS
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
@@ -62,7 +62,7 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
                 f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
             )
     definitions = [BY_NAME[name].base or name for name in names]
-    formula = partial(null_levels.null_levels, definitions)
+    formula = partial(coupling.null_levels, definitions)
     return dict(zip(names, _of_pairs(results, names, formula), strict=True))
 
 
@@ -83,15 +83,15 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
     measure = BY_NAME.get(name)
     if measure is None or (measure.base or name) != "miscoupling" or name not in results:
         raise UsageError(
-            f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: null_levels.simulated"
+            f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: coupling.simulated"
         )
     d, K = int(results.attrs["width"]), int(results["k"].max())
     if K * VALID > d:
         raise UsageError(
             f"the spread holds for K <= d / {VALID}, and K = {K}, d = {d}; select a smaller K, or draw rotations: "
-            "null_levels.simulated"
+            "coupling.simulated"
         )
-    (spread,) = _of_pairs(results, [name], lambda *arguments: [null_levels.spread(*arguments)])
+    (spread,) = _of_pairs(results, [name], lambda *arguments: [coupling.spread(*arguments)])
     return _labelled(spread, results)
 
 
@@ -124,15 +124,17 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     if of_tokens:
         basis = [values[:, _basis_blocks(results)] for values in basis]
     at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
-    found = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
+    evaluated = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
         values = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
-        for of_name, value in zip(found, values, strict=True):
+        for of_name, value in zip(evaluated, values, strict=True):
             of_name[i, part] = value
     other = "pair_token_other" if of_tokens else "layer_other"
-    values = found.reshape(len(names), len(ks), *(results.sizes[dim] for dim in sample), *found.shape[3:]).numpy()
+    values = evaluated.reshape(
+        len(names), len(ks), *(results.sizes[dim] for dim in sample), *evaluated.shape[3:]
+    ).numpy()
     if measure.variant != "vju":  # the last dimensions are those of `compared`
         compared = compared_tokens(results) if of_tokens else compared_layers(results)
         values[..., ~compared.values] = 0.0

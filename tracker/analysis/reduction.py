@@ -12,19 +12,12 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
+from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
 from tracker.analysis.null_levels import READ, levels, levels_of_several
-from tracker.analysis.statistics import (
-    CURVES,
-    SAMPLES,
-    curves,
-    labelled_over_pairs,
-    middle_layers,
-    points_of_layer_pairs,
-)
 from tracker.analysis.variables import PAIRS, coordinates, in_float64, mean, median, over_pairs, quartiles
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store.results import Store, require_steps
+from tracker.store import Store, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -37,42 +30,42 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     """Reduce one unit, or several along `step`.
 
     Returns:
-        The curve points of `statistics.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
+        The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
         the mis-coupling, means over tokens. For each of `OF_PATHS`: `m_by_prompt`, medians over positions. For each
         measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
-    found = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
+    summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
     for name in (name for name in VARIANTS if name in results):
         matrices, null = in_float64(results, name), levels(results, name)
-        found[f"{name}_matrix"], found[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
+        summary[f"{name}_matrix"], summary[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
         by_prompt, null = over_pairs(matrices), over_pairs(null)
-        found |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
-        found[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
+        summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
+        summary[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
-        found[f"{name}_by_prompt"] = median(in_float64(results, name), ["position"])
+        summary[f"{name}_by_prompt"] = median(in_float64(results, name), ["position"])
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
-        found[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
+        summary[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
     if "matrix" in results:
-        found["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
-    found |= {  # of the first prompt at its first measured token
+        summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
+    summary |= {  # of the first prompt at its first measured token
         measure.name: results.variables[measure.name].isel(prompt=0, token=0)
         for measure in MEASURES
         if measure.option == "directions" and measure.name in results
     }
-    found |= _tokenwise(results) | _certificates(results)
-    found |= {name: results.variables[name] for name in KEPT if name in results}
+    summary |= _tokenwise(results) | _certificates(results)
+    summary |= {name: results.variables[name] for name in KEPT if name in results}
     parts = [_singular_values(results), _states(results)]
     for part in parts:
-        found |= _variables(part)
-    coords = coordinates(found.values(), results)
+        summary |= _variables(part)
+    coords = coordinates(summary.values(), results)
     if "prompt_text" in results.coords:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    return xr.Dataset(found, coords, results.attrs)
+    return xr.Dataset(summary, coords, results.attrs)
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:
@@ -93,39 +86,39 @@ def _tokenwise(results: xr.Dataset) -> dict[str, xr.Variable]:
 
     |A| is in units of the largest singular value of the Jacobian.
     """
-    found: dict[str, xr.Variable] = {}
+    summary: dict[str, xr.Variable] = {}
     for measure in MEASURES:
         if measure.option == "tokenwise" and measure.base in MISCOUPLINGS and measure.name in results:
-            found[f"{measure.name}_matrix"] = mean(in_float64(results, measure.name), ["prompt"])
+            summary[f"{measure.name}_matrix"] = mean(in_float64(results, measure.name), ["prompt"])
     for kind in (kind for kind in KINDS if f"{kind}_matrix" in results):
         middle = results["layer"].values.tolist().index(middle_layers(results)[0])
         A, s = (results.variables[f"{kind}_{name}"].isel(layer=middle) for name in ("matrix", "singular_value"))
-        found[f"{kind}_absolute"] = mean(abs(A) / s.isel(rank=0), ["prompt"])
+        summary[f"{kind}_absolute"] = mean(abs(A) / s.isel(rank=0), ["prompt"])
     if "pair_position" in results:
-        found["pair_position"] = results.variables["pair_position"]
-    return found
+        summary["pair_position"] = results.variables["pair_position"]
+    return summary
 
 
 def _states(results: xr.Dataset) -> xr.Dataset:
     """Return the prompts' lengths, the first prompt's paths on its principal plane, and the response to noise."""
-    found: dict[str, xr.Variable] = {}
+    summary: dict[str, xr.Variable] = {}
     coords: dict[str, xr.Variable] = {}
     if "norm" in results:
-        found["length"] = results.variables["norm"].isel(depth=0).notnull().sum("position")
+        summary["length"] = results.variables["norm"].isel(depth=0).notnull().sum("position")
     if "pca" in results:
         plane = results.variables["pca"].isel(prompt=0)
         at = np.flatnonzero(plane.notnull().all([dim for dim in plane.dims if dim != "position"]).values)
         chosen = at[np.unique(np.linspace(0, len(at) - 1, min(PATHS, len(at))).round().astype(int))] if len(at) else at
-        found["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
+        summary["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
         along = {name: values for name, values in results.coords.variables.items() if "position" in values.dims}
         for name, values in along.items():  # the positions, and the texts of the first prompt's tokens
             values = values.isel({"prompt": 0, "position": chosen}, missing_dims="ignore")
             coords["path" if name == "position" else str(name)] = _renamed(values, "position", "path")
     if "noise_similarity" in results:
         ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
-        found["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
+        summary["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
         coords["end"] = _renamed(results.variables["depth"].isel(depth=[1, -1]), "depth", "end")
-    return xr.Dataset(found, coords)
+    return xr.Dataset(summary, coords)
 
 
 def _renamed(values: xr.Variable, dim: str, to: str) -> xr.Variable:
@@ -137,10 +130,13 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     if f"{DIAGNOSTICS}residual" not in results:
         return {}
     checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
-    there = checks["residual"].notnull()
-    counts = {"jacobians": there, **{name: (checks[name] == 1) & there for name in ("sliced", "complete", "formed")}}
-    found = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
-    return found | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
+    measured = checks["residual"].notnull()
+    counts = {
+        "jacobians": measured,
+        **{name: (checks[name] == 1) & measured for name in ("sliced", "complete", "formed")},
+    }
+    counted = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
+    return counted | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
 
 
 COORDINATES = ("k", "layer", "layer_other")
@@ -154,7 +150,7 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
 
     Returns:
         `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
-        `tracker.analysis.statistics.curves`.
+        `tracker.analysis.curves.curves`.
 
     Raises:
         FileNotFoundError: if there are no units.

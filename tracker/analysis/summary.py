@@ -1,4 +1,5 @@
-"""The summary of results: a table of how far blocks are coupled and how straight and exponential paths are, with intervals.
+"""Tables of results: `summary`, of how far blocks are coupled and how straight and exponential paths are, with intervals, and
+`to_frame`, a tidy table with a row for each value, for pandas, polars and CSV.
 
     coupling     null level minus mis-coupling, of the blocks alone: 0 for unrelated blocks
     all pairs    mean over pairs of different blocks
@@ -10,6 +11,7 @@ stand side by side, with the difference of each from the first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from html import escape
 from itertools import zip_longest
 from os import PathLike, fspath
@@ -21,18 +23,27 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
+from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled, pairs_of_blocks
 from tracker.analysis.reduction import OF_PATHS, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
-from tracker.analysis.statistics import curves, sources
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
-from tracker.store.results import Store, distinct_names, require_steps, short_name
+from tracker.measures.registry import BY_NAME
+from tracker.store import Store, distinct_names, open_results, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high")
+
+ROWS = 50_000_000  # at most
+POSITIONS = {  # a dimension that is an index: the variable of the position in the sequence that it stands for
+    "token": "token_position",
+    "pair_token": "pair_position",
+    "pair_token_other": "pair_position",
+}
 
 Given = xr.Dataset | PathLike[str] | str
 
@@ -85,14 +96,14 @@ def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | Non
         raise UsageError("no results; give a Dataset of measure, the directory of a store, or several")
     if not isinstance(results, Mapping):
         results = dict(zip(_names(results), results, strict=True))
-    return _side_by_side({name: _result(given, k) for name, given in results.items()})
+    return _side_by_side({name: _result(result, k) for name, result in results.items()})
 
 
 def _names(results: Sequence[Given]) -> list[str]:
-    paths = [Path(given) for given in results if not isinstance(given, xr.Dataset)]
+    paths = [Path(result) for result in results if not isinstance(result, xr.Dataset)]
     if len(paths) == len(results):
         return distinct_names(paths)
-    names = [short_name(given) if isinstance(given, xr.Dataset) else fspath(given) for given in results]
+    names = [short_name(result) if isinstance(result, xr.Dataset) else fspath(result) for result in results]
     return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
@@ -104,8 +115,8 @@ def summary_of_reduced(results: Mapping[str, xr.Dataset], k: int | None = None) 
         coupling = curve[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean("prompt").values if name else ()
         return _Result(_by_step(curve["step"].values, coupling), of, lambda steps: curve.sel(step=steps))
 
-    found = {name: result(curve) for name, curve in results.items()}
-    return _side_by_side(found) if len(found) > 1 else _of_steps(*found.values())
+    by_name = {name: result(curve) for name, curve in results.items()}
+    return _side_by_side(by_name) if len(by_name) > 1 else _of_steps(*by_name.values())
 
 
 @dataclass(frozen=True)
@@ -128,17 +139,17 @@ class _Result:
         return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
 
 
-def _result(given: Given, k: int | None) -> _Result:
+def _result(result: Given, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
     skipped: Mapping[int, str] = {}
-    if isinstance(given, xr.Dataset):
-        ds = given if "step" in given.dims else given.drop_vars("step", errors="ignore").expand_dims(step=[0])
+    if isinstance(result, xr.Dataset):
+        ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
         k, name = _chosen(ds, k)
         points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
         found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
         steps, curve = ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps))
     else:
-        store = Store(given)
+        store = Store(result)
         steps, skipped = require_steps(store), store.skipped()
         k, name = _chosen(store.read(steps[-1]), k)
         found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
@@ -205,22 +216,22 @@ def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> 
 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
     """Return the values of a unit."""
-    clusters, found = sources(unit), {}
+    clusters, cells = sources(unit), {}
     for name in (name for name in SHOWN if f"{name}_matrix" in unit):
         at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
-            found[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
+            cells[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
-            found[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
+            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
                 value, null, np.full(unit.sizes["prompt"], np.nan), None
             )
     for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
         by_prompt = unit[f"{name}_by_prompt"].values
-        found[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
-    return found
+        cells[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
+    return cells
 
 
 def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
@@ -231,10 +242,10 @@ def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
 
 def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
     """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
-    if k is None or unit.sizes["layer"] < 3 or not (found := pairs_of_blocks(_departure(unit, k).values)).size:
+    if k is None or unit.sizes["layer"] < 3 or not (departures := pairs_of_blocks(_departure(unit, k).values)).size:
         return None
     first, second = np.triu_indices(unit.sizes["layer"], 1)
-    at = int(np.nan_to_num(found, nan=-np.inf).argmax())
+    at = int(np.nan_to_num(departures, nan=-np.inf).argmax())
     return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
 
 
@@ -300,9 +311,9 @@ def _table(
     rows: Mapping[str, Mapping[tuple[str, str], list[float]]], label: str, title: str, notes: list[str]
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
-    order = list(dict.fromkeys(at for found in rows.values() for at in found))
-    index = [(*at, *([name] if label else [])) for at in order for name, found in rows.items() if at in found]
-    values = [rows[name][at] for at in order for name, found in rows.items() if at in found]
+    order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
+    index = [(*at, *([name] if label else [])) for at in order for name, cells in rows.items() if at in cells]
+    values = [rows[name][at] for at in order for name, cells in rows.items() if at in cells]
     names = ["measure", "of", *([label] if label else [])]
     # Categories in their order of appearance make it a sorted index, of which a part can be selected.
     levels = [pd.Categorical(level, categories=list(dict.fromkeys(level))) for level in zip(*index, strict=True)]
@@ -321,8 +332,8 @@ def _of_intervals(unit: xr.Dataset) -> str:
         return "There are no intervals, since they are over prompts: measure several."
     of = sources(unit)
     clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
-    what = "of the coupling, or of a value without null level"
-    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {what}."
+    quantity = "of the coupling, or of a value without null level"
+    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {quantity}."
 
 
 def _of_coupling(
@@ -338,12 +349,12 @@ def _of_coupling(
     above = {
         label: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for label, unit in units.items()
     }
-    yes, no = ([label for label in units if above[label] is found] for found in (True, False))
-    said = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
+    yes, no = ([label for label in units if above[label] is outcome] for outcome in (True, False))
+    beginning = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
     if "" in units:
-        yield said + ("above 0." if yes else "not above 0 beyond chance.")
+        yield beginning + ("above 0." if yes else "not above 0 beyond chance.")
     else:
-        yield f"{said}above 0 for {', '.join(yes) or 'none'}" + (
+        yield f"{beginning}above 0 for {', '.join(yes) or 'none'}" + (
             f", and not for {', '.join(no)}." if yes and no else "."
         )
     if any(unit.attrs["post_norm"] for unit in units.values()):
@@ -352,3 +363,58 @@ def _of_coupling(
 
 def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in values.items())
+
+
+def to_frame(
+    results: xr.Dataset | str | PathLike[str], of: str | Sequence[str] = "miscoupling", null: bool = True
+) -> pd.DataFrame:
+    """Return variables of a Dataset as a tidy table, a row for each combination of their dimensions.
+
+    `results.to_dataframe()` combines the dimensions of all variables: hundreds of millions of rows of a small store.
+
+    Args:
+        results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
+        of: a variable, or several with the same dimensions, such as ["lss", "expodistance", "alpha_mean"].
+        null: add the null level of each mis-coupling, as the column NAME_null.
+
+    Returns:
+        Columns: the dimensions, such as step, prompt, token, k, layer and layer_other, with `token_position`, the position of the
+        token in its sequence, beside the index `token`; then the variables. Rows without any value, which shorter
+        prompts lack, are left out; in other rows an undefined value is NaN.
+
+    Raises:
+        UsageError: for a name that is not in the Dataset, variables with different dimensions, or more than 50 million rows.
+    """
+    results = open_results(results) if isinstance(results, str | PathLike) else results
+    names = [of] if isinstance(of, str) else list(of)
+    known = list(map(str, results.data_vars))
+    if unknown := [name for name in names if name not in known]:
+        alike = ", ".join(get_close_matches(unknown[0], known, n=3, cutoff=0))
+        raise UsageError(f"{unknown[0]!r} is not in the results; print(results) lists what is, such as {alike}")
+    dims = {name: sorted(map(str, results[name].dims)) for name in names}
+    if len(set(map(tuple, dims.values()))) != 1:
+        listed = "; ".join(f"{name}: {', '.join(of_name)}" for name, of_name in dims.items()) or "none was given"
+        raise UsageError(f"variables of one table need the same dimensions ({listed}); make a table of each kind")
+    values = results[names[0]]
+    if values.size > ROWS:
+        raise UsageError(
+            f"{values.size:,} rows are too many; select first, such as results.sel(k=10) or results.isel(step=-1)"
+        )
+    columns = {name: results[name] for name in names}
+    if null:
+        with_level = [name for name in names if name in BY_NAME and BY_NAME[name].null]
+        columns |= {f"{name}_null": null_level(results, name).astype(values.dtype) for name in with_level}
+    measured = list(columns)
+    positions = {index: name for index, name in POSITIONS.items() if index in values.dims and name in results}
+    for index, name in positions.items():
+        columns[f"{index}_position"] = results[name].rename(dict(zip(results[name].dims[-1:], [index], strict=True)))
+    parts = {name: values.reset_coords(drop=True) for name, values in columns.items()}
+    order = [str(dim) for dim in results.sizes if dim in values.dims]
+    table = xr.Dataset(parts).to_dataframe(order).dropna(how="all", subset=measured).reset_index()
+    for index in positions:
+        at = table.pop(f"{index}_position").astype(int)
+        table.insert(list(table.columns).index(index) + 1, at.name, at)
+    for name in ("k", "step"):  # of which one was selected
+        if name in results.coords and not results[name].dims:
+            table.insert(0, name, results[name].item())
+    return table

@@ -63,14 +63,14 @@ def over_pairs(matrices: xr.Variable) -> xr.Variable:
     return xr.Variable((*matrices.dims[:-2], "pairs"), values, matrices.attrs)
 
 
-def gathered(found: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset:
+def gathered(values: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset:
     """Return variables as a Dataset, with the coordinates of the results that they were computed from."""
-    return xr.Dataset(found, coordinates(found.values(), results))
+    return xr.Dataset(values, coordinates(values.values(), results))
 
 
-def coordinates(found: Iterable[xr.Variable], results: Labelled) -> dict[str, xr.Variable]:
+def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, xr.Variable]:
     """Return the coordinates of results that fit the dimensions of variables, and the `LABELS` of those dimensions."""
-    sizes = {dim: size for values in found for dim, size in values.sizes.items()}
+    sizes = {dim: size for values in several for dim, size in values.sizes.items()}
     fitting = {
         str(name): values
         for name, values in results.coords.variables.items()

@@ -7,5 +7,4 @@ in order of depth, the final norm, the unembedding and the class token, and whic
 - `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
 - `towers`: runs of blocks in any module tree, the tower (encoder, vision model, stage) of each, and proposed lines for `blocks=`.
 - `boundaries`: blocks that are no modules, named by where they begin and end in the forward pass.
-- `wrappers`: the module tree without wrappers such as those of `torch.compile` and DDP.
 """

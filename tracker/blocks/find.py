@@ -10,6 +10,10 @@ Where no attention module is recognised by its name, a candidate is a run of con
 least two matrices outside convolutions and recurrent layers: the entries of a ModuleList, Sequential or ModuleDict, or the
 numbered attributes of a module (block0, block1, ...). Stacks of MLPs are candidates too: `tracker.capture.confirm` tells blocks
 from them in a forward pass.
+
+The tree is read through wrappers: modules that hold another one and do nothing of their own in its forward pass. The name of a
+module is always its name in the tree without wrappers, at whatever depth they stand. That is the tree of a replica, so a name
+found in the model is valid there.
 """
 
 import re
@@ -19,6 +23,7 @@ from reprlib import repr as shortened
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from tracker.blocks.boundaries import (
     Boundary,
@@ -50,8 +55,102 @@ from tracker.blocks.towers import (
     proposals,
     related,
 )
-from tracker.blocks.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
 from tracker.common.errors import UsageError
+
+# The child that a wrapper holds: torch.compile, activation checkpointing, Lightning Fabric.
+_HELD = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+_HOLDERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)  # their child is `module`
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers, or the module itself; its parts may be wrapped."""
+    return path_inside(module)[1]
+
+
+def path_inside(module: nn.Module) -> tuple[list[str], nn.Module]:
+    """Return the attributes that lead through a module's wrappers, the outermost first, and the module inside them."""
+    steps = []
+    while (held := _held(module)) is not None:
+        step, module = held
+        steps.append(step)
+    return steps, module
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model without wrappers at any depth: the model itself if it has none, else shallow copies of its modules.
+
+    A copy shares everything with its original except the table of its children. It is for reading, and its hooks are its
+    original's; the model that runs is the original.
+    """
+    copies: dict[int, nn.Module] = {}  # by id of the original: a module in two places stays one
+
+    def copy(module: nn.Module) -> nn.Module:
+        module = innermost(module)
+        if id(module) not in copies:
+            new = copies[id(module)] = object.__new__(type(module))
+            children: dict[str, nn.Module | None] = {}
+            new.__dict__ = vars(module) | {"_modules": children}
+            children.update((key, None if child is None else copy(child)) for key, child in module._modules.items())
+        return copies[id(module)]
+
+    return model if all(_held(module) is None for module in model.modules()) else copy(model)
+
+
+def names_by_id(model: nn.Module) -> dict[int, str]:
+    """Return the name of every module of the model, by its id; a wrapper has the name of what it holds."""
+    names: dict[int, str] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in names:
+            return
+        names[id(module)] = name
+        if (held := _held(module)) is not None:
+            visit(name, held[1])
+            return
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(f"{name}.{key}" if name else key, child)
+
+    visit("", model)
+    return names
+
+
+def name_without_wrappers(model: nn.Module, path: str) -> str | None:
+    """Return the name of the module that a path names, with the wrappers' own steps in it or without; None if there is none."""
+    if _at(unwrap(model), path) is not None:
+        return path
+    module: nn.Module | None = model
+    kept = []
+    for step in path.split("."):
+        while module is not None and (held := _held(module)) is not None:
+            attribute, module = held
+            if attribute == step:
+                break
+        else:
+            module = None if module is None else module._modules.get(step)
+            kept.append(step)
+    return None if module is None else ".".join(kept)
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    module: nn.Module | None = model
+    for step in path.split(".") if path else ():
+        module = None if module is None else module._modules.get(step)
+    return module
+
+
+def _held(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the module that a wrapper holds, after the attribute that is it; None for a module that is no wrapper.
+
+    TransformerLens's TransformerBridge is a wrapper too: it keeps the model that its forward calls outside its own tree, and puts
+    its hook points into that model.
+    """
+    if "original_model" in vars(module) and "TransformerBridge" in {c.__name__ for c in type(module).__mro__}:
+        return "original_model", vars(module)["original_model"]
+    attribute = "module" if isinstance(module, _HOLDERS) else next((key for key in _HELD if key in module._modules), "")
+    held = module._modules.get(attribute)
+    return None if held is None else (attribute, held)
+
 
 __all__ = ["Blocks", "Named", "UsageError", "find_blocks", "huggingface_owner", "token_embedding", "unwrap"]
 
@@ -63,7 +162,7 @@ Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller 
 class Blocks:
     """A model's residual blocks, final norm, unembedding and class token, by name.
 
-    Names are qualified names within the model without wrappers, such as those of DDP and `torch.compile` (`wrappers`).
+    Names are qualified names within the model without wrappers, such as those of DDP and `torch.compile`.
     """
 
     names: tuple[str, ...]
@@ -143,16 +242,18 @@ def find_blocks(
             raise UsageError("blocks is a result of find_blocks; give `fixed` to the call that made it")
         return blocks
     check_model(model)
-    given, model = model, unwrap(model)
+    wrapped, model = model, unwrap(model)
     runs = find_runs(model)
-    spans = [(_named_boundary(given, start), _named_boundary(given, end)) for start, end in read_spans(blocks) or ()]
+    spans = [
+        (_named_boundary(wrapped, start), _named_boundary(wrapped, end)) for start, end in read_spans(blocks) or ()
+    ]
     if spans:
         names, found_by, assumed = [b.module for span in spans for b in span], "boundaries named by the caller", ()
     elif blocks is not None:
-        names, found_by, assumed = _named(given, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
+        names, found_by, assumed = _named(wrapped, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
         names, found_by, assumed = _found(model, runs)
-    places = [_named_boundary(given, place) for place in read_fixed(fixed)]
+    places = [_named_boundary(wrapped, place) for place in read_fixed(fixed)]
     if places and "attention" in assumed:
         raise UsageError(
             f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
@@ -162,7 +263,7 @@ def find_blocks(
     token = class_token
     if token is None and not language and class_token_parameter(model, names, runs) is not None:
         token = 0
-    final_norm, unembedding = (None if path is None else _name(given, path) for path in (final_norm, unembedding))
+    final_norm, unembedding = (None if path is None else _name(wrapped, path) for path in (final_norm, unembedding))
     if batch_first is None:
         first = model if spans else model.get_submodule(names[0])
         attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
@@ -170,7 +271,7 @@ def find_blocks(
     norms = norms_around(model, names, runs)
     if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
         norms = [names[-1], *norms]
-    found = Blocks(
+    result = Blocks(
         names=tuple(names),
         found_by=found_by,
         final_norms=tuple(norms) if final_norm is None else (final_norm,),
@@ -181,8 +282,8 @@ def find_blocks(
         assumed=assumed + ("class token",) * (token is not None and class_token is None),
     )
     if not spans and not places:
-        return found
-    return found.between_boundaries(spans or chain(names), places)
+        return result
+    return result.between_boundaries(spans or chain(names), places)
 
 
 def check_model(model: Any) -> None:
@@ -205,10 +306,10 @@ def _named_boundary(model: nn.Module, boundary: Boundary) -> Boundary:
     return replace(boundary, module=_name(model, boundary.module))
 
 
-def _named(given: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
+def _named(wrapped: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
     """Return the names in `model`, the given model without wrappers, of the blocks that the caller names."""
     if isinstance(blocks, str):
-        container = _name(given, blocks)
+        container = _name(wrapped, blocks)
         blocks = [f"{container}.{name}".lstrip(".") for name, _ in model.get_submodule(container).named_children()]
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
@@ -221,11 +322,11 @@ def _named(given: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.M
         )
     if len(blocks) == 0:
         raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
-    known = names_by_id(given)
+    known = names_by_id(wrapped)
     names = []
     for block in blocks:
         if isinstance(block, str):
-            names.append(_name(given, block))
+            names.append(_name(wrapped, block))
         elif id(innermost(block)) in known:
             names.append(known[id(innermost(block))])
         else:
@@ -285,8 +386,8 @@ def _ambiguity(model: nn.Module, runs: Sequence[ModuleRun]) -> BlocksNotFound:
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
     why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
-    found = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
-    return BlocksNotFound(found, proposals(model, runs))
+    message = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
+    return BlocksNotFound(message, proposals(model, runs))
 
 
 def _top_level(model: nn.Module) -> str:
@@ -336,8 +437,8 @@ def nothing_found(
             "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
             "returns, which has a name only inside another module: measure a model that contains this one."
         )
-    found = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
-    return BlocksNotFound(found, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
+    message = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
+    return BlocksNotFound(message, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:

@@ -83,10 +83,10 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     if len(towers) > 1 or role is None or is_encoder_decoder(owner):
         return None
     (tower,) = towers
-    found = _block_list(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
-    if found is None:
+    run = _block_list(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
+    if run is None:
         return None
-    return replace(found, tower=_name_of(model, tower), role=role)
+    return replace(run, tower=_name_of(model, tower), role=role)
 
 
 def _table(embedding: Any) -> nn.Embedding | None:

@@ -134,9 +134,13 @@ def find_runs(model: nn.Module) -> list[ModuleRun]:
     modules = dict(model.named_modules())
     attention = [name for name, module in modules.items() if name and _is_attention(name, module)]
     attending = {name[:end] for name in attention for end in _ends(name)}
-    found = [run for name in modules for run in _stretches(name, modules, attending)]
-    outer = [run for run in found if not any(_inside(run.container, name) for other in found for name in other.names)]
-    runs = [run for top in outer for run in _resolved(top, found, modules, attention)]
+    candidates = [run for name in modules for run in _stretches(name, modules, attending)]
+    outer = [
+        run
+        for run in candidates
+        if not any(_inside(run.container, name) for other in candidates for name in other.names)
+    ]
+    runs = [run for top in outer for run in _resolved(top, candidates, modules, attention)]
     return [_with_tower(run, runs, modules) for run in runs]
 
 
@@ -171,8 +175,8 @@ def proposals(model: nn.Module, runs: Sequence[ModuleRun]) -> list[Proposal]:
     joined = []
     if alike and entries and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential)):
         names = [name for run in runs for name in run.names]
-        what = f"{len(names)} x {runs[0].block_class} in {holder or 'the model'}"
-        joined = [Proposal(repr(names), names, f"{names[0]} to {names[-1]}", what)]
+        description = f"{len(names)} x {runs[0].block_class} in {holder or 'the model'}"
+        joined = [Proposal(repr(names), names, f"{names[0]} to {names[-1]}", description)]
     return [*joined, *(run.proposal for run in runs)]
 
 
@@ -215,7 +219,7 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRu
     In a module that contains another run, only those registered between the blocks and the next run.
     """
     others = [run.container for run in runs if not related(run, names)]
-    found: list[str] = []
+    norms: list[str] = []
     parts = names[-1].split(".")
     for depth in range(len(parts) - 1, -1, -1):
         path = ".".join(parts[:depth])
@@ -227,8 +231,8 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRu
         for child in after if rivals else after + children[:at]:
             name = _join(path, child)
             if name not in names and "norm" in type(holder._modules[child]).__name__.lower():
-                found.append(name)
-    return found
+                norms.append(name)
+    return norms
 
 
 def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str]) -> Iterator[ModuleRun]:
@@ -248,14 +252,14 @@ def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str
 
 
 def _resolved(
-    run: ModuleRun, found: Sequence[ModuleRun], modules: dict[str, nn.Module], attention: Sequence[str]
+    run: ModuleRun, candidates: Sequence[ModuleRun], modules: dict[str, nn.Module], attention: Sequence[str]
 ) -> list[ModuleRun]:
     """Return the run, or the runs inside it if its modules are stages; nothing if it is a single module that is no block."""
-    within = [other for other in found if other is not run and nested(other, run.names)]
+    within = [other for other in candidates if other is not run and nested(other, run.names)]
     direct = [
         other for other in within if not any(nested(other, third.names) for third in within if third is not other)
     ]
-    inner = [r for other in direct for r in _resolved(other, found, modules, attention)]
+    inner = [r for other in direct for r in _resolved(other, candidates, modules, attention)]
     if run.depth > 1:  # a block may contain a list of attentions: heads, or self- and cross-attention
         inner = [other for other in inner if all(_is_block(name, modules, attention) for name in other.names)]
     if any(other.depth > 1 for other in inner):

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
 from tracker.capture.random_numbers import seed_of
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import whole_numbers
 
 

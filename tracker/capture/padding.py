@@ -24,7 +24,7 @@ from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.inputs import Batch
 from tracker.capture.random_numbers import noise_like
 from tracker.capture.recording import Recording
-from tracker.common.notices import warn_caller
+from tracker.common.errors import warn_caller
 from tracker.linalg.comparison import TOLERANCE, relative_error
 
 HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks
-from tracker.blocks.wrappers import path_inside
+from tracker.blocks.find import Blocks, path_inside
 from tracker.capture.attention import hook_attn_method, hook_methods
 from tracker.capture.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
 from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of

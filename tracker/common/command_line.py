@@ -10,8 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from tracker.common.errors import CheckpointError
-from tracker.common.extras import MissingExtraError, missing_extra
+from tracker.common.errors import CheckpointError, MissingExtraError, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
@@ -74,13 +73,13 @@ def _brief_warnings() -> Iterator[None]:
 
     Python shows a warning again for the same line whenever a library has changed the filters in between.
     """
-    before, said = warnings.showwarning, set()
+    before, printed = warnings.showwarning, set()
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any) -> None:
         if category is not UserWarning or not filename.startswith(OWN):
             before(message, category, filename, *where, **options)
-        elif str(message) not in said:
-            said.add(str(message))
+        elif str(message) not in printed:
+            printed.add(str(message))
             print(f"warning: {message}", file=sys.stderr, flush=True)
 
     warnings.showwarning = show

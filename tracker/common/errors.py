@@ -1,8 +1,16 @@
-"""Errors that several packages raise or tell apart, each a message for the user."""
+"""Errors and warnings, each a message for the user.
+
+The core installs what `tracker.measure` needs. Every other package is imported where it is used; without it, the error names
+the extra of the distribution that brings it. Warnings point at the line of the user's code that started a measurement.
+"""
 
 import errno
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 
 from tracker.common.text import first_line
 
@@ -31,3 +39,85 @@ def panics_as_errors() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(f"a library panicked: {first_line(error)}") from error
+
+
+ROOT = Path(__file__).parents[2]  # where the packages of the distribution are
+DISTRIBUTION = "block-coupling-tracker"
+# Imported name -> extra, as in pyproject.toml.
+EXTRAS = {
+    "jsonargparse": "all",  # every command needs more than its parser
+    "transformers": "walk",
+    "huggingface_hub": "walk",
+    "safetensors": "walk",
+    "tokenizers": "walk",
+    "lightning": "train",
+    "wandb": "wandb",
+    "wandb_workspaces": "wandb",
+    "matplotlib": "report",
+    "plotly": "report",
+    "timm": "vit",
+    "torchvision": "vit",
+    "sklearn": "vit",
+    "torchmetrics": "vit",
+    "ray": "ray",
+    "datasets": "prompts",
+}
+
+
+class MissingExtraError(ImportError):
+    """A package that can't be imported: one of an extra that is not installed, or one that a user's file hides."""
+
+
+def missing_extra(error: ImportError, feature: str) -> ImportError:
+    """Return an error that names the extra for what could not be imported, or the same error if no extra brings it.
+
+    >>> print(missing_extra(ModuleNotFoundError(name="lightning.pytorch"), "tracker.CouplingCallback"))
+    tracker.CouplingCallback needs lightning, which is not installed: pip install 'block-coupling-tracker[train]'
+    """
+    package = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
+        return error
+    return MissingExtraError(
+        f"{feature} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{EXTRAS[package]}]'",
+        name=package,
+    )
+
+
+def require(package: str, feature: str) -> None:
+    """Raise MissingExtraError, which names the extra, if a package is not installed; `feature` needs it."""
+    if find_spec(package) is None:
+        raise missing_extra(ModuleNotFoundError(name=package), feature)
+
+
+def require_own(package: str) -> None:
+    """Raise MissingExtraError, which names the file, if a user's module hides a top-level package of this distribution."""
+    spec = find_spec(package)
+    file = spec and spec.origin
+    if file != str(ROOT / package / "__init__.py"):
+        raise MissingExtraError(
+            f"this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, or run "
+            "the command in another directory",
+            name=package,
+        )
+
+
+WITHIN = str(Path(__file__).parents[1]) + "/"
+COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
+# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
+LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")  # begin the names of its modules
+FRAMEWORKS = (*LIGHTNING, "transformers.", "accelerate.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the innermost line that belongs neither to this package nor to a framework that calls it.
+
+    Python shows the same warning once for each such line, so a training run that measures often warns once.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_internal(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_internal(file: str, module: str) -> bool:
+    return (file.startswith(WITHIN) and file != COMMAND) or f"{module}.".startswith(FRAMEWORKS)

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 Content = TypeVar("Content", bound=dict[str, Any] | list[Any])
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
-# The temporary files of `write_atomic`. Earlier versions did not put the writer into the name and did not lock the file.
-TEMPORARY = re.compile(r"\.(?P<name>.+?)(?P<writer>\.\d+-\d+-[0-9a-f]{16})?\.tmp")
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp")  # the temporary files of `write_atomic`
 ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file is stale, where locks can't tell
 
 
@@ -83,7 +82,7 @@ def remove_stale_temporaries(directory: Path, name: str | None = None) -> None:
             descriptor = os.open(temporary, os.O_RDWR)
             try:
                 locked = _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if (locked and match["writer"]) or time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
+                if locked or time.time() - os.fstat(descriptor).st_mtime > ABANDONED:
                     temporary.unlink()
             finally:
                 os.close(descriptor)

@@ -1,6 +1,6 @@
-"""Words and lines of messages."""
+"""Words, lines and sentences of messages, those about steps with the same weights among them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from textwrap import wrap
 
 WIDTH = 80  # columns of the printed text
@@ -76,3 +76,26 @@ def size(bytes: int) -> str:
     ('123 MB', '4.29 GB')
     """
     return f"{bytes / 1e9:.3g} GB" if bytes >= 1e9 else f"{bytes / 1e6:.3g} MB"
+
+
+UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
+ZERO_RATE = (
+    "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
+)
+
+
+def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
+    """Map each step whose weights repeat an earlier step's to the first step with these weights."""
+    first: dict[str, int] = {}
+    repeats = {}
+    for step, fingerprint in sorted(fingerprints.items()):
+        if fingerprint and first.setdefault(fingerprint, step) != step:
+            repeats[step] = first[fingerprint]
+    return repeats
+
+
+def describe_repeat(step: int, earlier: int) -> str:
+    """Describe in a sentence that two steps have the same weights."""
+    if (earlier, step) == (0, 1):
+        return ZERO_RATE
+    return f"steps {earlier} and {step} hold the same weights in every tensor: at least one of them is mislabelled"

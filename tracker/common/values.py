@@ -1,12 +1,13 @@
 """Typed values of options: whole numbers, positions, layer pairs, byte sizes and names.
 
-A `ValueType` converts what a command line or a YAML file gives. Python callers pass the values themselves.
+A `ValueType` converts what a command line, a YAML file or a Python caller gives.
 """
 
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -27,7 +28,7 @@ class ValueTypeError(ArgumentTypeError, ValueError):
 
 @dataclass(frozen=True)
 class ValueType:
-    """The type of an option: a name for `--help` and a function from text, or from a YAML value, to the value."""
+    """The type of an option: a name for `--help` and a function from text, or from a value of YAML or Python, to the value."""
 
     name: str
     convert: Callable[[Any], Any]
@@ -44,15 +45,15 @@ class ValueType:
         return self.name
 
 
-def as_path(option: str, given: Any) -> Path | None:
+def as_path(option: str, value: Any) -> Path | None:
     """Return a directory that was given as text or as a path; ~ is the home directory.
 
     Raises:
         ValueError: if it is neither.
     """
-    if given is None or isinstance(given, (str, PathLike)):
-        return None if given is None else Path(given).expanduser()
-    raise ValueError(f"--{option} {given!r}; give a directory, as text or as a path")
+    if value is None or isinstance(value, (str, PathLike)):
+        return None if value is None else Path(value).expanduser()
+    raise ValueError(f"--{option} {value!r}; give a directory, as text or as a path")
 
 
 def whole_numbers(value: Any) -> list[int]:
@@ -69,45 +70,60 @@ def whole_numbers(value: Any) -> list[int]:
         return []
 
 
-def _integers(value: Any) -> list[int]:
+def _numbers(value: Any) -> list[int]:
+    """Return the whole numbers in a text or in any other value; an empty list where there are none."""
     try:
-        numbers = [int(part) for part in value.split(",")] if isinstance(value, str) else whole_numbers(value)
+        return [int(part) for part in value.split(",")] if isinstance(value, str) else whole_numbers(value)
     except ValueError:
-        numbers = []
-    if not numbers:
-        raise ValueTypeError(f"{value!r}; give whole numbers with commas between them")
-    return numbers
+        return []
+
+
+def _integers(value: Any) -> list[int]:
+    if numbers := _numbers(value):
+        return numbers
+    raise ValueTypeError(f"{value!r}; give whole numbers with commas between them (in Python, one or a list)")
 
 
 def _integer(value: Any) -> int:
-    numbers = _integers(value)
-    if len(numbers) > 1:
+    numbers = _numbers(value)
+    if len(numbers) != 1:
         raise ValueTypeError(f"{value!r}; give one whole number")
     return numbers[0]
 
 
 def _count_or_integers(value: Any) -> int | list[int]:
     numbers = _integers(value)
-    return numbers if len(numbers) > 1 or not isinstance(value, (int, str)) else numbers[0]
+    if len(numbers) > 1 or not isinstance(value, (Integral, str)):
+        return numbers
+    if numbers[0] < 2:
+        raise ValueTypeError(f"{value!r}; give a number of tokens, at least 2, or a list of positions")
+    return numbers[0]
 
 
 def _tokens(value: Any) -> str | list[int]:
-    if value in TOKEN_CHOICES:
+    if isinstance(value, str) and value in TOKEN_CHOICES:
         return value
-    try:
-        return _integers(value)
-    except ValueTypeError as error:
-        raise ValueTypeError(f"{error}, or {', '.join(TOKEN_CHOICES[:-1])} or {TOKEN_CHOICES[-1]}") from None
+    if numbers := _numbers(value):
+        return numbers
+    raise ValueTypeError(f"{value!r}; give last, cls, all or positions such as 0,-1 (in Python, also a list)")
 
 
 def _layer_pairs(value: Any) -> int | list[tuple[int, int]]:
     try:
-        if isinstance(value, (int, str)) and ":" not in str(value):
-            return int(value)
-        pairs: Any = [pair.split(":") for pair in value.split(",")] if isinstance(value, str) else value
-        return [(int(l), int(other)) for l, other in pairs]
+        if isinstance(value, (Integral, str)) and ":" not in str(value):
+            return _integer(value)
+        pairs: Any = (
+            [_integers(pair.replace(":", ",")) for pair in value.split(",")] if isinstance(value, str) else value
+        )
+        found = [(l, other) for l, other in map(_integers, pairs)]
     except (TypeError, ValueError):
-        raise ValueTypeError(f"{value!r}; give a distance such as 1, or pairs of blocks such as 1:3,2:3") from None
+        found = []
+    if not found or len(dict(found)) < len(found):
+        raise ValueTypeError(
+            f"{value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of pairs (l, l') of "
+            "blocks counted from 1, each l once, such as 1:3,2:3"
+        )
+    return found
 
 
 def _byte_size(value: Any) -> int:
@@ -124,14 +140,15 @@ def _names(value: Any) -> list[str]:
     return sorted({name.strip() for name in names})
 
 
-def choice(literal: Any) -> ValueType:
-    """Return the type of an option that takes one of the values of a Literal."""
+def choice(literal: Any, prefix: str = "") -> ValueType:
+    """Return the type of an option that takes one of the values of a Literal, perhaps after a prefix."""
     choices = get_args(literal)
 
     def convert(value: Any) -> Any:
-        if value not in choices:
+        short = str(value).removeprefix(prefix)
+        if short not in choices:
             raise ValueTypeError(f"{value}; choose from {', '.join(choices)}")
-        return value
+        return short
 
     return ValueType("|".join(choices), convert)
 

@@ -5,9 +5,7 @@ PDF, PNG and CSV files from `python -m tracker.figures`.
 
 - `registry`: the declaration of each figure: number, title, function, needs, differences from the paper
 - `selection`: figures by name, and what results lack for them
-- `overview`, `coupling`, `states`, `jacobians`: figures of one result or of several
+- `coupling`, `states`, `jacobians`: figures of one result or of several
 - `model_comparisons`: figures with one point or row per result
-- `drawing`: axes, panels, bands and fitted lines
-- `palette`: the colours of figures and pages
-- `write`: the command line
+- `drawing`: colours of figures and pages, axes, panels, bands and fitted lines
 """

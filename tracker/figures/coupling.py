@@ -1,48 +1,266 @@
-"""Figures of coupling between blocks: over training, between layers, by layer, and by prompt.
+"""Figures of coupling between blocks: the matrix of a step, which loggers also draw, curves over training, between layers,
+by layer, and by prompt.
 
 Coupling is minus mis-coupling. Intervals are 95 % t intervals of means over prompts, clustered by their sources where results
 record them (`regression.clustered_mean`).
 """
 
+from collections.abc import Mapping
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
+from tracker.analysis.curves import curves, labelled_over_pairs, sources, suspect
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.regression import holm, linear_fit
-from tracker.analysis.statistics import labelled_over_pairs, sources
 from tracker.figures.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    SERIES,
     at_step,
+    banded_line,
+    colour_map,
     equation,
     evenly_spaced,
     fitted_line,
     label_y,
+    logarithmic_y,
     mark_step,
     mean_line,
     panels,
+    require_panels,
     shades,
     training_axis,
 )
-from tracker.figures.palette import BLUE, GREY, ORANGE
+from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from tracker.figures.drawing import Plotted
 
+COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}  # of the measures drawn of a single result
+TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodistance (0: exponential growth)"}
+SAMPLES = ("prompt", "token")
+PER_ROW = 3  # matrices
+SIZE = 4.8, 4.0  # inches, of one matrix
+PLACE = 0.1, 0.12, 0.86, 0.77  # of the matrix and its bar in a picture, which leaves room for longer numbers
 MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
 LETTERS_OF_LABEL = 44  # of a line beside a panel
 
 
+def heatmaps(
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
+) -> "Plotted":
+    """Draw the matrix of pairs of blocks of each result, in the same colours.
+
+    Args:
+        measure: of pairs of blocks; None for mis-coupling m_K.
+        step: None for each result's last.
+    """
+    measure = measure or "miscoupling"
+    shown, tables = {}, []
+    for name, ds in results.items():
+        i = -1 if step is None else list(ds["step"].values).index(step)
+        at = ds.isel(step=i).sel(k=k)
+        matrix, level = (values.mean(SAMPLES) for values in (at[measure], null_level(at, measure)))
+        null = float(level.where(level["layer"] != level["layer_other"]).mean())
+        shown[f"{at_step(name, ds, i)}\n{_title(matrix, k)}"] = matrix, null
+        tables.append(matrix.to_dataframe().assign(result=name))
+    return _heatmaps(shown, target), pd.concat(tables)
+
+
+def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
+    """Render the (L, L) matrix of each K as an RGBA image, (height, width, 4).
+
+    Rows are blocks l, columns the blocks l' in whose basis they are expressed. A diagonal that is 0 by definition is grey; the
+    colours span the other entries and their null level. What is the same in all pictures is drawn once.
+
+    Args:
+        matrices: mis-couplings (k, layer, layer_other), means over prompts and tokens, by the name of their measure.
+        nulls: the mean of their null levels over l != l', by K.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    canvas = FigureCanvasAgg(Figure(figsize=SIZE))
+    heatmap = _Heatmap(canvas.figure.add_axes(PLACE), matrices.sizes["layer"])
+    for part in heatmap.changing:
+        part.set_animated(True)  # is not drawn with the rest
+    canvas.draw()
+    unchanging = canvas.copy_from_bbox(canvas.figure.bbox)
+    pictures = {}
+    for k, null in nulls.items():
+        matrix = _where_defined(matrices.sel(k=k))
+        heatmap.show(_title(matrices, k), matrix, null, _range(matrix, null))
+        canvas.restore_region(unchanging)
+        for part in heatmap.changing:
+            canvas.figure.draw_artist(part)
+        pictures[k] = np.array(canvas.buffer_rgba())
+    return pictures
+
+
+def _title(matrix: xr.DataArray, k: int) -> str:
+    return f"{BY_NAME[str(matrix.name)].label}, K = {k}"
+
+
+def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None) -> "Figure":
+    """Draw matrices of one measure, with their null levels, by title."""
+    from matplotlib.figure import Figure
+
+    if target is None:
+        columns = min(len(shown), PER_ROW)
+        rows = -(-len(shown) // columns)
+        figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
+        panel, *more = figure.subplots(rows, columns, squeeze=False).ravel()
+        places = [panel, *more]
+        for unused in places[len(shown) :]:
+            unused.remove()
+    else:
+        figure, places = panels(len(shown), target)
+        target.grid(False)
+    matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
+    ranges = [_range(matrix, null) for matrix, null in matrices]
+    shared = min(low for low, _ in ranges), max(high for _, high in ranges)
+    for axes, title, (matrix, null) in zip(places, shown, matrices, strict=False):
+        _Heatmap(axes, len(matrix)).show(title, matrix, null, shared)
+    return figure
+
+
+class _Heatmap:
+    """A panel with the matrix of L blocks and its bar of colours.
+
+    Attributes:
+        changing: what `show` changes, in the order in which it is drawn.
+    """
+
+    def __init__(self, axes: "Axes", L: int) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        self.axes = axes
+        colours = colour_map().reversed().with_extremes(bad="lightgrey")
+        self.image = axes.imshow(np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5))
+        axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        self.bar = axes.figure.colorbar(self.image, ax=axes)
+        self.bar.set_label("Mis-coupling (0: coupled)", fontsize=8)
+        self.bar.ax.tick_params(labelsize=8)
+        self.level = self.bar.ax.axhline(color="black", lw=1)
+
+    @property
+    def changing(self) -> "list[Artist]":
+        frame = self.axes.spines.values()  # half of its width lies on the image
+        legend = self.axes.get_legend()
+        return [self.image, *frame, self.axes.title, *([legend] if legend else []), self.bar.ax]
+
+    def show(self, title: str, matrix: np.ndarray, null: float, range: tuple[float, float]) -> None:
+        """Show a matrix, in which an entry that is 0 by definition is NaN, with its null level and the range of colours."""
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        self.image.set_data(matrix)
+        self.image.set_clim(*range)
+        self.level.set_ydata([null, null])
+        self.axes.set_title(title, fontsize=8, pad=20)
+        explained: list[Any] = [Line2D([], [], color="black", lw=1, label=f"null level {null:.2f}")]
+        if np.isnan(matrix).any():
+            explained.insert(0, Patch(color="lightgrey", label="l = l': 0 by definition"))
+        # Above the axes, and the title above it: below them is the label of x, at a distance that depends on the layout.
+        self.axes.legend(
+            handles=explained,
+            ncols=2,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1),
+            borderaxespad=0,
+            frameon=False,
+            fontsize=8,
+        )
+
+
+def _where_defined(matrix: xr.DataArray) -> np.ndarray:
+    """Return the entries, NaN in place of those that are 0 by definition: none, if the sides of the basis are swapped."""
+    values = matrix.values.astype(np.float64)
+    if BY_NAME[str(matrix.name)].variant != "vju":
+        values[matrix["layer"].values[:, None] == matrix["layer_other"].values] = np.nan
+    return values
+
+
+def _range(matrix: np.ndarray, null: float) -> tuple[float, float]:
+    """Return the range of the entries and their null level."""
+    values = [*matrix[~np.isnan(matrix)], *([] if np.isnan(null) else [null])]
+    return min(values, default=0.0), max(values, default=1.0)
+
+
+def training_curves(
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
+) -> "Plotted":
+    """Draw mis-coupling with its null level, LSS and expodistance over training, with quartile bands.
+
+    Args:
+        results: several are drawn over each other, each in its colour.
+        measure: of pairs of blocks; None for mis-coupling m_K and, of a single result, that of the paper's equation 14 too.
+        step: is marked by a line.
+    """
+    from matplotlib.figure import Figure
+
+    require_panels(1 + len(TRAJECTORY), target)
+    single = len(results) == 1
+    measures = [measure] if measure else list(COLOURS) if single else ["miscoupling"]
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    coupling, *others = figure.subplots(1, 1 + len(TRAJECTORY))
+    at = {"k": k, "pairs": "mean_offdiag"}
+    tables = []
+    for i, (name, ds) in enumerate(results.items()):
+        points, colour = curves(ds, [*measures, *TRAJECTORY]), SERIES["light"][i % len(SERIES["light"])]
+        steps, marked = points["step"].values, suspect(points) != ""
+        drawn, columns = [], {"result": name, "step": steps}
+        for of in measures:
+            of_measure = COLOURS.get(of, BLUE) if single else colour
+            middle, low, high, null = (points[of + end].sel(at).values for end in ("", "_q25", "_q75", "_null"))
+            banded_line(coupling, steps, middle, low, high, of_measure, equation(of) if single else name)
+            level = "its null level" if single else None if i else "null level"
+            coupling.plot(steps, null, color=of_measure, ls=":", label=level)
+            drawn.append((coupling, middle))
+            columns |= {of: middle, f"{of}_q25": low, f"{of}_q75": high, f"{of}_null": null}
+        for axes, variable in zip(others, TRAJECTORY, strict=True):
+            low, middle, high = (points[variable].sel(statistic=s).values for s in ("q25", "median", "q75"))
+            banded_line(axes, steps, middle, low, high, GREEN if single else colour)
+            drawn.append((axes, middle))
+            columns |= {variable: middle, f"{variable}_q25": low, f"{variable}_q75": high}
+        for axes, values in drawn if marked.any() else ():
+            axes.plot(steps[marked], values[marked], "x", color=ORANGE, ms=9, label="suspect checkpoint")
+        tables.append(pd.DataFrame(columns))
+    title = f"Pairs of blocks l ≠ l', K = {k}" + ("" if single else f"\n{equation(measures[0])}")
+    coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
+    for axes, heading in zip(others, TRAJECTORY.values(), strict=True):
+        axes.set_ylabel(heading, fontsize=9)
+    lss, expodistance = others
+    logarithmic_y(expodistance)
+    for axes in (coupling, *others):
+        training_axis(axes, np.concatenate([ds["step"].values for ds in results.values()]))
+        mark_step(axes, step)
+    coupling.legend(fontsize=7)
+    if any(line.get_label() == "suspect checkpoint" for line in lss.lines):
+        lss.legend(fontsize=7)
+    (only, *_) = results.values()
+    figure.suptitle(only.attrs.get("suite", "") if single else "")
+    return figure, pd.concat(tables, ignore_index=True)
+
+
 def over_training(
-    results: Results, k: int, given: "Axes | None" = None, measure: str | None = None, step: int | None = None
+    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
 ) -> "Plotted":
     """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b).
 
@@ -51,7 +269,7 @@ def over_training(
         step: is marked by a line.
     """
     measure = measure or MEASURE
-    figure, axes = panels(len(results), given, sharey=True)
+    figure, axes = panels(len(results), target, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds.sel(k=k)
@@ -87,10 +305,10 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
     panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
 
 
-def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw layers as nodes on a circle; width and opacity of an edge show how far the coupling is above its null level."""
     shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 3)]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     rows = []
     for name, ds, i in shown:
         at = ds.isel(step=i).sel(k=k)
@@ -117,9 +335,9 @@ def layer_graph(results: Results, k: int, given: "Axes | None" = None) -> "Plott
     return figure, table
 
 
-def by_layer(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def by_layer(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the mean coupling of each layer with all others after the last step, one line per result."""
-    figure, (axes,) = panels(1, given)
+    figure, (axes,) = panels(1, target)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
@@ -133,11 +351,11 @@ def by_layer(results: Results, k: int, given: "Axes | None" = None) -> "Plotted"
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
     tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, k)}) for name, ds in results.items()}
     shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     points = [(tables[name][x].to_numpy(), tables[name]["coupling"].to_numpy()) for name, x in shown]
     fits = [linear_fit(x, y) for x, y in points]
     corrected = holm(np.array([fit["p"] for fit in fits]))
@@ -150,7 +368,7 @@ def by_prompt(results: Results, k: int, given: "Axes | None" = None) -> "Plotted
         panel.set_title(f"{name}\n{text}", fontsize=8)
         panel.set_xlabel(AGAINST[against], fontsize=8)
     label_y(axes, _label(k))
-    if given is None and not any(x == "difficulty" for _, x in shown):
+    if target is None and not any(x == "difficulty" for _, x in shown):
         figure.suptitle("Coupling of each prompt against its length", fontsize=10)
     return figure, pd.concat(tables.values(), ignore_index=True)
 

@@ -1,17 +1,21 @@
-"""Elements of figures: panels, axes, lines with bands, fitted lines and their text."""
+"""Elements of figures: colours, panels, axes, lines with bands, fitted lines and their text.
+
+The colours of figures and of pages have a light and a dark theme; figures use the light one. `SERIES` colours are those of Okabe
+and Ito (jfly.uni-koeln.de/color), which colour-blind readers can tell apart, darker on white where the originals have too little
+contrast.
+"""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
+from tracker.analysis.curves import quartiles
 from tracker.analysis.regression import mean_interval
-from tracker.analysis.statistics import quartiles
 from tracker.common.errors import UsageError
-from tracker.figures.palette import GREY, ORANGE, SEQUENTIAL
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import BY_NAME
 
@@ -22,6 +26,41 @@ if TYPE_CHECKING:
 
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
+Theme = Literal["light", "dark"]
+
+SERIES: Mapping[Theme, tuple[str, ...]] = {  # of lines and markers, in this order
+    "light": ("#0072B2", "#D55E00", "#007A5A", "#A6477F", "#8A6100", "#2B7FB8", "#1a1d21"),
+    "dark": ("#56B4E9", "#E69F00", "#00B386", "#CC79A7", "#F0E442", "#FF8C42", "#e8eaed"),
+}
+SURFACE: Mapping[Theme, Mapping[str, str]] = {
+    "light": {
+        "ink": "#1a1d21",  # text
+        "faint": "#5a626b",  # captions, error bars
+        "line": "#dde1e6",  # rules and grid lines
+        "ghost": "#c4c9cf",  # curves in the background
+        "paper": "#ffffff",
+        "accent": "#0b62a0",  # links, focus
+        "warn": "#d55e00",
+    },
+    "dark": {
+        "ink": "#e8eaed",
+        "faint": "#a9b1ba",
+        "line": "#333a42",
+        "ghost": "#515a64",
+        "paper": "#14171b",
+        "accent": "#6cb8f0",
+        "warn": "#ff8c42",
+    },
+}
+BLUE, ORANGE, GREEN, *_ = SERIES["light"]
+GREY = SURFACE["light"]["faint"]
+# Of mis-couplings, from coupled (last) to uncoupled, and of |A|, from 0 to large (last): viridis, evenly spaced.
+SEQUENTIAL = (
+    "#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26", "#fde725",
+)  # fmt: skip
+DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 to 1, evenly spaced
+
+
 EQUATIONS = {definition.name: definition.equation for definition in DEFINITIONS}
 LETTERS_OF_LABEL = 34
 FEWEST_POINTS = 8  # of a statistic that figures print
@@ -30,13 +69,22 @@ STEP_TICKS = 6  # at most one more than this on an axis of training steps
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
+def css_variables(theme: Theme) -> str:
+    """Return the declarations of a CSS rule: a variable for each colour of `SURFACE`, and the colour scheme.
+
+    >>> css_variables("light")[:34]
+    '--ink: #1a1d21; --faint: #5a626b; '
+    """
+    return " ".join(f"--{name}: {colour};" for name, colour in SURFACE[theme].items()) + f" color-scheme: {theme};"
+
+
 def panels(
-    count: int, given: "Axes | None" = None, per_row: int | None = None, **options: Any
+    count: int, target: "Axes | None" = None, per_row: int | None = None, **options: Any
 ) -> "tuple[Figure, list[Axes]]":
     """Return a figure of `count` small panels; `options` are those of `Figure.subplots`.
 
     Args:
-        given: the caller's axes, which become the only panel.
+        target: the caller's axes, which become the only panel.
         per_row: the panels of a row. Default: as equal in number as possible, and at most four.
 
     Raises:
@@ -44,10 +92,10 @@ def panels(
     """
     from matplotlib.figure import Figure
 
-    if given is not None:
-        require_panels(count, given)
-        given.grid(alpha=0.3)
-        return given.get_figure(root=True), [given]  # type: ignore[return-value]
+    if target is not None:
+        require_panels(count, target)
+        target.grid(alpha=0.3)
+        return target.get_figure(root=True), [target]  # type: ignore[return-value]
     columns = per_row or -(-count // -(-count // PER_ROW))
     rows = -(-count // columns)
     figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
@@ -61,9 +109,9 @@ def panels(
     return figure, list(axes[:count])
 
 
-def require_panels(count: int, given: "Axes | None") -> None:
+def require_panels(count: int, target: "Axes | None") -> None:
     """Raise UsageError if axes are given and the figure does not consist of one panel."""
-    if given is not None and count != 1:
+    if target is not None and count != 1:
         raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
 
 

@@ -15,10 +15,19 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import inverse_fit, middle_layers
+from tracker.analysis.curves import inverse_fit, middle_layers
 from tracker.common.errors import UsageError
-from tracker.figures.drawing import FEWEST_POINTS, at_step, colour_map, evenly_spaced, logarithmic_y, panels, shades
-from tracker.figures.palette import BLUE, ORANGE
+from tracker.figures.drawing import (
+    BLUE,
+    FEWEST_POINTS,
+    ORANGE,
+    at_step,
+    colour_map,
+    evenly_spaced,
+    logarithmic_y,
+    panels,
+    shades,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +53,7 @@ class MatrixGrid:
     common: Mapping[str, int]  # what all tiles share
 
 
-def matrix_grid(results: Results, _: int, given: "Axes | None" = None, *, variable: str) -> "Plotted":
+def matrix_grid(results: Results, _: int, target: "Axes | None" = None, *, variable: str) -> "Plotted":
     """Draw |A| of the first prompt at the first and the last step, at most eight tiles along a side.
 
     Tiles are pairs of layers, about the middle one, at the first token measured, or pairs of tokens in the layers l and l' in the
@@ -52,7 +61,7 @@ def matrix_grid(results: Results, _: int, given: "Axes | None" = None, *, variab
     largest singular value of the row's Jacobian; the table holds |A| itself.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     tables = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
@@ -114,10 +123,10 @@ def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
 
 
 def singular_values(
-    results: Results, _: int, given: "Axes | None" = None, *, step: Literal["first", "last"]
+    results: Results, _: int, target: "Axes | None" = None, *, step: Literal["first", "last"]
 ) -> "Plotted":
     """Draw top singular values by layer, medians over prompts and tokens, and 1 / s_1 with its straight line over depth."""
-    figure, axes = panels(2 * len(results), given)
+    figure, axes = panels(2 * len(results), target)
     rows = []
     for values, inverse, (name, ds) in zip(axes[::2], axes[1::2], results.items(), strict=True):
         i = 0 if step == "first" else -1
@@ -149,13 +158,13 @@ def singular_values(
 SAMPLES = ("prompt", "token")
 
 
-def spectra(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw singular values of the product of blocks 1 to l against l, and the exponents of all blocks.
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
-    figure, axes = panels(2 * len(shown), given)
+    figure, axes = panels(2 * len(shown), target)
     rows = []
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
         step = ds["step"].values[i]
@@ -190,7 +199,7 @@ HALVES = {"attention": "attention", "mlp": "MLP"}
 TICKS = 10  # at most, along an axis
 
 
-def residual_alignment(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def residual_alignment(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw |U^T J V| of both halves of an early, a middle and a late block, of the first prompt, at the last step.
 
     U and V are the block's singular vectors. Colours are relative to the largest singular value of the block.
@@ -206,7 +215,7 @@ def residual_alignment(results: Results, _: int, given: "Axes | None" = None) ->
             raise UsageError(f"the blocks of {name} do not show attention and MLP as modules; choose another figure")
         shown += [(name, ds, at.sel(layer=layers[i]), half) for half in HALVES for i in evenly_spaced(len(layers), 3)]
     figure, axes = panels(
-        len(shown), given, per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]})
+        len(shown), target, per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]})
     )
     tables = []
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):

@@ -30,12 +30,22 @@ from tracker.analysis.across_models import (
     subset_fits,
     tokens_seen,
 )
+from tracker.analysis.curves import correlations, curves, sources
 from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
-from tracker.analysis.statistics import correlations, curves, sources
 from tracker.common.errors import UsageError
 from tracker.figures.coupling import coupling_of_prompts
-from tracker.figures.drawing import FEWEST_POINTS, PAIR_WORDS, colour_map, fit_text, fitted_line, panels
-from tracker.figures.palette import BLUE, DIVERGING, GREY, ORANGE
+from tracker.figures.drawing import (
+    BLUE,
+    DIVERGING,
+    FEWEST_POINTS,
+    GREY,
+    ORANGE,
+    PAIR_WORDS,
+    colour_map,
+    fit_text,
+    fitted_line,
+    panels,
+)
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import MISCOUPLINGS
 
@@ -51,43 +61,43 @@ LETTERS_PER_INCH = 19  # of a note below a figure
 
 
 def score_against_coupling(
-    results: Results, k: int, given: "Axes | None" = None, *, exponential: bool = False
+    results: Results, k: int, target: "Axes | None" = None, *, exponential: bool = False
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, k)
-    return _scatter(results, properties, [(coupling, "score")], given, exponential)
+    return _scatter(results, properties, [(coupling, "score")], target, exponential)
 
 
-def score_against_coupling_by_k(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def score_against_coupling_by_k(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
     ks = shared_ks(results)
     properties: dict[str, Property] = {}
     for k in ks:
         properties |= _coupling_and_score(results, k)[1]
-    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks], given)
+    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks], target)
 
 
-def score_against_sizes(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def score_against_sizes(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
     coupling, properties = _coupling_and_score(results, k)
     shown = [(name, "score") for name in (*SIZES, coupling)]
-    figure, table = _scatter(results, SIZES | properties, shown, given)
+    figure, table = _scatter(results, SIZES | properties, shown, target)
     fit = controlled_fit(table, coupling)
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, results, table, text, given)
+    _annotate(figure, results, table, text, target)
     return figure, table
 
 
-def against_training_tokens(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def against_training_tokens(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, k)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, given)
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
 
 
-def benchmark_against_mean(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def benchmark_against_mean(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
 
     Raises:
@@ -104,16 +114,16 @@ def benchmark_against_mean(results: Results, _: int, given: "Axes | None" = None
         "mean score": score,
         task: lambda ds: float(ds["score"].isel(step=-1).sel(task=task)),
     }
-    return _scatter(results, properties, [("mean score", task)], given)
+    return _scatter(results, properties, [("mean score", task)], target)
 
 
-def subsets(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
+def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, properties = _coupling_and_score(results, k)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
     fits = subset_fits(table, coupling, "score", "architecture", "parameters", "cluster")
-    figure, (axes,) = panels(1, given)
-    if given is None:
+    figure, (axes,) = panels(1, target)
+    if target is None:
         figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
     y = np.arange(len(fits))[::-1]
     ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
@@ -125,26 +135,26 @@ def subsets(results: Results, k: int, given: "Axes | None" = None) -> "Plotted":
     axes.set_yticks(y, labels, fontsize=7)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4))
     axes.set_xlabel(f"R² of score on {coupling}", fontsize=8)
-    _annotate(figure, results, table, given=given)
+    _annotate(figure, results, table, target=target)
     return figure, fits
 
 
-def definitions(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def definitions(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
     couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    figure = correlation_heatmap(table, "score", given)
-    if given is None:
+    figure = correlation_heatmap(table, "score", target)
+    if target is None:
         figure.supxlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
     else:
-        given.set_xlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
+        target.set_xlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
     return figure, table
 
 
-def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None) -> "Figure":
+def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = None) -> "Figure":
     """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
 
     Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
@@ -156,11 +166,11 @@ def correlation_heatmap(table: pd.DataFrame, y: str, given: "Axes | None" = None
 
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
-    if given is None:
+    if target is None:
         figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
         axes = figure.subplots()
     else:
-        figure, (axes,) = panels(1, given)
+        figure, (axes,) = panels(1, target)
         axes.grid(False)
     enough = rows.r.where(rows.n >= FEWEST_POINTS)
     r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
@@ -182,7 +192,7 @@ def _scatter(
     results: Results,
     properties: Mapping[str, Property],
     shown: Sequence[tuple[str, str]],
-    given: "Axes | None" = None,
+    target: "Axes | None" = None,
     exponential: bool = False,
 ) -> "Plotted":
     """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
@@ -191,7 +201,7 @@ def _scatter(
         properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
     """
     table = _properties(results, properties)
-    figure, axes = panels(len(shown), given, sharey=len({y for _, y in shown}) == 1)
+    figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
     fits = [fit_line(table, x, y) for x, y in shown]
     corrected = holm(np.array([fit["p"] for fit in fits]))
     for panel, (x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
@@ -210,21 +220,21 @@ def _scatter(
         panel.set_title(text, fontsize=8)
         panel.set_xlabel(x_name, fontsize=8)
         panel.set_ylabel(y_name, fontsize=8)
-    _annotate(figure, results, table, given=given)
+    _annotate(figure, results, table, target=target)
     return figure, table
 
 
 def _annotate(
-    figure: "Figure", results: Results, table: pd.DataFrame, text: str = "", given: "Axes | None" = None
+    figure: "Figure", results: Results, table: pd.DataFrame, text: str = "", target: "Axes | None" = None
 ) -> None:
     """Write a text below a figure or the given axes, and a note on the independence of the results in the table."""
     compared = {name: results[name] for name in table["result"]}
     lines = [*([text] if text else []), independence_note(compared)]
     note = "\n".join(fill(line, _letters(figure)) for line in lines)
-    if given is None:
+    if target is None:
         figure.supxlabel(note, fontsize=7)
     else:
-        given.set_xlabel(f"{given.get_xlabel()}\n{note}", fontsize=7)
+        target.set_xlabel(f"{target.get_xlabel()}\n{note}", fontsize=7)
 
 
 def _letters(figure: "Figure") -> int:
@@ -280,7 +290,7 @@ def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Proper
 TABLE_LETTERS_PER_INCH = 16  # of a note
 
 
-def table_of_models(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def table_of_models(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.
@@ -299,20 +309,20 @@ def table_of_models(results: Results, _: int, given: "Axes | None" = None) -> "P
             for name, ds in results.items()
         ]
     )
-    return _draw_table(table, benchmarks, given), table
+    return _draw_table(table, benchmarks, target), table
 
 
-def _draw_table(table: pd.DataFrame, benchmarks: list[str], given: "Axes | None") -> "Figure":
+def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None") -> "Figure":
     from matplotlib.figure import Figure
 
     cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
     width = 1 + 0.1 * sum(widths)
-    if given is None:
+    if target is None:
         figure = Figure(figsize=(width, 1.2 + 0.25 * len(cells)), layout="constrained")
         axes = figure.subplots()
     else:
-        figure, (axes,) = panels(1, given)
+        figure, (axes,) = panels(1, target)
     axes.axis("off")
     shares = [width / sum(widths) for width in widths]
     drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")
@@ -325,7 +335,7 @@ def _draw_table(table: pd.DataFrame, benchmarks: list[str], given: "Axes | None"
     )
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
         notes.append("training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md")
-    if given is None:
+    if target is None:
         figure.supxlabel("\n".join(fill(note, int(TABLE_LETTERS_PER_INCH * width)) for note in notes), fontsize=7)
     return figure
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tracker.analysis.doubts import CONVENTIONS
-from tracker.figures import coupling, jacobians, model_comparisons, overview, states
+from tracker.figures import coupling, jacobians, model_comparisons, states
 from tracker.figures.coupling import MEASURE
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ AT_STEPS = "at most four steps, evenly spaced"
 
 
 @dataclass(frozen=True)
-class Declaration:
+class FigureSpec:
     """A figure that can be drawn.
 
     Attributes:
@@ -56,7 +56,7 @@ _USE = ("block_influence", "update_cosine", "jacobian_gain", "linear_error")
 _HALVES = tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
 
 BEYOND = (
-    Declaration(
+    FigureSpec(
         "products",
         "What the blocks do together to a small change of the state",
         jacobians.spectra,
@@ -64,7 +64,7 @@ BEYOND = (
         "values at the depths that are decomposed, exponents of all blocks",
         ("from_first_singular_value", "lyapunov_exponent"),
     ),
-    Declaration(
+    FigureSpec(
         "effective_rank",
         "How many directions survive, and how much the strongest grows",
         partial(states.by_depth, variables=_PRODUCTS),
@@ -72,7 +72,7 @@ BEYOND = (
         f"{NORM_LEFT_OUT}; {AT_STEPS}",
         _PRODUCTS,
     ),
-    Declaration(
+    FigureSpec(
         "depth_use",
         "How much each block is used",
         partial(states.by_depth, variables=_USE),
@@ -80,7 +80,7 @@ BEYOND = (
         f"final norm; {NORM_LEFT_OUT}; {AT_STEPS}",
         _USE,
     ),
-    Declaration(
+    FigureSpec(
         "halves",
         "Attention and MLP apart, by depth",
         partial(states.by_depth, variables=_HALVES),
@@ -88,7 +88,7 @@ BEYOND = (
         f"{NORM_LEFT_OUT}; {AT_STEPS}",
         _HALVES,
     ),
-    Declaration(
+    FigureSpec(
         "residual_alignment",
         "Residual alignment of attention and MLP",
         jacobians.residual_alignment,
@@ -96,7 +96,7 @@ BEYOND = (
         f"smallest K; in the singular bases of the whole block, {NORM_LEFT_OUT}",
         ("attention_matrix", "mlp_matrix"),
     ),
-    Declaration(
+    FigureSpec(
         "normality",
         "Symmetry of the Jacobians by depth",
         partial(states.by_depth, variables=("symmetric_share", "mean_alignment")),
@@ -106,7 +106,7 @@ BEYOND = (
 )
 
 
-_against_score = partial(Declaration, needs=("miscoupling", "score"), results=4)
+_against_score = partial(FigureSpec, needs=("miscoupling", "score"), results=4)
 
 LAST = "after the last step"
 ALONE = "of the blocks alone"
@@ -132,10 +132,10 @@ SPECTRA = (
 WINDOWS = "windows of 11 states for models of at least 20 blocks, else narrower (results record the size)"
 
 _DECLARATIONS = (
-    Declaration(
+    FigureSpec(
         "curves",
         "Mis-coupling, line-shape score and expodistance over training",
-        overview.training_curves,
+        coupling.training_curves,
         "not in the paper; mis-coupling: mean over l ≠ l', prompts and tokens, and its null level; LSS: median over prompts and "
         f"tokens; expodistance: median; {ALONE}; bands are quartiles; several results in one figure; {ADJUSTABLE}",
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
@@ -143,10 +143,10 @@ _DECLARATIONS = (
         may_differ=CONVENTIONS,
         adjustable=True,
     ),
-    Declaration(
+    FigureSpec(
         "heatmap",
         "Mis-coupling of all pairs of blocks",
-        overview.heatmaps,
+        coupling.heatmaps,
         f"not in the paper; mean over prompts and tokens, {LAST}; a panel for each result; {K_AND_NORM}; {ADJUSTABLE}",
         ("miscoupling",),
         may_differ=CONVENTIONS,
@@ -158,7 +158,7 @@ _DECLARATIONS = (
         model_comparisons.score_against_coupling,
         f"{COUPLING}; {LAST}; {OVER_PROMPTS}",
     ),
-    Declaration(
+    FigureSpec(
         "1b",
         "Coupling over training",
         coupling.over_training,
@@ -168,7 +168,7 @@ _DECLARATIONS = (
         may_differ=CONVENTIONS,
         adjustable=True,
     ),
-    Declaration(
+    FigureSpec(
         "1c",
         "Blocks as nodes, edges by coupling",
         coupling.layer_graph,
@@ -177,7 +177,7 @@ _DECLARATIONS = (
         (MEASURE,),
         also=("1d", "1e"),
     ),
-    Declaration(
+    FigureSpec(
         "3",
         "Coupling matrices across depth",
         partial(jacobians.matrix_grid, variable="matrix"),
@@ -185,7 +185,7 @@ _DECLARATIONS = (
         ("matrix",),
         also=("20",),
     ),
-    Declaration(
+    FigureSpec(
         "4",
         "Coupling matrices across tokens, self-coupling",
         partial(jacobians.matrix_grid, variable="self_matrix"),
@@ -193,7 +193,7 @@ _DECLARATIONS = (
         ("matrix", "self_matrix"),
         also=("17", "21"),
     ),
-    Declaration(
+    FigureSpec(
         "5",
         "Line-shape score and expodistance, untrained and trained",
         partial(states.by_model, variables=("lss", "expodistance")),
@@ -215,7 +215,7 @@ _DECLARATIONS = (
         f"{COUPLING}; {LAST}; with straight lines, {HOLM}",
         needs=("miscoupling", "score", "tokens_seen"),
     ),
-    Declaration(
+    FigureSpec(
         "9",
         "Coupling of each prompt against its difficulty and its length",
         coupling.by_prompt,
@@ -223,7 +223,7 @@ _DECLARATIONS = (
         f"straight lines, {HOLM}",
         (MEASURE, "norm"),
     ),
-    Declaration(
+    FigureSpec(
         "12",
         "Token trajectories on a principal plane",
         states.principal_planes,
@@ -231,7 +231,7 @@ _DECLARATIONS = (
         ("pca",),
         also=("13",),
     ),
-    Declaration(
+    FigureSpec(
         "15",
         "Coupling by layer: plain prompts and others",
         coupling.by_layer,
@@ -240,7 +240,7 @@ _DECLARATIONS = (
         results=2,
         may_differ=("inputs_sha256",),
     ),
-    Declaration(
+    FigureSpec(
         "18",
         "Coupling matrices across tokens, fixed input",
         partial(jacobians.matrix_grid, variable="fixed_input_matrix"),
@@ -248,7 +248,7 @@ _DECLARATIONS = (
         ("matrix", "fixed_input_matrix"),
         also=("22",),
     ),
-    Declaration(
+    FigureSpec(
         "19",
         "Coupling matrices across tokens, fixed output",
         partial(jacobians.matrix_grid, variable="fixed_output_matrix"),
@@ -256,7 +256,7 @@ _DECLARATIONS = (
         ("matrix", "fixed_output_matrix"),
         also=("23",),
     ),
-    Declaration(
+    FigureSpec(
         "25",
         "Variation of step lengths at initialisation",
         partial(states.by_model, variables=("equidistance",), trained=False),
@@ -265,7 +265,7 @@ _DECLARATIONS = (
         ("equidistance",),
         untrained=True,
     ),
-    Declaration(
+    FigureSpec(
         "26",
         "Norm, line-shape score, variation of step lengths and entropy by depth",
         partial(states.by_depth, variables=("norm", "lss_window", "equidistance_window", "entropy")),
@@ -273,7 +273,7 @@ _DECLARATIONS = (
         f"windows; {AT_STEPS}; {WINDOWS}",
         ("norm", "lss_window", "equidistance_window", "entropy"),
     ),
-    Declaration(
+    FigureSpec(
         "27",
         "Line-shape score over training",
         partial(states.over_training, variable="lss"),
@@ -281,7 +281,7 @@ _DECLARATIONS = (
         ("lss",),
         steps=2,
     ),
-    Declaration(
+    FigureSpec(
         "28",
         "Linearity at fixed blocks over training",
         partial(states.at_layers, variable="lss_window", sign=-1),
@@ -289,7 +289,7 @@ _DECLARATIONS = (
         ("lss_window",),
         steps=2,
     ),
-    Declaration(
+    FigureSpec(
         "29",
         "Expodistance at fixed blocks over training",
         partial(states.at_layers, variable="expodistance_window"),
@@ -297,7 +297,7 @@ _DECLARATIONS = (
         ("expodistance_window",),
         steps=2,
     ),
-    Declaration(
+    FigureSpec(
         "30",
         "Norm and expodistance by depth during training",
         partial(states.by_depth, variables=("norm", "expodistance_window")),
@@ -313,7 +313,7 @@ _DECLARATIONS = (
         needs=("score",),
         may_differ=CONVENTIONS,
     ),
-    Declaration(
+    FigureSpec(
         "32",
         "Response to noise on the embeddings",
         states.noise_response,
@@ -321,7 +321,7 @@ _DECLARATIONS = (
         f"{WITHOUT_NORM}",
         ("noise_similarity",),
     ),
-    Declaration(
+    FigureSpec(
         "33",
         "Singular values by depth, untrained",
         partial(jacobians.singular_values, step="first"),
@@ -329,7 +329,7 @@ _DECLARATIONS = (
         ("singular_value",),
         untrained=True,
     ),
-    Declaration(
+    FigureSpec(
         "34",
         "Singular values by depth",
         partial(jacobians.singular_values, step="last"),
@@ -349,7 +349,7 @@ _DECLARATIONS = (
         model_comparisons.score_against_coupling_by_k,
         f"{MEASURE}, mean over l ≠ l' (paper: all pairs), prompts and tokens, {LAST}; every K that all results have; {HOLM}",
     ),
-    Declaration(
+    FigureSpec(
         "table1",
         "The models",
         model_comparisons.table_of_models,

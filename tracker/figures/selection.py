@@ -17,12 +17,10 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results, shared_ks
 from tracker.analysis.doubts import describe_differences, require_same_conventions
-from tracker.common.errors import UsageError
-from tracker.common.extras import require
-from tracker.common.notices import warn_caller
-from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, Declaration
+from tracker.common.errors import UsageError, require, warn_caller
+from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
-from tracker.store.results import distinct_names, open_results, short_name
+from tracker.store import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +86,7 @@ def resolve(name: str | int, wording: Wording = COMMAND) -> str:
     Raises:
         UsageError: for an unknown figure, and for one of the paper that is not drawn; the message states why.
     """
-    given, name = name, str(name)
+    asked, name = name, str(name)
     if name in NOT_DRAWN:
         raise UsageError(f"figure {name} is not drawn here: {NOT_DRAWN[name]}")
     resolved = ALIASES.get(name, name)
@@ -96,7 +94,7 @@ def resolve(name: str | int, wording: Wording = COMMAND) -> str:
         names = sorted([*FIGURES, *ALIASES], key=_place)
         close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
-        raise UsageError(f"unknown figure {given!r}; {meant} from {', '.join([*wording.beside, *names])}")
+        raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join([*wording.beside, *names])}")
     return resolved
 
 
@@ -111,7 +109,7 @@ def draw(
     name: str,
     results: Results,
     k: int | None,
-    given: "Axes | None" = None,
+    target: "Axes | None" = None,
     wording: Wording = COMMAND,
     measure: str | None = None,
     step: int | None = None,
@@ -120,7 +118,7 @@ def draw(
 
     Args:
         k: number of singular vectors; None for the smallest that all results have.
-        given: the axes to draw into, for a figure of one panel.
+        target: the axes to draw into, for a figure of one panel.
         wording: whether messages are for a caller in Python or on the command line.
         measure: of an adjustable figure, a measure of pairs of blocks; None for its own.
         step: of an adjustable figure, the training step of a matrix, or one that curves mark; None for the last.
@@ -144,14 +142,14 @@ def draw(
         if differences := describe_differences(results):
             warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
         options = {"measure": measure, "step": step}
-    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, given, **options)
-    if given is None and not figure.get_suptitle():
+    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
+    if target is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
         figure.suptitle(title, fontsize=10)
     return figure, table
 
 
-def _adjusted(figure: Declaration, measure: str | None, step: int | None, wording: Wording) -> Declaration:
+def _adjusted(figure: FigureSpec, measure: str | None, step: int | None, wording: Wording) -> FigureSpec:
     """Return the declaration of a figure that shows this measure.
 
     Raises:
@@ -159,13 +157,13 @@ def _adjusted(figure: Declaration, measure: str | None, step: int | None, wordin
     """
     for option, value in (("measure", measure), ("step", step)):
         if value is not None and not figure.adjustable:
-            those = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
-            raise UsageError(f"{wording.option.format(name=option, value=value)} is for the figures {those}")
+            adjustable = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
+            raise UsageError(f"{wording.option.format(name=option, value=value)} is for the figures {adjustable}")
     if measure is None:
         return figure
     if measure not in VARIANTS:
-        given = wording.option.format(name="measure", value=measure)
-        raise UsageError(f"{given} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
+        argument = wording.option.format(name="measure", value=measure)
+        raise UsageError(f"{argument} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
     needs = dict.fromkeys(measure if name in VARIANTS else name for name in figure.needs)
     return replace(figure, needs=tuple(needs))
 
@@ -181,11 +179,13 @@ def _require_shared(option: str, value: int | None, shared: Sequence[int], wordi
     if value is None and not shared:
         raise UsageError(f"the results share no {option}; measure them with a common one")
     if value is not None and value not in shared:
-        given = wording.option.format(name=option, value=value)
-        raise UsageError(f"{given} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}")
+        argument = wording.option.format(name=option, value=value)
+        raise UsageError(
+            f"{argument} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
+        )
 
 
-def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> str:
+def lack(figure: FigureSpec, results: Results, wording: Wording = COMMAND) -> str:
     """State why these results do not suffice for a figure and what to run; "" if they suffice."""
     reasons = (_result_lacks(figure, name, ds, wording) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
@@ -199,7 +199,7 @@ def lack(figure: Declaration, results: Results, wording: Wording = COMMAND) -> s
     return ""
 
 
-def _result_lacks(figure: Declaration, name: str, ds: xr.Dataset, wording: Wording) -> str:
+def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset, wording: Wording) -> str:
     missing = [variable for variable in figure.needs if variable not in ds]
     if "score" in missing:
         return f"{name} has no scores; {wording.scores}"
@@ -228,7 +228,7 @@ def _others(results: Results, wording: Wording) -> str:
     return f". Figures that can be drawn: {', '.join(allowed)}" if allowed else ""
 
 
-def _measures(figure: Declaration) -> list[str]:
+def _measures(figure: FigureSpec) -> list[str]:
     """Return the names of `measures=` that give what the figure needs, with the default ones."""
     enabled = {*defaults(), *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
     return [name for name in choices() if name in enabled]

@@ -10,9 +10,11 @@ import numpy as np
 import pandas as pd
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.statistics import quartiles, sources
+from tracker.analysis.curves import quartiles, sources
 from tracker.common.errors import UsageError
 from tracker.figures.drawing import (
+    BLUE,
+    ORANGE,
     at_step,
     axis_label,
     evenly_spaced,
@@ -24,7 +26,6 @@ from tracker.figures.drawing import (
     shades,
     training_axis,
 )
-from tracker.figures.palette import BLUE, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-def over_training(results: Results, _: int, given: "Axes | None" = None, *, variable: str) -> "Plotted":
+def over_training(results: Results, _: int, target: "Axes | None" = None, *, variable: str) -> "Plotted":
     """Draw medians and quartiles against the training step, one line per result."""
-    figure, (axes,) = panels(1, given)
+    figure, (axes,) = panels(1, target)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         columns = quartile_line(axes, ds[variable], "step", colour, name)
@@ -46,7 +47,7 @@ def over_training(results: Results, _: int, given: "Axes | None" = None, *, vari
 
 
 def at_layers(
-    results: Results, _: int, given: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
+    results: Results, _: int, target: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
 ) -> "Plotted":
     """Draw medians and quartiles against the training step, at an early, a middle and a late layer.
 
@@ -56,7 +57,7 @@ def at_layers(
     Raises:
         UsageError: for a result with too few blocks for a window.
     """
-    figure, axes = panels(len(results), given, sharey=True)
+    figure, axes = panels(len(results), target, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
@@ -77,10 +78,10 @@ def at_layers(
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables: Sequence[str]) -> "Plotted":
+def by_depth(results: Results, _: int, target: "Axes | None" = None, *, variables: Sequence[str]) -> "Plotted":
     """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
     shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     rows = []
     for panel, (name, ds, variable) in zip(axes, shown, strict=True):
         axis = "depth" if "depth" in ds[variable].dims else "layer"
@@ -110,10 +111,10 @@ def by_depth(results: Results, _: int, given: "Axes | None" = None, *, variables
 
 
 def by_model(
-    results: Results, _: int, given: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
+    results: Results, _: int, target: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
 ) -> "Plotted":
     """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
-    figure, axes = panels(len(variables), given)
+    figure, axes = panels(len(variables), target)
     rows = []
     for panel, variable in zip(axes, variables, strict=True):
         for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
@@ -132,14 +133,14 @@ def by_model(
     return figure, pd.DataFrame(rows)
 
 
-def principal_planes(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def principal_planes(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black.
 
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)]
-    figure, axes = panels(len(shown), given)
+    figure, axes = panels(len(shown), target)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
@@ -161,9 +162,9 @@ def principal_planes(results: Results, _: int, given: "Axes | None" = None) -> "
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def noise_response(results: Results, _: int, given: "Axes | None" = None) -> "Plotted":
+def noise_response(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
-    figure, axes = panels(len(results), given, sharey=True)
+    figure, axes = panels(len(results), target, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds["noise_similarity"].isel(step=-1)

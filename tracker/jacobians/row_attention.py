@@ -48,6 +48,22 @@ def by_formula(
     Raises:
         NotSliceable: if the formula is not known.
     """
+    expansion, *live = expand_rows(attention, query, key, value, frozen)
+    with torch.autocast(query.device.type, enabled=False):
+        return attention.format_output(expansion(*live))
+
+
+def expand_rows(
+    attention: OriginalAttention,
+    query: Float[Tensor, "R H 1 e"],
+    key: Float[Tensor, "R G 1 e"],
+    value: Float[Tensor, "R G 1 f"],
+    frozen: Sequence[tuple[AttentionCall, Rows]],
+) -> tuple["Expansion", Tensor, Tensor, Tensor]:
+    """Expand the attention of R rows; return the expansion, and the query, key and value that it takes.
+
+    The arguments and errors are those of `by_formula`.
+    """
     if attention.formula is None or query.shape[1] % key.shape[1]:
         raise NotSliceable("the formula of its attention is not known")
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
@@ -67,8 +83,7 @@ def by_formula(
                 expanded = expand(attention.formula, at_q[these], K, V, some.live, mask_rows(past, some))
                 expansion.fill(these, expanded)
             start += len(rows)
-    with torch.autocast(query.device.type, enabled=False):
-        return attention.format_output(expansion(query, key, value))
+    return expansion, query, key, value
 
 
 def by_own_code(

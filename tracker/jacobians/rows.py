@@ -13,6 +13,7 @@ path, and why it was the full sequence. Cost of the single-row paths: R rows x d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,8 +23,7 @@ from torch import Tensor
 from tracker.capture.recording import BlockCall
 from tracker.capture.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.devices import raise_device_errors
 from tracker.jacobians.checks import (
@@ -36,6 +36,7 @@ from tracker.jacobians.checks import (
     require_finite,
     require_reproduction,
 )
+from tracker.jacobians.elimination import Elimination, Heads, eliminate_rows
 from tracker.jacobians.independent import Comparison, Independent, settle
 from tracker.jacobians.restriction import (
     CallRows,
@@ -53,7 +54,7 @@ from tracker.linalg.jacobian import (
     converting_operator,
     cotangent_chunk,
     dense_jacobian,
-    matrix_operator,
+    dense_operator,
     residual_operator,
     stacked_operator,
     tf32_operator,
@@ -206,6 +207,7 @@ class Jacobians:
         self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
+        self._known_heads: dict[Any, Heads | None] = {}
 
     def __call__(self, selections: Sequence[CallRows]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """Return J_tt (R, d, d) of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
@@ -219,13 +221,13 @@ class Jacobians:
         """
         dtype = selections[0][0].x.dtype
         results = []
-        for operator, some, checks in self._operators(dtype, selections):
+        for operator, some, checks in self._operators(dtype, selections, formed=True):
             J = operator.dense().split([len(rows) for _, rows in some])
             results += zip(J, checks, strict=True)
         for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
             if selections[i][1].source is None and hidden:
-                ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1])
+                ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1], formed=True)
                 results[i] = operator.dense().to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
@@ -262,45 +264,49 @@ class Jacobians:
     def _operator(
         self, compute_dtype: torch.dtype, selections: Sequence[CallRows]
     ) -> tuple[LinearOperator, list[CheckResults]]:
-        operators, parts, checks = zip(*self._operators(compute_dtype, selections), strict=True)
+        operators, parts, checks = zip(*self._operators(compute_dtype, selections, formed=False), strict=True)
         operator = stacked_operator(operators, [sum(len(rows) for _, rows in part) for part in parts])
         dtype = selections[0][0].x.dtype
         converted = operator if compute_dtype == dtype else converting_operator(operator, compute_dtype, dtype)
         return converted, [of_one for some in checks for of_one in some]
 
     def _operators(
-        self, dtype: torch.dtype, selections: Sequence[CallRows]
+        self, dtype: torch.dtype, selections: Sequence[CallRows], formed: bool
     ) -> list[tuple[LinearOperator, Sequence[CallRows], list[CheckResults]]]:
-        """Return one operator for all selections if a path passes its checks on all of them, else one for each."""
+        """Return one operator for all selections if a path passes its checks on all of them, else one for each.
+
+        Args:
+            formed: whether the operator is only used to form the Jacobians.
+        """
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
             for selection in selections:
                 self._checks.require_independent_samples(*selection)
             try:
-                operator, checks = self._sliced(selections)
+                operator, checks = self._sliced(selections, formed)
                 return [(operator, selections, checks)]
             except NotSliceable as why:
                 reason = str(why)
             if len(selections) == 1:
                 operator, checks = self._full(*selections[0], reason)
                 return [(operator, selections, [checks])]
-        return [part for selection in selections for part in self._operators(dtype, [selection])]
+        return [part for selection in selections for part in self._operators(dtype, [selection], formed)]
 
-    def _sliced(self, selections: Sequence[CallRows]) -> tuple[LinearOperator, list[CheckResults]]:
+    def _sliced(self, selections: Sequence[CallRows], formed: bool) -> tuple[LinearOperator, list[CheckResults]]:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
         reason, rounded = "", []  # not the error: its traceback holds the tensors of the path that failed
         for path in PATHS:
             try:
-                return self._by_path(path, selections)
+                return self._by_path(path, selections, formed)
             except NotSliceable as why:
                 reason = str(why)
                 rounded += [path] if isinstance(why, RoundedInside) else []
         for path in rounded:
             try:
-                return self._by_path(path, selections, rounded=True)
+                return self._by_path(path, selections, formed, rounded=True)
             except NotSliceable as why:
                 reason = str(why)
         raise NotSliceable(reason)
@@ -315,7 +321,7 @@ class Jacobians:
             )
         self.fallbacks[call.layer] = reason
         error = self._check_independently(call, rows)
-        return matrix_operator(J), CheckResults("full sequence", value_error, float("nan"), error, reason)
+        return dense_operator(lambda: J), CheckResults("full sequence", value_error, float("nan"), error, reason)
 
     def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
         """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
@@ -331,12 +337,16 @@ class Jacobians:
         return outcome.error
 
     def _by_path(
-        self, path: Any, selections: Sequence[CallRows], rounded: bool = False
+        self, path: Any, selections: Sequence[CallRows], formed: bool, rounded: bool = False
     ) -> tuple[LinearOperator, list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
-        block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
+        if formed:
+            run = partial(restrict, selections) if path == "formula" else lambda _: restrict(selections, PATHS[path])
+            block = eliminate_rows(run, x, self._known_heads, self.memory, self._buffers)
+        else:
+            block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         checks, keys, allowed = [], 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors = read(
             [
@@ -359,10 +369,22 @@ class Jacobians:
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-        chunk = _chunk(16 * x.numel() + 2 * keys, x, self.memory)
-        operator = residual_operator(block, chunk, identity=selections[0][1].source is None)
+        chunk, identity = _chunk(16 * x.numel() + 2 * keys, x, self.memory), selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-        operator = self._checks.with_adjoint_check(operator, path, *selections[0], x, allowed_error)
+        if isinstance(block, Elimination):
+
+            def dense(block: Elimination = block) -> Tensor:
+                J = dense_jacobian(block.pullback, block.y, chunk, identity)
+                if float(block.error(J, identity)) <= allowed_error:
+                    return J
+                # A guess was wrong.
+                reverse = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
+                return dense_jacobian(reverse.pullback, reverse.y, chunk, identity)
+
+            operator = dense_operator(dense)
+        else:
+            operator = residual_operator(block, chunk, identity)
+            operator = self._checks.with_adjoint_check(operator, path, *selections[0], x, allowed_error)
         return tf32_operator(operator) if self.precision == "tf32" else operator, checks
 
 

@@ -1,13 +1,14 @@
 """Costs of finding singular triplets, by device: which method is expected to be faster, and how many matrices at once.
 
 The unit of cost is an operation of LAPACK on one CPU core. The CPU's figures are measured: single steps by their time
-relative to a product. For flat singular values, iteration and full decomposition take equally long at about d = 320 for
-K = 10 and d = 480 for K = 50.
+relative to a product. For flat singular values, iteration and K eigenvectors of J J^T take equally long at about d = 950 for
+K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = 50 at
+d = 192.
 
 The accelerators' are derived, not measured on one. Products there cost next to nothing beside what stays with the host:
 launching them, some 27 launches of 5 us for a step of 16 columns, and the small problems of each full basis, which the host's
-cores solve in float64 (eigh of J J^T takes half of the CPU's figure, which is that of an SVD). A full decomposition of a
-matrix up to d = 512 is LAPACK's, on the same cores; for larger ones cuSOLVER takes the matrices one by one.
+cores solve in float64 (eigh of J J^T takes half of the CPU's figure, which is that of an SVD). Eigenvectors of J J^T are
+LAPACK's, on the same cores, and so is a full decomposition up to d = 512; for larger matrices cuSOLVER takes them one by one.
 """
 
 from dataclasses import dataclass
@@ -33,11 +34,16 @@ class Costs:
     column: float  # of a column, beside the above
     square: float  # of J J^T, times d^3
     full: float  # of the full decomposition, times d^3
+    symmetric: float  # of K eigenvectors of J J^T, times d^3
     check_every_block: bool  # matrix-free: whether a small problem costs less than the products of a step
 
 
-CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, check_every_block=True)
-ACCELERATOR = Costs(product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, check_every_block=False)
+CPU = Costs(
+    product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0, check_every_block=True
+)
+ACCELERATOR = Costs(
+    product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0, check_every_block=False
+)
 
 
 def costs_of(device: torch.device) -> Costs:
@@ -47,9 +53,18 @@ def costs_of(device: torch.device) -> Costs:
 
 def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products are expected to find K triplets of a (d, d) matrix faster than full decomposition."""
+    cost = costs_of(device)
+    return _iteration(d, K, dtype, device) + cost.square * d**3 < cost.full * d**3
+
+
+def iteration_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether to iterate with J J^T is expected to be faster than to decompose it."""
+    return _iteration(d, K, dtype, device) < costs_of(device).symmetric * d**3
+
+
+def _iteration(d: int, K: int, dtype: torch.dtype, device: torch.device) -> float:
     cost, n, m = costs_of(device), expected_columns(d, K, dtype), basis_size(d, K)
-    columns = n * (cost.product * d**2 + cost.basis * d * m + cost.small * m**2 + cost.column)
-    return columns + cost.square * d**3 < cost.full * d**3
+    return n * (cost.product * d**2 + cost.basis * d * m + cost.small * m**2 + cost.column)
 
 
 def matrices_at_once(d: int, K: int, dtype: torch.dtype, device: torch.device, memory: int) -> int:

@@ -153,14 +153,17 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
     return torch.stack([gradient(one)[0] for one in cotangents])
 
 
-def dense_jacobian(pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int) -> Float[Tensor, "R d d"]:
-    """Return the Jacobian of every row, `chunk` cotangents at a time."""
+def dense_jacobian(
+    pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int, identity: bool = False
+) -> Float[Tensor, "R d d"]:
+    """Return the Jacobian of every row, `chunk` cotangents at a time; with `identity`, less the identity."""
     R, d = y.shape
     J = y.new_empty(R, d, d)
-    identity = identity_matrix(d, y)
+    cotangents = identity_matrix(d, y)
     for start in range(0, d, chunk):
-        e = identity[start : start + chunk]  # (C, d): cotangent c picks output coordinate start + c of every row
+        e = cotangents[start : start + chunk]  # (C, d): cotangent c picks output coordinate start + c of every row
         J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
+    J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
     return J
 
 
@@ -183,17 +186,13 @@ def residual_operator(block: Linearization, chunk: int, identity: bool = True) -
         columns = X.movedim(-1, 0).contiguous()  # on a transposed view the products take five times as long
         return torch.cat([product(some) - identity * some for some in columns.split(chunk)]).movedim(0, -1)
 
-    def dense() -> Float[Tensor, "R d d"]:
-        J = dense_jacobian(block.pullback, block.y, chunk)
-        J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
-        return J
-
+    dense = partial(dense_jacobian, block.pullback, block.y, chunk, identity)
     return LinearOperator(partial(minus_identity, block.pushforward), partial(minus_identity, block.pullback), dense)
 
 
-def matrix_operator(J: Float[Tensor, "R d d"]) -> LinearOperator:
-    """Return the operator of a dense J."""
-    return LinearOperator(lambda V: J @ V, lambda U: J.mT @ U, lambda: J)
+def dense_operator(dense: Callable[[], Float[Tensor, "R d d"]]) -> LinearOperator:
+    """Return the operator of Jacobians that are formed for each product."""
+    return LinearOperator(lambda V: dense() @ V, lambda U: dense().mT @ U, dense)
 
 
 def converting_operator(operator: LinearOperator, compute_dtype: torch.dtype, dtype: torch.dtype) -> LinearOperator:

@@ -179,18 +179,24 @@ class FrozenLinear(TorchFunctionMode):
         self.buffers: FreeBuffers = [] if buffers is None else buffers
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        keywords, product_of = keywords or {}, None
-        if function is torch.nn.functional.linear:
-            product_of = _product_arguments(*arguments, **keywords)
-        elif function is torch.addmm and len(arguments) == 3 and not keywords:
-            bias, x, transposed = arguments
-            if x.dim() == transposed.dim() == 2 and bias.dim() < 2:
-                product_of = _product_arguments(x, transposed.mT, bias)
-        if product_of is None:
+        keywords = keywords or {}
+        layer = linear_layer(function, arguments, keywords)
+        if layer is None:
             return function(*arguments, **keywords)
-        x, weight, bias = product_of
+        x, weight, bias = layer
         product = FrozenProduct.apply(x, weight, _ContiguousRows(self.buffers), _ContiguousRows(self.buffers))
         return product if bias is None else product + bias
+
+
+def linear_layer(function: Any, arguments: Any, keywords: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Return x, W and b if the function computes x W^T + b with frozen weights, else None."""
+    if function is torch.nn.functional.linear:
+        return _product_arguments(*arguments, **keywords)
+    if function is torch.addmm and len(arguments) == 3 and not keywords:
+        bias, x, transposed = arguments
+        if x.dim() == transposed.dim() == 2 and bias.dim() < 2:
+            return _product_arguments(x, transposed.mT, bias)
+    return None
 
 
 def _product_arguments(

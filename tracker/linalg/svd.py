@@ -11,10 +11,11 @@ J = U S V^T, singular values falling. A triplet is *accurate* when its residuals
 and a set of K triplets is *complete* when no larger singular value was missed: the certificate. Products alone (no dense
 J) give no certificate; completeness is then only probable.
 
-Two methods: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; and iteration by products
-with blocks of vectors (`krylov`). For flat singular values, as at initialisation, J J^T is formed first, in d^3 operations: a
-step of the iteration then costs half, and J J^T gives the certificate too. For falling singular values, and for matrices
-without a certificate, the iteration uses J and J^T; matrices still without one are decomposed in full.
+Three methods: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; LAPACK's eigenvectors of
+J J^T, of which it computes the first K alone; and iteration by products with blocks of vectors (`krylov`). For flat singular
+values, as at initialisation, J J^T is formed first, in d^3 operations: a step of the iteration then costs half, and J J^T gives
+the certificate too. For falling singular values, and for matrices without a certificate, the iteration uses J and J^T; matrices
+still without one are decomposed in full.
 
 On an accelerator many matrices are decomposed as one batch (`costs`), because for a single one the launches take longer than
 the operations.
@@ -26,13 +27,15 @@ from functools import partial
 from math import ceil
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
+from scipy.linalg import eigh
 from torch import Tensor
 
 from tracker.linalg.comparison import is_finite
-from tracker.linalg.cores import batch_on_cores, map_on_cores
-from tracker.linalg.costs import MEMORY, costs_of, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
+from tracker.linalg.costs import MEMORY, costs_of, iteration_is_cheaper, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products
@@ -165,6 +168,13 @@ def triplets_of_each(
     Args:
         advance: called with numbers of matrices as they are decomposed.
     """
+    with one_thread_for_scipy():
+        return _triplets_of_each(Js, K, method, memory, advance)
+
+
+def _triplets_of_each(
+    Js: Sequence[Float[Tensor, "_ d d"]], K: int, method: Method, memory: int, advance: Advance
+) -> list[Triplets]:
     device = Js[0].device
     at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)
     if device.type == "cpu":
@@ -188,9 +198,11 @@ def _in_turn(
                 "the Jacobian has entries that are not finite (overflow or NaN); nothing can be decomposed"
             )
         d = J.shape[-1]
-        krylov = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device))
+        iterated = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device))
+        iterated &= basis_fits(d, K)
+        direct = method == "auto" and not (iterated and iteration_is_cheaper(d, K, J.dtype, J.device))
         with float32_products("ieee"):
-            parts.append((_krylov if krylov and basis_fits(d, K) else _full)(J, K))
+            parts.append(_certified(J, K, direct, iterated) if direct or iterated else _full(J, K))
         advance(len(J))
     if len(parts) == 1:
         return _with_signs(parts[0])
@@ -229,20 +241,24 @@ def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[T
         return _with_signs(_by_products(apply, apply_transpose, like, K, costs_of(like.device).check_every_block))
 
 
-def _krylov(J: Tensor, K: int) -> Triplets:
-    """Find triplets by iteration; use the next method for matrices without a certificate.
+def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
+    """Find triplets by one method after another, until each matrix has a certificate.
 
-    A batch iterates until all its matrices have converged. Squares take only those that they suit, as they never converge where
-    singular values fall far.
+    A batch iterates until all its matrices have converged. Squares take only those that they suit, as they lose what is small.
+
+    Args:
+        direct: whether J J^T is decomposed, not iterated with.
+        iterated: whether to iterate with J and J^T before matrices are decomposed in full.
     """
     largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
     # Squares of tiny entries underflow; division by a power of two rounds nothing.
     unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
     J = J / unit
-    by_squares = _can_square(J, K).cpu()
-    every = torch.ones_like(by_squares)
+    every = torch.ones(len(J), dtype=torch.bool)
+    squares = (_by_eigenvectors, every) if direct else (_by_squares, _can_square(J, K).cpu())
+    methods = [squares, *([(_by_golub_kahan, every)] if iterated else []), (_full, every)]
     missing, found = every.clone(), None
-    for method, suited in ((_by_squares, by_squares), (_by_golub_kahan, every), (_full, every)):
+    for method, suited in methods:
         chosen = missing & suited
         if not chosen.any():
             continue
@@ -264,13 +280,30 @@ def _empty_triplets(like: Triplets, B: int) -> Triplets:
     return Triplets(*(part.new_empty(B, *part.shape[1:]) for part in parts))
 
 
+def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
+    """Find triplets from eigenvectors of J J^T. `complete`: the residual is within bounds, and the certificate holds."""
+    U, S = _top_eigenvectors(_squared(J), K)
+    following = S[..., K:]
+    V, S, P = _orthogonal_columns(J.mT @ U)
+    U = U @ P
+    error = relative_residual(J @ V, J.mT @ U, U, S, V)
+    complete = (error <= TOLERANCE[J.dtype]) & is_complete(J, U, S, V)
+    gap = _gap(torch.cat([S, following], -1), K)
+    return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
+
+
+def _squared(J: Tensor) -> Tensor:
+    """Return J J^T."""
+    A = torch.empty_like(J)
+    for start, stop, panel in lower_panels(J):
+        A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
+    return A
+
+
 def _by_squares(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration with J J^T. `complete`: s_K / s_1 and residual are in bounds, and the certificate holds."""
     B, d, _ = J.shape
-    A = torch.empty_like(J)  # J J^T
-    for start, stop, panel in lower_panels(J):
-        A[..., start:stop, :stop], A[..., :stop, start:stop] = panel, panel.mT
-    tolerance = TOLERANCE[J.dtype]
+    A, tolerance = _squared(J), TOLERANCE[J.dtype]
     U, S = block_lanczos(_products(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
     following = S[..., K:]
     V, S, P = _orthogonal_columns(J.mT @ U)
@@ -285,6 +318,25 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     complete = enough & below_one(A)
     gap = _gap(torch.cat([S, following], -1), K)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
+
+
+def _top_eigenvectors(A: Tensor, K: int) -> tuple[Float[Tensor, "B d K"], Float[Tensor, "B r"]]:
+    """Return the K first eigenvectors of A = J J^T, and the K + 1 first singular values of J, if there are as many.
+
+    By LAPACK's method of several relatively robust representations, which computes some of the eigenvectors, on the CPU.
+    """
+    d = A.shape[-1]
+
+    def decompose(part: Tensor) -> tuple[Tensor, Tensor]:
+        found = [
+            eigh(G, subset_by_index=(max(0, d - K - 1), d - 1), driver="evr", overwrite_a=True, check_finite=False)
+            for G in part.numpy()
+        ]
+        squares, U = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*found, strict=True))
+        return squares.flip(-1), U.flip(-1)[..., :K]
+
+    squares, U = moved(batch_on_cores(decompose, A.cpu()), A.device)
+    return U, squares.clamp_min(0).sqrt()
 
 
 def _orthogonal_columns(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -344,7 +396,9 @@ def _decompose(J: Tensor, K: int) -> Sequence[Tensor]:
     loses the small ones of all d values, and in float64 it costs as much as an SVD.
     """
     if J.shape[-1] > SMALL or (J.device.type == "cpu" and len(J) == 1):
-        return torch.linalg.svd(J, full_matrices=False)
+        # cuSOLVER's default method, Jacobi's, was off by 1e-4 s_1 at d = 600 in float32.
+        driver = "gesvd" if J.device.type == "cuda" else None
+        return torch.linalg.svd(J, full_matrices=False, driver=driver)
     U, S, Vh = batch_on_cores(torch.linalg.svd, J.cpu())
     return moved((U[..., :K], S, Vh[..., :K, :]), J.device)
 

@@ -53,7 +53,7 @@ def opened(openers: "Sequence[Opener]", run: "LoggedRun") -> "Iterator[Callable[
 
     A logger that fails gets no more rows, and a line on standard error says so: whatever happens to it, the measuring goes on.
     """
-    from tracker.loggers.selection import chosen
+    from tracker.loggers.protocol import select_metrics
 
     loggers: list[Logger] = []
 
@@ -62,13 +62,13 @@ def opened(openers: "Sequence[Opener]", run: "LoggedRun") -> "Iterator[Callable[
             return part()
         except Exception as error:  # of a service that the measuring does not need
             loggers.remove(logger)
-            said = f"{type(error).__name__}: {first_line(error)}"
-            print(f"{type(logger).__name__} failed and gets no more steps ({said})", file=sys.stderr, flush=True)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            print(f"{type(logger).__name__} failed and gets no more steps ({reason})", file=sys.stderr, flush=True)
             return None
 
     def send(row: "Row | None") -> None:
         if row is not None and loggers:
-            logged = chosen(row, run.log)
+            logged = select_metrics(row, run.log)
             for logger in [*loggers]:
                 attempt(logger, partial(_send, logger, row, logged))
 

@@ -1,10 +1,32 @@
-"""The loggers of a Lightning run as `protocol.Logger`."""
+"""The loggers of a Lightning run as `protocol.Logger`, and Lightning's classes under both names of its package.
 
+Classes of `lightning.pytorch` and `pytorch_lightning` are not related. They are looked up in the modules that the program has
+imported, so that the package that it does not use is not imported.
+"""
+
+import sys
 from typing import Any
 
-from tracker.common.lightning_packages import is_lightning
 from tracker.loggers.protocol import Row
 from tracker.loggers.wandb import AXIS, define_metrics
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def is_lightning(value: Any, *names: str) -> bool:
+    """Whether a value is of one of Lightning's classes, named within the package, such as "loggers.WandbLogger".
+
+    >>> is_lightning(object(), "Trainer", "loggers.WandbLogger")
+    False
+    """
+    return isinstance(value, classes(*names))
+
+
+def classes(*names: str) -> tuple[type, ...]:
+    """Return the classes of some names, of each package that is imported and has them."""
+    paths = [f"{package}.{name}".rpartition(".") for package in PACKAGES for name in names]
+    kinds = (getattr(sys.modules.get(module), name, None) for module, _, name in paths)
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 class LightningAdapter:

@@ -1,24 +1,28 @@
 """The protocol of experiment loggers: one `Row` per step, reduced from a measured Dataset.
 
 The walker, the replay command and the training callback call `images(row)`, then `log(row)`, for each measured step. A function
-of the caller is a logger too (`FunctionLogger`).
+of the caller is a logger too (`FunctionLogger`). `select_metrics` reduces a row to the `log` of a run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import headlines, scalars, scalars_by_step
-from tracker.measures.registry import MISCOUPLINGS
-from tracker.store.results import Store
+from tracker.analysis.curves import headlines, scalars, scalars_by_step
+from tracker.common.errors import UsageError
+from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, UNDEFINED_COUNT, panel_metrics
+from tracker.store import Store
 
 SAMPLES = ("prompt", "token")
-# Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named (`selection`).
-Choice = Literal["headline", "workspace", "all"]
-Log = Choice | Sequence[str]
+SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
+# Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named.
+LogChoice = Literal["headline", "workspace", "all"]
+Log = LogChoice | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,13 @@ class Row:
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.overview import coupling_pictures
+        from tracker.figures.coupling import coupling_pictures
 
         if "miscoupling" not in self.matrices:
             return {}
         means = self.matrices["miscoupling"].mean(SAMPLES)
-        nulls = {int(k): self.scalars[f"coupling/miscoupling_null/k{k}/mean_offdiag"] for k in means["k"].values}
+        measure = BY_NAME["miscoupling"]
+        nulls = {k: self.scalars[measure.point("_null", k=k, pairs="mean_offdiag")] for k in means["k"].values.tolist()}
         return {f"coupling/heatmap/k{k}": picture for k, picture in coupling_pictures(means, nulls).items()}
 
 
@@ -147,3 +152,71 @@ class FunctionLogger:
     def finish(self) -> str:
         """Do nothing: the caller closes what the function writes to."""
         return ""
+
+
+def check_log(log: Log) -> Log:
+    """Return the choice of metrics to log.
+
+    Raises:
+        UsageError: if it is none of `LogChoice`, and no names.
+    """
+    if isinstance(log, str) and log in get_args(LogChoice):
+        return cast(LogChoice, log)
+    if isinstance(log, str) or not log or not all(isinstance(name, str) for name in log):
+        raise UsageError(
+            f"log={log!r}; choose 'headline' (about a dozen numbers), 'workspace' (also what the saved workspace of W&B draws), "
+            "'all', or a list of metrics such as ['coupling/mean_offdiag', 'trajectory/*']"
+        )
+    return tuple(log)
+
+
+def parse_log(text: str) -> Log:
+    """Return the choice that a command line states, names with commas between them.
+
+    Raises:
+        UsageError: for a word that is neither a choice nor the name of a metric.
+    """
+    if text in get_args(LogChoice):
+        return cast(LogChoice, text)
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if "/" not in name and "*" not in name]:
+        raise UsageError(
+            f"--log {unknown[0] or text!r}; choose from {', '.join(get_args(LogChoice))}, or give names of metrics with commas "
+            "between them, such as coupling/mean_offdiag,trajectory/*"
+        )
+    return check_log(names)
+
+
+def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
+    """Return a row with the metrics to log; what is named is shown.
+
+    Args:
+        others: names of metrics that are logged apart from rows.
+
+    Raises:
+        UsageError: if a name in `log` is no metric.
+    """
+    if log == "all":
+        return row
+    if isinstance(log, str):
+        names = row.headline if log == "headline" else (*row.headline, *_drawn(row.scalars.keys() - {*row.headline}))
+        return replace(row, scalars={name: row.scalars[name] for name in names})
+    for pattern in log:
+        known = any(fnmatchcase(name, pattern) for name in (*row.scalars, *others))
+        if not known and not pattern.startswith(SOMETIMES):
+            raise UsageError(
+                f"log={list(log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
+                "tracker.statistics.scalars(unit) returns them"
+            )
+    names = tuple(name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in log))
+    return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
+
+
+def _drawn(names: Iterable[str]) -> list[str]:
+    """Return those of the names of metrics that the panels of measures in the saved workspace show, for any K."""
+    names = sorted(names)
+    ks = sorted({int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match})
+    panels = {
+        metric for measure in MEASURES if measure.dashboard for k in ks or [0] for metric in panel_metrics(measure, k)
+    }
+    return [name for name in names if name in panels]

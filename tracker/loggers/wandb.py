@@ -45,10 +45,10 @@ def prepare(wandb_mode: Mode) -> Opener | None:
 def _where(mode: RunMode, run: LoggedRun) -> str:
     """Say where a run will be, and how to switch W&B off in a walk."""
     sent = "is sent there" if mode == "online" else "is sent"
-    what = "numbers and pictures, no prompts and no results files," if mode == "online" else "nothing"
+    content = "numbers and pictures, no prompts and no results files," if mode == "online" else "nothing"
     directory = run.store.path / "wandb"
     stop = "" if run.new else "; --wandb off stops it"
-    return f"W&B {mode}: project {run.project}, run {run.name}, files in {directory}: {what} {sent}{stop}"
+    return f"W&B {mode}: project {run.project}, run {run.name}, files in {directory}: {content} {sent}{stop}"
 
 
 def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:

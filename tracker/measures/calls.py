@@ -21,8 +21,7 @@ from tracker.capture.recorder import record
 from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Jacobians, Rows
@@ -196,11 +195,14 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
 Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 
 
+def jacobians_of(prepared: Prepared, settings: Settings, progress: Progress) -> Jacobians:
+    """Return the Jacobians of a prepared model, whose steps the progress counts."""
+    return Jacobians(prepared.replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
+
+
 def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) -> list[Sample]:
     """Measure the samples of the forward calls, inside the context of `prepare`."""
-    jacobians = Jacobians(
-        prepared.replica, settings.precision, settings.memory(4), progress.advance, settings.derivative
-    )
+    jacobians = jacobians_of(prepared, settings, progress)
     memory = settings.memory(4)  # of the recordings
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured

@@ -1,4 +1,4 @@
-"""Coupling matrices and the definitions of mis-coupling.
+"""Coupling matrices, the definitions of mis-coupling, and their null levels.
 
 J^l = U^l S^l V^l^T is the Jacobian of block l (of L), d x d. Expressed in the top-K basis of block l' (eq. 10):
 
@@ -12,20 +12,46 @@ Mis-coupling, 0 = perfectly coupled, s_K the top K singular values of J^l:
     offdiag                     |A - Diag A|_F                   paper eq. 13
     offdiag_normalized          |A - Diag A|_F / |A|_F           paper eq. 14
 
-Each has a *null level*, that of an unrelated block (`null_levels`). `DEFINITIONS` declares the formulas and the texts in the
-Dataset, the logs and the page.
-The matrix for k < K is the leading k x k part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
+`DEFINITIONS` declares the formulas and the texts in the Dataset, the logs and the page. The matrix for k < K is the leading k x k
+part of the one for K, so one product serves every k. Cost L^2 K d (d + K).
+
+Each has a *null level*: what an unrelated block would give. `spread` says how far chance alone moves it. Two blocks are
+*unrelated* if one is turned against the other: J' -> Q J' Q^T with one random rotation Q (Haar measure), so that U' and V' turn
+together. What each block has by itself stays: its singular values, its trace, and the angles between its own left and right
+singular vectors. With J of block l and the basis of block l',
+
+    tau = tr J / d,   J - tau I = S0 + A0 (symmetric + antisymmetric),   G = U'_K^T V'_K     (K, K)
+
+the entries of A = (Q U')^T J (Q V') have exactly the mean and the variance
+
+    E A_ij     = tau G_ij
+    sigma_ij^2 = |S0|^2 (1 + (1 - 2/d) G_ij^2) / ((d - 1)(d + 2)) + |A0|^2 (1 - G_ij^2) / (d (d - 1))
+
+The null level of a mis-coupling is the root of its expected square:
+
+    miscoupling                 sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 tau sum_k s_k G_kk) / |s|_2^2)
+    miscoupling_release         sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 sum_k s_k E|A_kk|) / |s|_2^2)
+    miscoupling_release_trace   that of miscoupling_release, times |s|_2 / |s|_1
+    offdiag                     sqrt(sum_{i != j} (tau^2 G_ij^2 + sigma_ij^2))
+    offdiag_normalized          the root of that sum over the same sum over all i, j
+
+`miscoupling` and `offdiag` are exact; `offdiag_normalized` is a ratio of expectations, and E|A_kk| that of a normal variable.
+
+The levels need few numbers of each block: the `Moments` of its Jacobian and the `Overlap` of its singular vectors. These are
+stored, and the levels of all pairs are computed from them when they are read. Derivation: docs/measurements.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import pi, sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tracker.linalg.svd import above_rounding
-from tracker.measures.declaration import COUPLING, MINOR, NORMED, WITH_NORM, Measure
+from tracker.measures.declaration import COUPLING, MINOR, NORMED, OURS, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -246,3 +272,214 @@ def _declared() -> tuple[Measure, ...]:
 DECLARED = _declared()
 MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
 VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju"))  # over layer pairs
+
+
+Jacobian = Float[Tensor, "*batch d d"]
+ValuesOfLayers = Float[Tensor, "*batch L K"]  # of the Jacobians
+Pairs = Float[Tensor, "*batch L M"]  # of L Jacobians and M bases
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What the null levels need of a Jacobian.
+
+    Attributes:
+        isotropic: tau = tr J / d.
+        symmetric: |S0|_F.
+        antisymmetric: |A0|_F.
+    """
+
+    isotropic: Float[Tensor, "*batch"]
+    symmetric: Float[Tensor, "*batch"]
+    antisymmetric: Float[Tensor, "*batch"]
+
+    def frobenius(self, d: int) -> Float[Tensor, "*batch"]:
+        """Return |J|_F."""
+        return torch.hypot(torch.hypot(self.symmetric, self.antisymmetric), sqrt(d) * self.isotropic)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the null levels need of a basis, by G = U_K^T V_K.
+
+    Attributes:
+        diagonal: G_kk = u_k . v_k.
+        squares: the sum of G_ij^2 over i != j: (*batch) for one k, (*batch, k) for several.
+        fourths: the sum of G_ij^4 over i != j, shaped as `squares`.
+    """
+
+    diagonal: Float[Tensor, "*batch K"]
+    squares: Float[Tensor, "..."]
+    fourths: Float[Tensor, "..."]
+
+    def at(self, i: int, k: int) -> "Overlap":
+        """Return the overlap for k, the i-th of the numbers whose sums are along the last axis."""
+        return Overlap(self.diagonal[..., :k], self.squares[..., i], self.fourths[..., i])
+
+
+def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
+    """Return the moments of Jacobians.
+
+    Args:
+        scale: a number of the size of J, such as s_1: the squares of tiny entries underflow. 0 for a zero matrix.
+    """
+    scale = torch.where(scale > 0, scale, 1.0)
+    unit = J / scale[..., None, None]
+    isotropic = unit.diagonal(dim1=-2, dim2=-1).mean(-1)
+    unit.diagonal(dim1=-2, dim2=-1).sub_(isotropic[..., None])
+    symmetric, antisymmetric = (torch.linalg.matrix_norm(part) / 2 for part in (unit + unit.mT, unit - unit.mT))
+    return Moments(isotropic * scale, symmetric * scale, antisymmetric * scale)
+
+
+def overlap(U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: Sequence[int]) -> Overlap:
+    """Return the overlap of singular vectors: u_k . v_k for the largest K, and the sums for each of `ks`, (*batch, k)."""
+    G = U.mT @ V
+    diagonal = G.diagonal(dim1=-2, dim2=-1)
+    squares = (G - torch.diag_embed(diagonal)) ** 2
+    sums = [torch.stack([of_G[..., :k, :k].sum((-2, -1)) for k in ks], -1) for of_G in (squares, squares**2)]
+    return Overlap(diagonal, *sums)
+
+
+def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
+    """Return the null level of a mis-coupling for every pair of Jacobian and basis; NaN where the Jacobian is zero.
+
+    Args:
+        definition: a name of `coupling.DEFINITIONS`.
+        s: top K singular values of the Jacobians.
+        of: moments of the Jacobians, (*batch, L).
+        basis: overlap of the vectors of the bases, (*batch, M).
+        d: width of the model.
+    """
+    return null_levels([definition], s, of, basis, d)[0]
+
+
+def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
+    """Return the `null_level` of several definitions; what two of them need is computed once."""
+    s = torch.where(s[..., :1] > 0, s, torch.nan)
+    norm, entries = torch.linalg.vector_norm(s, dim=-1)[..., None], _Entries(of, basis, d)
+    defined = torch.where(norm > 0, 1.0, torch.nan)
+    release: list[Pairs] = []  # the size of the diagonal takes most of the time
+
+    def level(definition: str) -> Pairs:
+        if definition == "miscoupling":
+            return (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
+        if definition == "miscoupling_release":
+            if not release:
+                overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
+                release.append((1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt())
+            return release[0]
+        if definition == "miscoupling_release_trace":
+            return level("miscoupling_release") * norm / s.sum(-1)[..., None]
+        if definition == "offdiag":
+            return entries.off_square.sqrt() * defined
+        if definition == "offdiag_normalized":
+            return (entries.off_square / entries.square).sqrt() * defined
+        raise ValueError(f"no null level is known for {definition!r}")
+
+    return [level(definition) for definition in definitions]
+
+
+def spread(s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
+    """Return the standard deviation of `miscoupling` over Q, to first order in its square.
+
+    Its square is a sum over the entries of A, which are taken as independent and normal. Tests show this to hold for
+    K <= d / 9, except that it is up to a third too small for antisymmetric Jacobians; for larger K draw Q (`simulated`). The
+    other definitions leave out the largest entries, and the rest depend on each other: draw Q for these too. Arguments as for
+    `null_level`.
+    """
+    level, entries = null_level("miscoupling", s, of, basis, d), _Entries(of, basis, d)
+    g, tau, a, b = entries.g, entries.tau, entries.a, entries.b
+    # The variance of (A_ij - c)^2 is 2 sigma^4 + 4 sigma^2 (mean - c)^2; c = s_k on the diagonal and 0 off it.
+    shift = a * (s**2).sum(-1)[..., None] + b * _products(s**2, g**2)
+    shift = shift - 2 * tau * (a * _products(s, g) + b * _products(s, g**3))
+    variance = (entries.variance_of_squares + 4 * shift).clamp_min(0)
+    return variance.sqrt() / (2 * level * (s**2).sum(-1)[..., None])
+
+
+def simulated(
+    J: Float[Tensor, "d d"],
+    U: Float[Tensor, "d K"],
+    V: Float[Tensor, "d K"],
+    draws: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, "draws K K"]:
+    """Return A = (Q U)^T J (Q V) for random rotations Q, for any K: what blocks that are unrelated to J give.
+
+    The values of a definition are `definition.formula(A, s)`. Cost: `draws` products of J with 2 K columns.
+
+    Args:
+        J: the Jacobian of block l.
+        U, V: the singular vectors of block l'.
+    """
+    d, K = U.shape
+    E, R = torch.linalg.qr(torch.cat([U, V], 1))  # U = E R_U, V = E R_V, and Q E is a random frame
+    matrices = []
+    for _ in range(draws):
+        frame, triangle = torch.linalg.qr(torch.randn(d, E.shape[-1], dtype=J.dtype, generator=generator))
+        frame = frame * triangle.diagonal().sign()
+        matrices.append(R[:, :K].mT @ (frame.mT @ (J @ frame)) @ R[:, K:])
+    return torch.stack(matrices)
+
+
+class _Entries:
+    """The mean tau G_ij and the variance a + b G_ij^2 of the entries of A, and sums over them, for every pair."""
+
+    def __init__(self, of: Moments, basis: Overlap, d: int) -> None:
+        symmetric = of.symmetric**2 / max(1, (d - 1) * (d + 2))
+        antisymmetric = of.antisymmetric**2 / max(1, d * (d - 1))
+        self.tau = of.isotropic[..., None]
+        self.a = (symmetric + antisymmetric)[..., None]
+        self.b = (symmetric * (1 - 2 / d) - antisymmetric)[..., None]
+        self.g, K = basis.diagonal, basis.diagonal.shape[-1]
+        squares, fourths = basis.squares[..., None, :], basis.fourths[..., None, :]
+        on_diagonal = (self.g**2).sum(-1)[..., None, :]
+        self.off_square = ((self.tau**2 + self.b) * squares + K * (K - 1) * self.a).clamp_min(0)
+        self.square = self.off_square + (self.tau**2 + self.b) * on_diagonal + K * self.a
+        squares, fourths = squares + on_diagonal, fourths + (self.g**4).sum(-1)[..., None, :]
+        of_variances = K**2 * self.a**2 + 2 * self.a * self.b * squares + self.b**2 * fourths
+        self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (self.a * squares + self.b * fourths)
+
+    def diagonal_size(self) -> Float[Tensor, "*batch L M K"]:
+        """Return E|A_kk| of normal entries. In place, which takes half of the time."""
+        g = self.g[..., None, :, :]
+        mean, deviation = self.tau[..., None] * g, (self.a[..., None] + self.b[..., None] * g**2).clamp_min_(0).sqrt_()
+        ratio = (mean / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)).div_(sqrt(2))
+        size = mean.mul_(ratio.erf())
+        return size.add_(deviation.mul_(ratio.square_().neg_().exp_()), alpha=sqrt(2 / pi))
+
+
+def _products(s: ValuesOfLayers, g: Float[Tensor, "*batch M K"]) -> Pairs:
+    """Return sum_k s_k g_k of every pair."""
+    return s @ g.mT
+
+
+def declared_parts(
+    start: str, end: str, dims: tuple[str, ...], text: str, shared: dict[str, Any]
+) -> tuple[Measure, ...]:
+    """Return the variables from which null levels are computed: moments of each Jacobian, overlaps of its singular vectors."""
+    of_jacobian = {
+        "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d"),
+        "symmetric_norm": ("norm of the Jacobian's symmetric part without the isotropic one", "‖(J + Jᵀ) / 2 − τ I‖"),
+        "antisymmetric_norm": ("norm of the Jacobian's antisymmetric part", "‖(J − Jᵀ) / 2‖"),
+    }
+    of_vectors = {
+        "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
+        "overlap_squares": (
+            "overlap of left and right singular vectors: squares", "Σ (uᵢ · vⱼ)² over i ≠ j ≤ K", _with_k(dims),
+        ),
+        "overlap_fourths": (
+            "overlap of left and right singular vectors: fourth powers", "Σ (uᵢ · vⱼ)⁴ over i ≠ j ≤ K", _with_k(dims),
+        ),
+    }  # fmt: skip
+    declared = {name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()} | of_vectors
+    shared = {"reference": OURS} | shared
+    return tuple(
+        Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
+        for name, (label, formula, of) in declared.items()
+    )
+
+
+def _with_k(dims: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dimensions with K before those of blocks, as in `PAIR` and `TOKEN_PAIR`."""
+    at = dims.index("layer")
+    return (*dims[:at], "k", *dims[at:])

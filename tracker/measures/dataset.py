@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.common.notices import warn_caller
+from tracker.common.errors import warn_caller
 from tracker.jacobians.independent import Independent
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
@@ -43,7 +43,7 @@ def undefined_values(
     if pair_layers is not None:
         t = dataset["pair_position"].notnull()
         expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers.notnull()
-    found = {}
+    counts = {}
     for measure in MEASURES:
         for dim in measure.dims:
             if measure.counted and measure.name in dataset and dim in expected:
@@ -51,17 +51,17 @@ def undefined_values(
                 others = np.prod(
                     [values.sizes[other] for other in values.dims if other not in has_value.dims], dtype=int
                 )
-                found[measure.name] = values.isnull() & has_value, int(has_value.sum() * others)
-    return found
+                counts[measure.name] = values.isnull() & has_value, int(has_value.sum() * others)
+    return counts
 
 
-def warn_of_undefined(dataset: xr.Dataset, found: dict[str, tuple[xr.DataArray, int]]) -> None:
+def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.DataArray, int]]) -> None:
     """Warn if states are not finite, or most values of a measure are undefined; name the first block where they are."""
     blocks = dataset.attrs["blocks"].split(", ")
     varies = len(blocks) > 1 and not dataset.attrs["post_norm"]
     most = {
         name: (undefined, total)
-        for name, (undefined, total) in found.items()
+        for name, (undefined, total) in counts.items()
         if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS))
     }
     sentences = []
@@ -71,11 +71,11 @@ def warn_of_undefined(dataset: xr.Dataset, found: dict[str, tuple[xr.DataArray, 
         total = int(dataset["norm"].notnull().sum())
         sentences.append(f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}")
     if most:
-        counts = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
-        rest = f" and most of {len(counts) - NAMED} more measures" if len(counts) > NAMED else ""
+        listed = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
+        rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
         by_layer = next((undefined for undefined, _ in most.values() if "layer" in undefined.dims), None)
         first = "" if by_layer is None else f", first at block {_first(by_layer)} ({blocks[_first(by_layer) - 1]})"
-        sentences.append(f"most values are undefined (NaN): {', '.join(counts[:NAMED])}{rest}{first}")
+        sentences.append(f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}")
     if sentences:
         wider = "measure with dtype=torch.float64; if that changes nothing, " * (dataset.attrs["dtype"] != "float64")
         warn_caller(

@@ -37,7 +37,7 @@ class Measure:
         variant: "normed": the last block, or the last state, includes the final norm; "vju": the sides of the bases are
             swapped; a key of `KINDS`: across tokens; "": none of these, of the blocks alone.
         base: the variable that this one is a variant of; "" if it is none.
-        curve: how it is reduced to a point of a curve (`statistics.curves`); None: it has no curve.
+        curve: how it is reduced to a point of a curve (`curves.curves`); None: it has no curve.
         null: whether it has a null level, which is computed when it is read (`analysis.null_levels`).
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.
@@ -76,6 +76,25 @@ class Measure:
         """Whether it has one value per position, or measured token, and block or state."""
         by_position = self.dims in (("layer", "position"), ("depth", "position"))
         return by_position or (self.dims == ("token", "layer") and bool(self.charts))
+
+    def point(self, part: str = "", **labels: object) -> str:
+        """Return the name in logs of a point of its curve.
+
+        Args:
+            part: one of `logged`.
+            labels: of the point, along the dimensions of the curve.
+
+        >>> Measure("offdiag", (), "off-diagonal", metric="coupling/offdiag").point("_null", k=10, pairs="mean")
+        'coupling/offdiag_null/k10/mean'
+        """
+        return "/".join([f"{self.metric}{part}", *(point_label(dim, label) for dim, label in labels.items())])
+
+
+def point_label(dim: str, label: object) -> str:
+    """Return the label of a point along a dimension as part of a metric's name, where W&B would read a dot as a path."""
+    if dim == "noise":
+        return f"{100 * float(str(label)):g}pct"
+    return f"k{label}" if dim == "k" else str(label)
 
 
 OURS = "this package"

@@ -1,4 +1,4 @@
-"""Depth-wise coupling of token rows.
+"""Depth-wise coupling of token rows, and the measures of single blocks at these rows.
 
     A^{l l'} = U^{l'}_K^T J^l_{tt} V^{l'}_K        for every token row (sample, t) and every pair of blocks (l, l')
 
@@ -8,9 +8,15 @@ through the blocks together. Pairs of a block need the bases of all blocks, so J
 
 If the final norm is included, the last block with the norm is measured as layer L + 1. Measures that end in `_normed` use it as
 the last layer. The cost is (L + 1) / L times the cost of the blocks alone.
+
+Measures of each block alone (`measure_blocks`) are those of the blocks without the final norm. Each Jacobian is asked for once
+from the first block to the last and, for products to the last block, once in the other direction; one at a time is held, so that
+layers that do not keep theirs (`layers`) form them again.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,19 +25,22 @@ from torch import Tensor
 
 from tracker.capture.recording import Recording
 from tracker.jacobians.halves import HalfJacobians
+from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
-from tracker.measures import coupling
-from tracker.measures.coupling import MISCOUPLINGS
+from tracker.measures import coupling, single_blocks
+from tracker.measures.block_halves import half_values
+from tracker.measures.block_products import Products
+from tracker.measures.coupling import MISCOUPLINGS, overlap
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
-from tracker.measures.directions import heads
+from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
-from tracker.measures.null_levels import overlap
-from tracker.measures.of_blocks import measure_blocks
-from tracker.measures.plan import Plan, measured_calls
+from tracker.measures.plan import FORMING, Plan, measured_calls
+from tracker.measures.settings import CHOICES
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
+MEASURED_HERE = tuple(option.name for option in CHOICES if option.of_jacobians)  # of `measures=` that are computed here
 
 
 def depthwise_couplings(
@@ -59,7 +68,7 @@ def depthwise_couplings(
             yield {name: value[r] for name, value in arrays.items()}
 
 
-def of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
+def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
     U, V, determined = (
         torch.stack([getattr(l.triplets, part) for l in layers], 1) for part in ("U", "V", "determined")
@@ -79,7 +88,7 @@ def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     parts = {"singular_gap": "gap", "full_svd": "full", "residual": "residual", "complete": "complete"}
     parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
     spectra = {name: torch.stack([getattr(l.triplets, part) for l in layers], 1) for name, part in parts.items()}
-    return spectra | of_null_levels(layers, ks)
+    return spectra | parts_of_null_levels(layers, ks)
 
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
@@ -114,12 +123,12 @@ def pairs(
     swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in extras else None
     parts = []
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
-        some = slice(r, r + at_once)
-        values = _measures_by_k(A[some], S[some], S_bases[some], U.shape[-2], ks)
+        rows = slice(r, r + at_once)
+        values = _measures_by_k(A[rows], S[rows], S_bases[rows], U.shape[-2], ks)
         if L is not None and len(layers) > L:
             values = _both_conventions(values, L)
         if swapped is not None:
-            swapped_values = _measures_by_k(swapped[some], S[some, :L], S_bases[some, :L], U.shape[-2], ks)
+            swapped_values = _measures_by_k(swapped[rows], S[rows, :L], S_bases[rows, :L], U.shape[-2], ks)
             values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
         parts.append(values)
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
@@ -166,3 +175,77 @@ def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[l
                 group, free = [], size
     if group:
         yield group
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """One block at R rows: its Jacobians, the states x that enter it and the updates f(x) that it adds."""
+
+    layer: Layer
+    x: Float[Tensor, "R d"]
+    f: Float[Tensor, "R d"]
+    forms: bool
+
+    @property
+    def triplets(self) -> Triplets:
+        """The top K singular triplets of J."""
+        return self.layer.triplets
+
+    @cached_property
+    def J(self) -> Float[Tensor, "R d d"]:
+        """The Jacobians."""
+        return self.layer.jacobian()
+
+    @cached_property
+    def Jx(self) -> Float[Tensor, "R d"]:
+        """J x, the change of f to first order if x alone grows."""
+        x = self.x[..., None]
+        return (self.J @ x if self.forms else self.layer.product(x))[..., 0]
+
+
+def measured(choices: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some choices that are computed here."""
+    return tuple(choice for choice in MEASURED_HERE if choice in choices)
+
+
+def measure_blocks(
+    layers: Sequence[Layer],
+    blocks: Sequence[Sequence[CallRows]],
+    choices: Sequence[str],
+    head: LastStates | None = None,
+    memory: int = 1 << 30,
+    halves: HalfJacobians | None = None,
+    K: int = 1,
+) -> dict[str, Tensor]:
+    """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
+
+    Args:
+        blocks: the recorded calls of each block, with the rows of each.
+        head: the model's head, for the words of directions.
+        memory: bytes that logits may take.
+        halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
+    """
+    if not measured(choices):
+        return {}
+    declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
+    like = layers[0].triplets.V
+    products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype) if "products" in choices else None
+    forms = bool(FORMING & set(choices))
+    by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
+    for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
+        x, y = (torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections]) for of in "xy")
+        block = BlockRows(layer, x, y - x, forms)
+        for measure in declared:
+            assert measure.compute is not None
+            by_name[measure.name].append(measure.compute(block))
+        if halves is not None and "halves" in choices:
+            for name, value in half_values(halves(selections, block.J), layer.triplets, K).items():
+                by_name.setdefault(name, []).append(value)
+        if products is not None:
+            products.add(l, block.J)
+    values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}
+    if head is not None and "directions" in choices:
+        values |= measure_directions(head, [layer.triplets for layer in layers], memory)
+    if products is not None:
+        values |= products.values(lambda l: layers[l - 1].jacobian())
+    return values

@@ -96,11 +96,11 @@ def measure_directions(head: LastStates, triplets: Sequence[Triplets], memory: i
             out, into = (_scores(head.logits, directions, memory) for directions in pairs)
             sign = out["score"].argmax(-1, keepdim=True)  # 0: as decomposed, 1: both reversed
             determined = of_block.determined[:, :DIRECTIONS]
-            for part, found in zip(PARTS, (out, into), strict=True):
-                score = found["score"].gather(-1, sign)[..., 0]
+            for part, words in zip(PARTS, (out, into), strict=True):
+                score = words["score"].gather(-1, sign)[..., 0]
                 by_part.setdefault(f"direction_{part}_score", []).append(torch.where(determined, score, torch.nan))
-                at = sign[..., None].expand(*sign.shape, found["ids"].shape[-1])
-                ids = found["ids"].gather(-2, at)[..., 0, :]
+                at = sign[..., None].expand(*sign.shape, words["ids"].shape[-1])
+                ids = words["ids"].gather(-2, at)[..., 0, :]
                 by_part.setdefault(f"direction_{part}_words", []).append(
                     torch.where(determined[..., None], ids, NO_WORD)
                 )
@@ -149,7 +149,7 @@ _LOGITS = "logits of the next token, to first order, if xᴸ moves along"
 def _declared() -> tuple[Measure, ...]:
     shared: dict[str, Any] = {"option": "directions", "reference": OURS}
     measures = []
-    for part, symbol, what, signs in (
+    for part, symbol, kind, signs in (
         ("out", "uₖ", "output", "the better of both signs"),
         ("in", "vₖ", "input", "one sign"),
     ):
@@ -158,21 +158,21 @@ def _declared() -> tuple[Measure, ...]:
             Measure(
                 f"direction_{part}_words",
                 (*LAYER, "direction"),
-                f"words of the {what} direction",
+                f"words of the {kind} direction",
                 formula=f"tokens of the largest {_LOGITS} {symbol}; the sign is that of the larger score of uₖ",
                 **shared,
             ),
             Measure(
                 f"direction_{part}_score",
                 (*LAYER, "direction"),
-                f"score of the words of the {what} direction",
+                f"score of the words of the {kind} direction",
                 formula=score,
                 **shared,
             ),
             Measure(
                 f"direction_{part}_score_null",
                 ("token",),
-                f"score of the words of random {what} directions, 0.95 quantile",
+                f"score of the words of random {kind} directions, 0.95 quantile",
                 formula=f"score of 256 random directions, {signs}",
                 **shared,
             ),

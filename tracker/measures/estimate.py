@@ -1,14 +1,16 @@
-"""The expected cost of a measurement, as a dry run returns it, from one forward pass and one timed block.
+"""The expected cost of a measurement, as a dry run returns it: the plan times the seconds of one timed block.
 
-The seconds of a stage are those of the timed block, at up to `ROWS` token rows, times the number of blocks and rows of the
-plan. What is done once per block, the check of its derivative, is timed apart from what is done for every row. The estimate
-leaves out what does not grow with the model: imports, and the assembly of the Dataset.
+    seconds = recorded calls * one call, with what is read off its states
+        + L * (rows / R * seconds of a block at R rows, a second time + what the first time took in addition)
+        + steps of tokenwise * one step
+
+What a block takes in addition, the first time, are checks of its derivative. The estimate leaves out what does not grow with the
+model: imports, and the assembly of the Dataset.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import ceil
 from typing import Any, TypeVar
@@ -19,25 +21,23 @@ from torch import Tensor
 from tracker.capture.inputs import Batch
 from tracker.capture.prepare import Prepared
 from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.replica import Replica
 from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
-from tracker.common.text import duration, entry, size
+from tracker.common.progress import Progress
+from tracker.common.text import counted, duration, entry, size
 from tracker.jacobians.halves import HalfJacobians
-from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians, Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
-from tracker.measures import of_blocks, products
-from tracker.measures.calls import record_call
+from tracker.linalg.products import Chain
+from tracker.measures import block_products
+from tracker.measures.calls import jacobians_of, record_call
 from tracker.measures.dataset import Sample
-from tracker.measures.depthwise import pairs
-from tracker.measures.directions import DIRECTIONS, RANDOM, heads
-from tracker.measures.layers import Layer, check_kept, kept_bytes, matrix_free_layer, triplets_of_jacobians
-from tracker.measures.null_levels import moments
+from tracker.measures.depthwise import measure_blocks, pairs
+from tracker.measures.directions import DIRECTIONS, RANDOM, heads, measure_directions
+from tracker.measures.layers import Layer, check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import Settings, choices
-from tracker.measures.states import measure_states, measures_of_states
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 
@@ -49,64 +49,55 @@ class Cost:
         blocks: the blocks, final norm, unembedding and class token that were found.
         samples: number of prompts or images.
         tokens: length of the shortest and of the longest that the model runs on.
+        weights_bytes: bytes of the model's weights.
+        memory_budget: the limit on `peak_bytes` that was asked for.
+        not_counted: measures that were not asked for, each of which costs more.
+        refused: why the measurement would stop with an error; "" if nothing was found that stops it.
         rows: number of tokens whose Jacobians are measured, over all samples.
         final_norm: the convention, "include", "exclude" or "drop", and the norm's module.
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.
-        stages: seconds by stage.
+        seconds: of the whole measurement.
         timed: what was timed, in words.
-        weights_bytes: bytes of the model's weights.
         peak_bytes: bytes beside the weights at the peak.
-        memory_budget: the limit on `peak_bytes` that was asked for.
-        not_counted: measures that were not asked for, each of which costs more.
         warnings: what is beyond the budget.
-        refused: why the measurement would stop with an error; "" if nothing was found that stops it.
+
+    What comes after `refused` is empty where the measurement would stop at its first forward call.
     """
 
     blocks: str
     samples: int
     tokens: tuple[int, int]
-    rows: int
-    final_norm: tuple[str, str]
-    k: tuple[int, ...]
-    width: int
-    method: str
-    stages: Mapping[str, float]
-    timed: str
     weights_bytes: int
-    peak_bytes: int
     memory_budget: int
     not_counted: tuple[str, ...]
-    warnings: tuple[str, ...] = field(default=())
     refused: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the whole measurement."""
-        return sum(self.stages.values(), 0.0)
+    rows: int = 0
+    final_norm: tuple[str, str] = ("", "")
+    k: tuple[int, ...] = ()
+    width: int = 0
+    method: str = ""
+    seconds: float = 0.0
+    timed: str = ""
+    peak_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         convention, norm = self.final_norm
+        memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
-            (
-                "inputs",
-                f"{self.samples} of {length}; Jacobians at {self.rows} token{'s' if self.rows != 1 else ''} in all",
-            ),
+            ("inputs", f"{self.samples} of {length}; Jacobians at {counted(self.rows, 'token')} in all"),
             ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
-            ("K", f"{', '.join(map(str, self.k))} of width {self.width}"),
+            ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
-            ("time", "" if self.refused else f"about {duration(self.seconds)}: {self._stages()}"),
+            ("time", "" if self.refused else f"about {duration(self.seconds)}"),
             ("timed", self.timed),
-            (
-                "memory",
-                f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); memory_budget "
-                f"{size(self.memory_budget)}",
-            ),
+            ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             *(("warning", warning) for warning in self.warnings),
             ("not counted", f"{', '.join(self.not_counted)} (not asked for by measures)" if self.not_counted else ""),
         ]
@@ -114,48 +105,59 @@ class Cost:
 
     __repr__ = __str__
 
-    def _stages(self) -> str:
-        return ", ".join(f"{name} {duration(seconds)}" for name, seconds in self.stages.items())
-
-
-def seconds_of_blocks(
-    jacobians: Jacobians,
-    recording: Recording,
-    selections: Sequence[CallRows],
-    layer: Layer,
-    plan: Plan,
-    timed: Callable[[Callable[[], Any]], tuple[float, Any]],
-) -> dict[str, float]:
-    """Return the seconds that each choice of `measures=` takes for the blocks of a recording, all like one of them.
-
-    Args:
-        selections: the call of that block, with each row.
-        layer: its Jacobians there.
-        timed: function -> its seconds and its result.
-    """
-    L, choices, halves = len(recording.calls), plan.extras, HalfJacobians(jacobians)
-    head = heads([(recording, rows) for _, rows in selections]) if "directions" in choices else None
-    stages = {}
-    for choice in of_blocks.measured(choices):
-        if choice == "products":
-            decompositions = 2 * len(products.depths(L, layer.triplets.V.shape[-2])) - 1
-            step, _ = timed(lambda: products.Chain().multiply(layer.jacobian()))
-            whole, _ = timed(lambda: products.of_matrices([layer.jacobian()], 1))
-            stages[choice] = (2 * L - 1) * step + decompositions * max(0.0, whole - step)
-            continue
-        how = ([layer], [selections], [choice], head, plan.memory // 2, halves, min(plan.ks))
-        seconds, _ = timed(lambda how=how: of_blocks.measure_blocks(*how))
-        # Random directions are taken once, not for each block.
-        of_each = 2 * DIRECTIONS
-        stages[choice] = seconds * ((L * of_each + RANDOM) / (of_each + RANDOM) if choice == "directions" else L)
-    return stages
-
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 
 T = TypeVar("T")
+
+
+def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -> Cost:
+    """Estimate the cost of measuring forward calls, inside the context of `prepare`.
+
+    Args:
+        depth: the number of blocks of the measured model, if the prepared one has fewer, all alike.
+    """
+    calls, samples = prepared.calls, sum(len(call.labels) for call in prepared.calls)
+    sizes = [_size(batch) for batch in calls]
+    batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
+    lengths = [_length(batch) for batch in calls]
+    of_plan: dict[str, Any] = {}
+    refused = ""
+    # Neither a window nor pairs of blocks need fit into fewer blocks.
+    of_call = settings if depth is None else replace(settings, window=None, pair_layers=0)
+    jacobians = jacobians_of(prepared, settings, Progress())
+    try:
+        seconds, (recording, rows, measured) = _timed_again(
+            lambda: record_call(jacobians.replica, batch, of_call, settings.memory(4))
+        )
+        seconds *= sum(sizes) / _size(batch)
+        lengths = [round(measured[0].length * length / _length(batch)) for length in lengths]
+        if depth is not None:
+            seconds *= depth / len(recording.calls)
+            recording = _deepened(recording, depth)
+        total = len(rows) * (sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels))
+        case = _Case(jacobians, recording, rows, measured[0], settings, make_plan(settings, recording), round(total))
+        of_plan = _of_plan(case, prepared)
+        check_kept(settings, recording, case.total)
+        if settings.includes("coupling"):
+            seconds += _coupling(case)
+        if settings.includes("tokenwise"):
+            seconds += samples * _tokenwise(case)
+        of_plan["seconds"] = seconds
+    except (UsageError, FloatingPointError) as error:
+        refused = str(error)
+    return Cost(
+        blocks=str(prepared.blocks),
+        samples=samples,
+        tokens=(min(lengths), max(lengths)),
+        weights_bytes=bytes_of(prepared.model, settings.torch_dtype)[0],
+        memory_budget=settings.memory_budget,
+        not_counted=tuple(measure for measure in choices() if not settings.includes(measure)),
+        refused=refused,
+        **of_plan,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,148 +170,93 @@ class _Case:
     sample: Sample
     settings: Settings
     plan: Plan
-    total_rows: int
-    samples: int
+    total: int  # rows of all samples
 
     @property
     def together(self) -> int:
         """The number of rows that are measured together."""
-        return min(self.plan.rows, max(1, self.total_rows))
+        return min(self.plan.rows, max(1, self.total))
+
+    @property
+    def timed(self) -> int:
+        """The number of rows of the timed block."""
+        return min(self.together, ROWS)
 
 
-def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -> Cost:
-    """Estimate the cost of measuring forward calls, inside the context of `prepare`.
-
-    Args:
-        depth: the number of blocks of the measured model, if the prepared one has fewer, all alike.
-    """
-    model, blocks, calls = prepared.model, prepared.blocks, prepared.calls
-    jacobians = Jacobians(prepared.replica, settings.precision, settings.memory(4), derivative=settings.derivative)
-    sizes = [_size(batch) for batch in calls]
-    batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
-    scale = sum(sizes) / _size(batch)
-    states_alone = replace(settings, measures=("coupling",), **({"window": None} if depth else {}))
-    stages: dict[str, float] = {}
-    refused, warnings, case = "", [], None
-    record = partial(record_call, jacobians.replica, batch, memory=settings.memory(4))
-    try:
-        seconds, (recorded, rows, samples) = _timed_again(partial(record, states_alone))
-        recording = recorded if depth is None else _deepened(recorded, depth)
-        deeper = len(recording.calls) / len(recorded.calls)
-        stages["forward passes"] = seconds * scale * deeper
-        count = sum(len(call.labels) for call in calls)
-        total_rows = round(len(rows) * (scale if settings.tokens == "all" else count / len(batch.labels)))
-        check_kept(settings, recording, total_rows)
-        case = _Case(
-            jacobians, recording, rows, samples[0], settings, make_plan(settings, recording), total_rows, count
+def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
+    """Return what the plan says of a measurement before a block is timed, as fields of `Cost`."""
+    settings, plan, replica = case.settings, case.plan, case.jacobians.replica
+    timed = "one forward pass"
+    if settings.forms_jacobians:
+        timed += f", and {_from_the_middle(case.recording)[0].name} at {counted(case.timed, 'token')}"
+    warnings, one = (), plan.bytes_of_jacobian
+    if settings.forms_jacobians and one > settings.memory_budget // 2:
+        warnings = (
+            f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
+            "the budget is exceeded; raise it, or choose svd='matrix-free'",
         )
-        for measure in measures_of_states(recorded, settings):
-            one = replace(states_alone, measures=(measure,))
-            stages[measure] = _states_seconds(jacobians.replica, recorded, samples[0], one) * scale * deeper
-        if settings.includes("coupling"):
-            stages |= _coupling(case)
-        if settings.includes("tokenwise"):
-            stages |= _tokenwise(case)
-    except (UsageError, FloatingPointError) as error:
-        refused = str(error)
-    lengths = [_length(batch) for batch in calls]
-    chosen: dict[str, Any] = {"final_norm": ("", ""), "k": (), "width": 0, "method": ""}
-    weights, peak = bytes_of(model, settings.torch_dtype)[0], 0
-    if case is not None:
-        lengths = [round(case.sample.length * length / _length(batch)) for length in lengths]
-        norms = case.sample.attributes["final_norm"], case.sample.attributes["final_norm_module"]
-        chosen = {"final_norm": norms, "k": case.plan.ks, "width": case.plan.d}
-        chosen["method"] = _method(case)
-        peak = _peak(case, len(calls)) + converted_block(model, blocks, settings.torch_dtype)
-        peak += kept_bytes(settings, case.recording, case.total_rows)
-        one = case.plan.bytes_of_jacobian
-        if settings.forms_jacobians and one > settings.memory_budget // 2:
-            warnings.append(
-                f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
-                "the budget is exceeded; raise it, or choose svd='matrix-free'"
-            )
-    included = {measure for measure in choices() if settings.includes(measure)}
-    return Cost(
-        blocks=str(blocks),
-        samples=sum(len(call.labels) for call in calls),
-        tokens=(min(lengths), max(lengths)),
-        rows=case.total_rows if case is not None else 0,
-        **chosen,
-        stages=stages,
-        timed=_timed_text(case, jacobians),
-        weights_bytes=weights,
-        peak_bytes=peak,
-        memory_budget=settings.memory_budget,
-        not_counted=tuple(measure for measure in choices() if measure not in included),
-        warnings=tuple(warnings),
-        refused=refused,
-    )
+    return {
+        "rows": case.total,
+        "final_norm": (case.sample.attributes["final_norm"], case.sample.attributes["final_norm_module"]),
+        "k": plan.ks,
+        "width": plan.d,
+        "method": _method(case),
+        "timed": f"{timed}, on {replica.device} in {str(replica.dtype).removeprefix('torch.')}",
+        "peak_bytes": _peak(case, len(prepared.calls))
+        + converted_block(prepared.model, prepared.blocks, settings.torch_dtype)
+        + kept_bytes(settings, case.recording, case.total),
+        "warnings": warnings,
+    }
 
 
-def _states_seconds(replica: Replica, recording: Recording, sample: Sample, settings: Settings) -> float:
-    """Return the seconds of a measure that is read off the states of a recorded call."""
-    norm = recording.final_norm
-    B, n, _ = recording.calls[0].x.shape
-    how = ([range(n)] * B, sample.attributes["window"], settings)
-    seconds, _ = _timed_again(lambda: measure_states(replica, recording, norm and norm[1], *how))
+def _coupling(case: _Case) -> float:
+    """Return the seconds of all blocks at all rows, from one block at up to `ROWS` of them.
+
+    On a CPU, small Jacobians are decomposed one on each core, so a brief block is timed again among as many.
+    """
+    jacobians, plan = case.jacobians, case.plan
+    rows = case.rows.subset(slice(0, case.timed))
+    repeats = max(1, case.timed // len(rows))
+    rest = [choice for choice in plan.extras if choice not in ("products", "directions")]
+    halves = HalfJacobians(jacobians)
+
+    def measure(calls: Sequence[BlockCall]) -> Layer:
+        blocks = [[(call, rows)] * repeats for call in calls]
+        layers = layers_of(jacobians, blocks, plan)
+        pairs(layers, plan.ks, plan.extras, [layers[0].triplets] * plan.of_row)
+        measure_blocks(layers, blocks, rest, None, plan.memory // 2, halves, min(plan.ks))
+        return layers[0]
+
+    first, *others = _from_the_middle(case.recording)
+    calls = [first]
+    once, layer = _timed(lambda: measure(calls))
+    if once < BRIEF:
+        on_cores = plan.kept == "device" and jacobians.replica.device.type == "cpu"
+        calls = others[: torch.get_num_threads() if on_cores else 1] or calls
+        once, layer = _timed(lambda: measure(calls))
+    groups = case.total / (repeats * len(rows))
+    every = _timed(lambda: measure(calls))[0] if groups > 1 else once
+    seconds = plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
+    if "products" in plan.extras:  # decomposed at a few depths
+        multiply, _ = _timed_again(lambda: Chain().multiply(layer.jacobian()))
+        whole, _ = _timed_again(lambda: block_products.of_matrices([layer.jacobian()], 1))
+        decompositions = 2 * len(block_products.depths(plan.L, plan.d)) - 1
+        seconds += groups * ((2 * plan.L - 1) * multiply + decompositions * max(0.0, whole - multiply))
+    head = heads([(case.recording, rows)] * repeats) if "directions" in plan.extras else None
+    if head is not None:  # random directions are taken once, not for each block
+        words, _ = _timed_again(lambda: measure_directions(head, [layer.triplets], plan.memory // 2))
+        seconds += groups * words * (plan.L * 2 * DIRECTIONS + RANDOM) / (2 * DIRECTIONS + RANDOM)
     return seconds
 
 
-def _coupling(case: _Case) -> dict[str, float]:
-    """Return the seconds of the Jacobians, their singular vectors and the pairs of all blocks."""
-    recording, plan = case.recording, case.plan
-    calls = measured_calls(recording)
-    R, L = min(case.together, ROWS), plan.of_row
-    row = case.rows.subset(slice(0, 1))
-    middle, other = _middle(calls)
-
-    def form(call: BlockCall) -> Any:
-        selections = [(call, row)] * R
-        return case.jacobians(selections) if plan.forms else matrix_free_layer(case.jacobians, selections, plan)
-
-    once, formed = _timed_after_warm_up(form, middle, other)
-    every = once
-    if case.total_rows > R:  # without what is done once per block
-        every, formed = _timed(lambda: form(middle if once >= BRIEF else other))
-    factor = case.total_rows / R
-    seconds = L * (max(0.0, once - every) + factor * every)
-    if not plan.forms:
-        layer, stages = formed, {"singular vectors": seconds}
-    else:
-        stages = {"Jacobians": seconds}
-        J = torch.cat([J for J, _ in formed])
-        parallel = min(L, torch.get_num_threads()) if plan.kept == "device" and J.device.type == "cpu" else 1
-        seconds, (triplets, *_) = _timed_again(
-            lambda: triplets_of_jacobians([J] * parallel, plan, case.jacobians.advance)
-        )
-        stages["singular vectors"] = L * factor * seconds / parallel
-
-        def product(V: Tensor) -> Tensor:
-            if plan.passes == 1:
-                return J @ V
-            return case.jacobians.sketch([(middle, row)] * R).operator.apply(V)
-
-        layer = Layer(triplets, product, moments(J, triplets.S[:, 0]), [], [True] * len(J), lambda: J)
-    bases = [layer.triplets] * L
-    seconds, _ = _timed_again(lambda: pairs([layer], plan.ks, plan.extras, bases))
-    stages["pairs"] = L * factor * seconds
-    selections = [(middle, row)] * R
-    timed = seconds_of_blocks(case.jacobians, recording, selections, layer, plan, _timed_again)
-    return stages | {choice: factor * seconds for choice, seconds in timed.items()}
-
-
-def _tokenwise(case: _Case) -> dict[str, float]:
-    """Return the seconds of the couplings across tokens, from one block in its own basis."""
-    settings, recording = case.settings, case.recording
-    L, n = len(recording.calls), case.sample.length
-    tokens, basis_layers = settings.pair_positions(range(n)), settings.basis_layers(L)
-    if not basis_layers:
-        return {}
-    few, middle = tokens[: max(2, min(3, len(tokens)))], L // 2 + 1
-    selected = [Selected(recording, 0, few)]
-    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {middle: middle}, case.plan))
-    steps = tokenwise_steps(len(tokens), basis_layers) / tokenwise_steps(len(few), {middle: middle})
-    return {"tokenwise": case.samples * steps * seconds}
+def _tokenwise(case: _Case) -> float:
+    """Return the seconds of a sample's couplings across tokens, from one block in its own basis."""
+    tokens = case.settings.pair_positions(range(case.sample.length))
+    few, at = tokens[:3], len(case.recording.calls) // 2 + 1
+    steps = tokenwise_steps(len(tokens), case.settings.basis_layers(len(case.recording.calls)))
+    selected = [Selected(case.recording, 0, few)]
+    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {at: at}, case.plan))
+    return seconds * steps / tokenwise_steps(len(few), {at: at})
 
 
 def _method(case: _Case) -> str:
@@ -347,19 +294,10 @@ def _peak(case: _Case, calls: int) -> int:
     )
 
 
-def _timed_text(case: _Case | None, jacobians: Jacobians) -> str:
-    device, dtype = jacobians.replica.device, str(jacobians.replica.dtype).removeprefix("torch.")
-    if case is None or not case.settings.forms_jacobians:
-        return f"one forward pass, on {device} in {dtype}"
-    name = _middle(measured_calls(case.recording))[0].name
-    rows = min(case.together, ROWS)
-    return f"one forward pass, and {name} at {rows} token{'s' if rows > 1 else ''}, on {device} in {dtype}"
-
-
-def _middle(calls: Sequence[BlockCall]) -> tuple[BlockCall, BlockCall]:
-    """Return the block to time, and another one, if there is one."""
-    at = (len(calls) - 1) // 2
-    return calls[at], calls[max(0, at - 1)] if at else calls[-1]
+def _from_the_middle(recording: Recording) -> list[BlockCall]:
+    """Return the measured calls, those from the middle on before the others."""
+    calls = measured_calls(recording)
+    return [*calls[(len(calls) - 1) // 2 :], *calls[: (len(calls) - 1) // 2]]
 
 
 def _deepened(recording: Recording, depth: int) -> Recording:
@@ -388,9 +326,3 @@ def _timed_again(function: Callable[[], T]) -> tuple[float, T]:
     """Time a function; a brief one again, as libraries start up in the first call."""
     seconds, result = _timed(function)
     return _timed(function) if seconds < BRIEF else (seconds, result)
-
-
-def _timed_after_warm_up(function: Callable[[BlockCall], T], call: BlockCall, other: BlockCall) -> tuple[float, T]:
-    """Time a function of a block; if it is brief, of another block, which has not been checked either."""
-    seconds, result = _timed(lambda: function(call))
-    return _timed(lambda: function(other)) if seconds < BRIEF else (seconds, result)

@@ -21,8 +21,8 @@ from tracker.common.text import size
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
+from tracker.measures.coupling import Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, NORMED, OURS, WITH_NORM, Measure
-from tracker.measures.null_levels import Moments, declared_parts, moments
 from tracker.measures.plan import SQUARES, Plan
 from tracker.measures.settings import Settings
 

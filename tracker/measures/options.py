@@ -8,13 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from numbers import Integral
 from textwrap import fill
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 from tracker.common.errors import UsageError
-from tracker.common.values import TOKEN_CHOICES, Derivative, Dtype, FinalNorm, Method, Precision, whole_numbers
-from tracker.measures.settings import MEASURES, OPTIONS, USUAL, Options, Settings, choices, everything, expensive
+from tracker.common.values import ValueTypeError
+from tracker.measures.settings import MEASURES, OPTIONS, Options, Settings, choices, everything, expensive
 
 
 def refusal(measures: Sequence[Any]) -> str:
@@ -36,13 +35,6 @@ def refusal(measures: Sequence[Any]) -> str:
     )
 
 
-LITERALS = {
-    "final_norm": FinalNorm,
-    "svd": Method,
-    "dtype": Dtype,
-    "precision": Precision,
-    "derivative": Derivative,
-}
 F = TypeVar("F", bound=Callable[..., Any])
 ABSENT: Mapping[str, Any] = {}
 
@@ -77,10 +69,13 @@ class Keyword(NamedTuple):
     doc: str
 
 
-KEYWORDS = {
-    name: Keyword(getattr(of, "__forward_arg__", of), OPTIONS[name].default, OPTIONS[name].metadata["doc"])
-    for name, of in Options.__annotations__.items()
-}
+def _keyword(name: str) -> Keyword:
+    option = OPTIONS[name]
+    of = Options.__annotations__.get(name, option.type)
+    return Keyword(getattr(of, "__forward_arg__", of), option.default, option.metadata["doc"])
+
+
+KEYWORDS = {name: _keyword(name) for name in OPTIONS}
 
 
 def accepts_options(function: F, keywords: Mapping[str, Keyword] = KEYWORDS) -> F:
@@ -117,6 +112,11 @@ def add_flags(parser: Any, defaults: Mapping[str, Any] = ABSENT, renamed: Mappin
         parser.add_argument(f"--{flag}", type=option.metadata["type"], default=default, help=option.metadata["doc"])
 
 
+def in_group(title: str) -> list[str]:
+    """Return the names of the options in a group of flags."""
+    return [name for name, option in OPTIONS.items() if option.metadata["group"] == title]
+
+
 def given_options(parsed: Mapping[str, Any], renamed: Mapping[str, str] = ABSENT) -> dict[str, Any]:
     """Return the measurement options among the values that a parser read, without those left out."""
     values = {name: parsed.get(renamed.get(name, name)) for name in OPTIONS}
@@ -129,55 +129,22 @@ def _canonical(name: str, value: Any) -> Any:
     Raises:
         UsageError: if it is not of the option's type.
     """
-    if name in LITERALS:
-        short = str(value).removeprefix("torch.")
-        if short not in get_args(LITERALS[name]):
-            prefix = "torch." if name == "dtype" else ""
-            allowed = ", ".join(prefix + choice for choice in get_args(LITERALS[name]))
-            raise UsageError(f"{name}={value!r}; choose from {allowed}")
-        return short
-    if value is None and OPTIONS[name].default is None:
-        return None
+    option = OPTIONS[name]
+    if value is None and (option.default is None or name == "measures"):
+        return option.default
     if name == "measures":
-        if value is None:
-            return USUAL
-        value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-        several = isinstance(value, Iterable) and not isinstance(value, bytes)
-        names = tuple(map(str, value)) if several else (str(value),)
-        if not names or set(names) - {*MEASURES, "all"}:
-            pass
-
-            raise UsageError(refusal(names))
-        return names
-    if name == "pair_layers":
-        return _layer_pairs(value)
-    numbers = tuple(whole_numbers(value))
-    if name == "k":
-        if not numbers:
-            raise UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's width")
-        return numbers
-    if name == "tokens":
-        if not numbers and not (isinstance(value, str) and value in TOKEN_CHOICES):
-            raise UsageError(f"tokens={value!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
-        return value if isinstance(value, str) else numbers
-    if name == "pair_tokens":
-        if not numbers or (isinstance(value, Integral) and value < 2):
-            raise UsageError(f"pair_tokens={value!r}; give a number of tokens, at least 2, or a list of positions")
-        return numbers[0] if isinstance(value, Integral) else numbers
-    if not numbers or not isinstance(value, Integral):
-        allowed = "a whole number of bytes" if name == "memory_budget" else "an odd number of states, at least 3"
-        raise UsageError(f"{name}={value!r}; give {allowed}")
-    return int(value)
+        return _measures(value)
+    try:
+        converted = option.metadata["type"](value)
+    except ValueTypeError as error:
+        raise UsageError(f"{name}={error}") from None
+    return tuple(converted) if isinstance(converted, list) else converted
 
 
-def _layer_pairs(value: Any) -> int | tuple[tuple[int, int], ...]:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    several = value if isinstance(value, Sequence) and not isinstance(value, str) else ()
-    pairs = [tuple(whole_numbers(pair)) for pair in several]
-    if not pairs or any(len(pair) != 2 for pair in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
-        raise UsageError(
-            f"pair_layers={value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of "
-            "pairs (l, l') of blocks counted from 1, each l once"
-        )
-    return tuple((l, other) for l, other in pairs)
+def _measures(value: Any) -> tuple[str, ...]:
+    value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    several = isinstance(value, Iterable) and not isinstance(value, bytes)
+    names = tuple(map(str, value)) if several else (str(value),)
+    if not names or set(names) - {*MEASURES, "all"}:
+        raise UsageError(refusal(names))
+    return names

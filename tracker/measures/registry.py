@@ -7,24 +7,23 @@ of a Dataset, the counts of undefined values, the curves, the names of metrics, 
 choices of `measures=`.
 
 To add a variable that is read off the states, write its formula and an entry of `DECLARED` in `trajectory`; one of each
-block's Jacobian, in `normality` or a file like it that `of_blocks` collects. To add a definition of mis-coupling, add it to
+block's Jacobian, in `single_blocks`. To add a definition of mis-coupling, add it to
 `coupling.DEFINITIONS`.
 
 The headline numbers are what a training run logs by default, W&B shows by default and the saved workspace begins with. Each
-is the name of a metric of `statistics.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
+is the name of a metric of `curves.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
 are left out. Walks and replays log also what the saved workspace draws, and each logs all metrics with `log="all"`.
 """
 
 from collections.abc import Mapping
 
 from tracker.measures import (
+    block_halves,
+    block_products,
     coupling,
-    depth_use,
     directions,
-    halves,
     layers,
-    of_blocks,
-    products,
+    single_blocks,
     states,
     tokenwise,
     trajectory,
@@ -62,11 +61,11 @@ MEASURES: tuple[Measure, ...] = (
     *tokenwise.DECLARED,
     *layers.DECLARED,
     *layers.DECLARED_KEPT,
-    *depth_use.DECLARED_OF_STATES,
-    *of_blocks.DECLARED,
-    *products.DECLARED,
+    *trajectory.DECLARED_USE,
+    *single_blocks.DECLARED,
+    *block_products.DECLARED,
     *directions.DECLARED,
-    *halves.DECLARED,
+    *block_halves.DECLARED,
     *trajectory.DECLARED,
     *states.DECLARED,
 )
@@ -76,23 +75,28 @@ DIMS = {measure.name: measure.dims for measure in MEASURES}
 MEAN_OFFDIAG = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
 MEAN_OFFDIAG_NULL = "coupling/mean_offdiag_null"
 BELOW_NULL = "coupling/null_minus_miscoupling"
-LSS = "trajectory/lss/median"
+LSS = BY_NAME["lss"].point(statistic="median")
 UNDEFINED_COUNT = "coupling/undefined"
+
+_NORMALIZED, _K = BY_NAME["offdiag_normalized"], "{k}"
 
 HEADLINES: Mapping[str, str] = {
     MEAN_OFFDIAG: "mis-coupling of two blocks, mean over l ≠ l′",
     MEAN_OFFDIAG_NULL: "its null level",
     BELOW_NULL: "null level minus mis-coupling: larger is stronger coupling",
-    "coupling/miscoupling/k{k}/mean_adjacent": "mis-coupling of adjacent blocks",
-    "coupling/offdiag_normalized/k{k}/mean_offdiag": "off-diagonal, normalized (paper, eq. 14), mean over l ≠ l′",
-    "coupling/offdiag_normalized_null/k{k}/mean_offdiag": "its null level",
+    BY_NAME["miscoupling"].point(k=_K, pairs="mean_adjacent"): "mis-coupling of adjacent blocks",
+    _NORMALIZED.point(k=_K, pairs="mean_offdiag"): "off-diagonal, normalized (paper, eq. 14), mean over l ≠ l′",
+    _NORMALIZED.point("_null", k=_K, pairs="mean_offdiag"): "its null level",
     LSS: "line-shape score, median",
-    "trajectory/expodistance/median": "expodistance, median",
-    "trajectory/alpha_mean/median": "mean growth rate α, median",
-    "trajectory/update_ratio/median": "update ratio, median",
-    "trajectory/entropy/median": "entropy of the next token, nats, median",
-    "trajectory/noise_similarity/10pct": "cosine to the states without noise, noise of 10 %",
-    **{f"tokens/{kind}/offdiag_normalized/k{{k}}": f"off-diagonal, normalized, {text}" for kind, text in KINDS.items()},
+    BY_NAME["expodistance"].point(statistic="median"): "expodistance, median",
+    BY_NAME["alpha_mean"].point(statistic="median"): "mean growth rate α, median",
+    BY_NAME["update_ratio"].point(statistic="median"): "update ratio, median",
+    BY_NAME["entropy"].point(statistic="median"): "entropy of the next token, nats, median",
+    BY_NAME["noise_similarity"].point(noise=0.1): "cosine to the states without noise, noise of 10 %",
+    **{
+        BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"off-diagonal, normalized, {text}"
+        for kind, text in KINDS.items()
+    },
     UNDEFINED_COUNT: "number of undefined values, where there are any",
 }
 
@@ -100,3 +104,13 @@ HEADLINES: Mapping[str, str] = {
 def headline_names(k: int) -> tuple[str, ...]:
     """Return the names of the headline numbers, for the smallest K measured."""
     return tuple(name.format(k=k) for name in HEADLINES)
+
+
+def panel_metrics(measure: Measure, k: int = 0) -> list[str]:
+    """Return the metrics that the panel of a measure shows: with its null level for one K, or over all positions."""
+    if measure.null:
+        labels = {"k": k} | ({"pairs": "mean_offdiag"} if measure.curve == "pairs" else {})
+        return [measure.point(part, **labels) for part in ("", "_null")]
+    if measure.curve == "last mean":
+        return [measure.point(noise=level) for level in states.NOISE]
+    return [measure.point(statistic=statistic) for statistic in ("median", "q25", "q75")]

@@ -1,7 +1,8 @@
-"""The options of a measurement and the choices of `measures=`: each one's name, type, default and documentation, declared once.
+"""The options of a measurement and the choices of `measures=`: each is declared once.
 
-`tracker.measure`, `CouplingCallback`, `python -m tracker.pythia` and `python -m vit.train` take their measurement options,
-signatures, documentation and flags from `Settings`. Nothing heavy is imported here, so that `--help` is quick.
+`tracker.measure`, the callbacks, `python -m tracker.pythia` and `python -m vit.train` take their measurement options, signatures,
+documentation, flags and forms of values from the fields of `Settings`. Static type checkers alone need `Options` as well.
+Nothing heavy is imported here, so that `--help` is quick.
 """
 
 from collections.abc import Collection, Sequence
@@ -107,9 +108,15 @@ LEAST_MEMORY_BUDGET = 1000  # bytes; who gives fewer means another unit
 USUAL, MEASURES = defaults(), choices()
 
 
-def _option(default: Any, type: ValueType, doc: str) -> Any:
-    """Declare an option: the default, the type of its flag, and the documentation of keyword and flag."""
-    return field(default=default, metadata={"type": type, "doc": doc})
+def _option(default: Any, type: ValueType, doc: str, group: str = "measurement") -> Any:
+    """Declare an option.
+
+    Args:
+        type: converts what callers and command lines give.
+        doc: documentation of the keyword and help of the flag.
+        group: the title above the flag in the help of a walk (`walk.command.GROUPS`).
+    """
+    return field(default=default, metadata={"type": type, "doc": doc, "group": group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +131,7 @@ class Settings:
         values.INTEGERS,
         "number of top singular vectors, one or several. Default: those of 10, 30, 50 not above the width d, or d // 2 if "
         "none is.",
+        group="most used",
     )
     tokens: str | tuple[int, ...] | None = _option(
         None,
@@ -150,7 +158,7 @@ class Settings:
     )
     dtype: Dtype = _option(
         "float32",
-        values.choice(Dtype),
+        values.choice(Dtype, prefix="torch."),
         "precision of the measurement, float32 or float64 (in Python also torch.float32 and torch.float64), whatever the "
         "weights are stored in.",
     )
@@ -169,9 +177,10 @@ class Settings:
     memory_budget: int = _option(
         MEMORY_BUDGET,
         values.BYTE_SIZE,
-        "bytes to use in addition to the weights, half of them for Jacobians; on a command line, a size such as 3GB. A smaller "
+        "bytes to use in addition to the weights, half of them for Jacobians: a number or a size such as 3GB. A smaller "
         "budget means smaller chunks, and results that are equal to rounding. Default: 4 GiB; in a walk over checkpoints a "
         "quarter of the machine's memory, or half of the GPU's, or less where that lets the weights stay on the GPU.",
+        group="machine",
     )
     measures: tuple[str, ...] = _option(
         USUAL,
@@ -179,6 +188,7 @@ class Settings:
         f"any of: {'; '.join(f'{one.name} ({one.text})' for one in CHOICES)}; all means all of them but "
         f"{', '.join(expensive())}, which cost more than coupling itself and are added by name "
         f"({','.join(everything())}). Default: {', '.join(USUAL)}.",
+        group="most used",
     )
     window: int | None = _option(
         None,
@@ -203,8 +213,6 @@ class Settings:
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":
             raise UsageError(f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out")
-        if self.memory_budget < 1:
-            raise UsageError(f"memory_budget={self.memory_budget!r}; give a whole number of bytes")
         if self.memory_budget < LEAST_MEMORY_BUDGET:
             raise UsageError(
                 f"memory_budget={self.memory_budget}, which is in bytes, at least {LEAST_MEMORY_BUDGET}; for 10 GB, give "
@@ -316,7 +324,7 @@ class Settings:
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `Settings`, with every form in which callers may give them; for static type checkers."""
+    """The keywords of `Settings`, with the forms in which callers may give them: static type checkers need them as text."""
 
     k: int | Sequence[int] | None
     tokens: str | Sequence[int] | None
@@ -325,7 +333,7 @@ class Options(TypedDict, total=False):
     dtype: "torch.dtype | Literal['float32', 'float64']"
     precision: Precision
     derivative: Derivative
-    memory_budget: int
+    memory_budget: int | str
     measures: str | Sequence[str] | None
     window: int | None
     pair_tokens: int | Sequence[int]

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
-from tracker.measures import depth_use, trajectory
+from tracker.measures import trajectory
 from tracker.measures.declaration import MINOR, STATE, Measure
 from tracker.measures.settings import Settings
 
@@ -26,7 +25,7 @@ NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, rel
 
 OF_STATES = ("trajectory", "entropy", "pca", "noise")  # measures
 
-STATES = (*trajectory.DECLARED, *depth_use.DECLARED_OF_STATES)  # variables that are read off the states alone
+STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)  # variables that are read off the states alone
 DECLARED = (
     Measure(
         "entropy",
@@ -141,9 +140,9 @@ def measure_states(
         parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
         samples: list[dict[str, np.ndarray]] = []
         for b in range(0, len(valid), size := max(1, together // n)):
-            some = slice(b, min(b + size, len(valid)))
-            read = [_evaluate(requested, some, part) for part in parts]
-            samples += [_join([part[i] for part in read], valid[b + i], n) for i in range(some.stop - b)]
+            samples_at_once = slice(b, min(b + size, len(valid)))
+            read = [_evaluate(requested, samples_at_once, part) for part in parts]
+            samples += [_join([part[i] for part in read], valid[b + i], n) for i in range(samples_at_once.stop - b)]
         return samples
 
 
@@ -209,10 +208,10 @@ def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str
     return values
 
 
-def _evaluate(measures: Sequence[StateMeasure], some: slice, part: slice) -> list[dict[str, np.ndarray]]:
+def _evaluate(measures: Sequence[StateMeasure], samples: slice, part: slice) -> list[dict[str, np.ndarray]]:
     """Return the values of each of some samples; those of all are copied to the host at once."""
-    values = {name: value for measure in measures for name, value in measure(some, part).items()}
-    size = some.stop - some.start
+    values = {name: value for measure in measures for name, value in measure(samples, part).items()}
+    size = samples.stop - samples.start
     split = {name: np.split(array, size, _axis(name)) for name, array in to_arrays(values).items()}
     return [{name: arrays[i] for name, arrays in split.items()} for i in range(size)]
 

@@ -34,11 +34,10 @@ from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
-from tracker.measures.coupling import DEFINITIONS, OF_PAIRS
+from tracker.measures.coupling import DEFINITIONS, OF_PAIRS, Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
-from tracker.measures.depthwise import of_null_levels, pairs
+from tracker.measures.depthwise import pairs, parts_of_null_levels
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
-from tracker.measures.null_levels import Moments, declared_parts, moments
 from tracker.measures.plan import Plan
 
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
@@ -140,7 +139,7 @@ def tokenwise_couplings(
     Args:
         basis_layers: block l -> basis block l', from 1.
     """
-    found: dict[int, dict[str, np.ndarray]] = {}
+    by_row: dict[int, dict[str, np.ndarray]] = {}
     for T in {len(one.tokens) for one in selected}:
         alike = [i for i, one in enumerate(selected) if len(one.tokens) == T]
         size = plan.samples(links_of(T))
@@ -148,8 +147,8 @@ def tokenwise_couplings(
             group = alike[start : start + size]
             samples = [selected[i] for i in group]
             values = _couplings(jacobians, samples, basis_layers, plan)
-            found |= dict(zip(group, values, strict=True))
-    return [found[i] for i in range(len(selected))]
+            by_row |= dict(zip(group, values, strict=True))
+    return [by_row[i] for i in range(len(selected))]
 
 
 def links_of(T: int) -> int:
@@ -209,8 +208,8 @@ def _couplings(
 
 def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
-    found = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
-    return found | {f"{{}}_{name}": value for name, value in of_null_levels(layers, ks).items()}
+    values = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
+    return values | {f"{{}}_{name}": value for name, value in parts_of_null_levels(layers, ks).items()}
 
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
@@ -278,7 +277,7 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
 
 def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
     """Return J V for Jacobians in several tensors."""
-    return torch.cat([J @ some for J, some in zip(Js, V.split([len(J) for J in Js]), strict=True)])
+    return torch.cat([J @ columns for J, columns in zip(Js, V.split([len(J) for J in Js]), strict=True)])
 
 
 def _recomputed_layers(
@@ -296,11 +295,11 @@ def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> l
     """Return the rows of links that all have t1 = t2, or all t1 != t2: for each recording, those of one link after another."""
     selections = []
     for _, of_recording in groupby(samples, lambda one: id(one.recording)):
-        some = list(of_recording)
-        rows = [(one.sample, one.tokens[i], one.tokens[j]) for i, j in links for one in some]
+        selected = list(of_recording)
+        rows = [(one.sample, one.tokens[i], one.tokens[j]) for i, j in links for one in selected]
         sample, source, token = torch.tensor(rows).unbind(1)
         same = links[0][0] == links[0][1]
-        selections.append((some[0].recording.calls[l - 1], Rows(sample, token, None if same else source)))
+        selections.append((selected[0].recording.calls[l - 1], Rows(sample, token, None if same else source)))
     return selections
 
 
@@ -316,12 +315,12 @@ def _assemble(
 ) -> list[dict[str, np.ndarray]]:
     """Return the values of all blocks by variable name, for each sample."""
     by_layer: dict[str, dict[int, Tensor]] = {}
-    for (l, kind, _), some in parts.items():
-        order = [link for chosen, _ in some for link in chosen]
+    for (l, kind, _), chunks in parts.items():
+        order = [link for chosen, _ in chunks for link in chosen]
         index = torch.tensor([order.index(link) for link in kinds[kind]])
-        for name in some[0][1]:
+        for name in chunks[0][1]:
             axis = 1 + [dim for dim in DIMS[name.format(kind)] if dim != "layer"].index("pair_token")
-            values = torch.cat([values[name] for _, values in some], axis)
+            values = torch.cat([values[name] for _, values in chunks], axis)
             by_layer.setdefault(name.format(kind), {})[l] = values.index_select(axis, index.to(values.device))
     arrays = to_arrays(
         {name: _stack_layers(values, 1 + DIMS[name].index("layer"), L) for name, values in by_layer.items()}

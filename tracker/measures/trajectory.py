@@ -7,6 +7,11 @@
     update ratio  |x^l - x^{l-1}| / |x^{l-1}|, for each block l = 1..L
 
 States come as X (depth, n, d), depth 0..L. Windowed forms (Figs 27-29) take the w states around each layer, w odd.
+How much each block turns the state, with f = x^l - x^{l-1}, of each position:
+
+    block influence     1 - cos(x^{l-1}, x^l)                            ShortGPT, Men et al. 2024
+    update cosine       cos(f, x^{l-1})                                  1, the state grows; 0, it turns; -1, it shrinks
+
 Two further measures: the entropy of the prediction from each state, and the states in the principal plane of the last ones:
 
     entropy       - sum_v p_v ln p_v,  p = softmax(M norm(x^l)), M the unembedding       in nats, Fig. 26
@@ -24,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.measures.declaration import BLOCK, NORMED, OURS, POSITION, STATE, Measure
+from tracker.measures.declaration import BLOCK, JACOBIANS, NORMED, OURS, POSITION, STATE, Measure
 
 States = Float[Tensor, "depth n d"]
 
@@ -137,6 +142,20 @@ def _squared_variation(values: Tensor, zero: float) -> Tensor:
     if values.shape[-1] < 2:
         return torch.full_like(mean, torch.nan)
     return values.var(-1, correction=0) / torch.where(mean.abs() > zero, mean, torch.nan) ** 2
+
+
+def block_influence(X: States) -> Float[Tensor, "L n"]:
+    """Return 1 - cos(x^{l-1}, x^l), as |u - v|^2 / 2 of the unit vectors u and v: near 0 the cosine rounds."""
+    norm = norms(X)[..., None]
+    units = X / torch.where(norm > 0, norm, torch.nan)
+    return (steps(units) ** 2).sum(-1) / 2
+
+
+def update_cosine(X: States) -> Float[Tensor, "L n"]:
+    """Return cos(x^l - x^{l-1}, x^{l-1})."""
+    f, x = steps(X), X[:-1]
+    product = norms(f) * norms(x)
+    return (f * x).sum(-1) / torch.where(product > 0, product, torch.nan)
 
 
 def _around_each_layer(per_step: Tensor, width: int, reduce) -> Float[Tensor, "L n"]:
@@ -305,5 +324,39 @@ DECLARED = (
         dashboard="Trajectory",
         charts=("depth",),
         axis="logarithmic",
+    ),
+)
+_OF_USE: dict[str, Any] = {
+    "curve": "quartiles",
+    "counted": True,
+    "logged": ("",),
+    "dashboard": JACOBIANS,
+    "charts": ("depth", "table"),
+}
+DECLARED_USE = (
+    Measure(
+        "block_influence",
+        BLOCK,
+        "block influence",
+        option="depth_use",
+        compute=block_influence,
+        formula="1 − cos(xˡ⁻¹, xˡ)",
+        reference="Men et al. (2024)",
+        text="How much a block turns the state: 0 if it keeps its direction. ShortGPT removes the blocks with the least.",
+        metric="trajectory/block_influence",
+        axis="logarithmic",
+        **_OF_USE,
+    ),
+    Measure(
+        "update_cosine",
+        BLOCK,
+        "cosine of the update to the state",
+        option="depth_use",
+        compute=update_cosine,
+        formula="cos(f, xˡ⁻¹), f = xˡ − xˡ⁻¹",
+        reference=OURS,
+        text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
+        metric="trajectory/update_cosine",
+        **_OF_USE,
     ),
 )

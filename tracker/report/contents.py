@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.frame import jsonable
+from tracker.analysis.across_models import jsonable
+from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset, pairs_of_blocks
-from tracker.analysis.statistics import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.variables import PAIRS
 from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
@@ -46,7 +46,7 @@ class Reader:
             ValueError: if a unit is damaged, or the units make no curve.
         """
         from tracker.analysis.reduction import reduced
-        from tracker.store.results import Store, join, require_steps
+        from tracker.store import Store, join, require_steps
 
         store = Store(directory)
         # Taken before reading: a unit that is replaced meanwhile is read again next time.
@@ -117,21 +117,21 @@ def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
 
 def _quantised(values: np.ndarray, bits: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     flat = values.reshape(int(np.prod(values.shape[:parts])), -1)
-    there = np.isfinite(flat)
-    low = np.where(there, flat, np.inf).min(1, initial=np.inf)
-    high = np.where(there, flat, -np.inf).max(1, initial=-np.inf)
+    finite = np.isfinite(flat)
+    low = np.where(finite, flat, np.inf).min(1, initial=np.inf)
+    high = np.where(finite, flat, -np.inf).max(1, initial=-np.inf)
     low = np.where(np.isfinite(low), low, 0).astype("<f4")
     # float32 may round below the largest value: the span is a shade wider, so that no value is cut off.
     span = (np.maximum(np.where(np.isfinite(high), high, 0) - low, 0) * (1 + 1e-6)).astype("<f4")
     scale = np.where(span > 0, (2**bits - 2) / np.where(span > 0, span, 1).astype(float), 0)
-    codes = np.clip(np.round((np.where(there, flat, 0) - low[:, None]) * scale[:, None]), 0, 2**bits - 2)
-    return np.where(there, codes, 2**bits - 1).astype(f"<u{bits // 8}"), low, span
+    codes = np.clip(np.round((np.where(finite, flat, 0) - low[:, None]) * scale[:, None]), 0, 2**bits - 2)
+    return np.where(finite, codes, 2**bits - 1).astype(f"<u{bits // 8}"), low, span
 
 
 def _error(values: np.ndarray, again: np.ndarray) -> float:
     flat = values.reshape(again.shape)
-    there = np.isfinite(flat) & (flat != 0)
-    return float((abs(again - flat)[there] / abs(flat[there])).max(initial=0))
+    compared = np.isfinite(flat) & (flat != 0)
+    return float((abs(again - flat)[compared] / abs(flat[compared])).max(initial=0))
 
 
 def _affordable(count: int, size: int, budget: int | None) -> np.ndarray:
@@ -153,7 +153,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
 
     Returns:
         By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
-        `statistics.curves`; matrices and other large arrays as `pack` returns them.
+        `curves.curves`; matrices and other large arrays as `pack` returns them.
     """
     ds = summarised
     names = [name for name in VARIANTS if f"{name}_matrix" in ds]

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.statistics import layers_in_words
+from tracker.analysis.curves import layers_in_words
 from tracker.figures.coupling import MEASURE
-from tracker.figures.palette import DIVERGING, SEQUENTIAL, SERIES
+from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
 from tracker.measures import registry
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, VARIANTS, Measure
 from tracker.report.contents import carried
-from tracker.store.results import Store
+from tracker.store import Store
 
 PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
 LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}
@@ -172,22 +172,22 @@ def precision_of_arrays(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Describe the precision of the page's arrays, and the steps that it leaves out for its size."""
     arrays = list(carried(models))
     errors = [array["error"] for array in arrays if array["bits"] == 16]
-    said = "Curves are the store's own numbers in float64; values by depth and prompt are float32."
+    text = "Curves are the store's own numbers in float64; values by depth and prompt are float32."
     if errors:
-        said += (
+        text += (
             " Matrices are whole numbers of 16 bits over each step's range: the largest relative error on this page is "
             f"{max(errors):.1e}."
         )
     if any(array["bits"] == 8 for array in arrays):
-        said += " |A| is 8 bits over each matrix's own range: at most 0.2 % of that range off."
+        text += " |A| is 8 bits over each matrix's own range: at most 0.2 % of that range off."
     for name, data in models.items():
         fewest = min((len(array["steps"]) for array in carried(data)), default=len(data["steps"]))
         if fewest < len(data["steps"]):
-            said += (
+            text += (
                 f" To keep the page small, it carries the largest arrays of {name} at {fewest} or more of {len(data['steps'])} "
                 "steps, evenly spaced; a chart says where it shows an earlier step than the one chosen."
             )
-    return said
+    return text
 
 
 def findings(contents: Mapping[str, Any]) -> str:
@@ -214,9 +214,9 @@ def findings(contents: Mapping[str, Any]) -> str:
     if not np.isfinite(np.array(begins["later"], float)):
         return f"Mis-coupling (K = {k}, mean over pairs of different blocks): onset of coupling {begins['words']}."
     strongest = int((null - value).argmax())
-    said = f"Coupling begins {begins['words'].partition(' (')[0]}"
-    said += f" and is strongest at step {steps[strongest]:,}: mis-coupling is {value[strongest]:.2f} there, "
-    said += f"the null level {null[strongest]:.2f}"
+    text = f"Coupling begins {begins['words'].partition(' (')[0]}"
+    text += f" and is strongest at step {steps[strongest]:,}: mis-coupling is {value[strongest]:.2f} there, "
+    text += f"the null level {null[strongest]:.2f}"
     if strongest < len(steps) - 1:
-        said += f"; at the last step, {steps[-1]:,}, they are {value[-1]:.2f} and {null[-1]:.2f}"
-    return f"{said} (K = {k}, mean over pairs of different blocks)."
+        text += f"; at the last step, {steps[-1]:,}, they are {value[-1]:.2f} and {null[-1]:.2f}"
+    return f"{text} (K = {k}, mean over pairs of different blocks)."

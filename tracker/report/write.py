@@ -13,8 +13,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.command_line import OK, reports_errors
-from tracker.common.errors import UsageError
-from tracker.common.extras import require
+from tracker.common.errors import UsageError, require
 from tracker.common.files import write_atomic
 from tracker.common.text import counted
 
@@ -67,7 +66,7 @@ def write_page(
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
     from tracker.analysis.across_models import assign_clusters
-    from tracker.store.results import distinct_names
+    from tracker.store import distinct_names
 
     names = distinct_names(directories)
     read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
@@ -83,7 +82,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     from tracker.analysis.doubts import describe_differences, doubts
     from tracker.report.contents import carried, contents
     from tracker.report.texts import findings, lacking, picture, precision_of_arrays, provenance, texts
-    from tracker.store.results import Store
+    from tracker.store import Store
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
@@ -158,7 +157,7 @@ def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -
 
 
 def _css() -> str:
-    from tracker.figures.palette import css_variables
+    from tracker.figures.drawing import css_variables
 
     themes = f":root {{ {css_variables('light')} }}\n:root[data-theme='dark'] {{ {css_variables('dark')} }}\n"
     return themes + (ASSETS / "page.css").read_text(encoding="utf-8")
@@ -227,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.store.results import distinct_names
+    from tracker.store import distinct_names
 
     if parsed.out is None and len(parsed.results) > 1:
         raise ValueError(

@@ -14,8 +14,8 @@ from tracker.blocks.find import Blocks, Named
 from tracker.loggers.protocol import Log
 from tracker.measures.options import KEYWORDS, Keyword, accepts_options
 from tracker.measures.settings import Options
+from tracker.training.probe import Forward
 from tracker.training.schedule import Schedule
-from tracker.training.target import Forward
 
 
 class RunOptions(Options, total=False):
@@ -89,14 +89,14 @@ accepts_run_options = partial(accepts_options, keywords=_declared(RunOptions) | 
 accepts_trainer_options = partial(accepts_options, keywords=OF_TRAINERS | KEYWORDS)
 
 
-def split(given: Mapping[str, Any], accepted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(keywords: Mapping[str, Any], accepted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a run, by their defaults where they are not given, and the remaining ones that were given.
 
     Args:
         accepted: the names that the caller takes; another name remains.
     """
     options = {
-        name: given[name] if name in given and name in accepted else keyword.default
+        name: keywords[name] if name in keywords and name in accepted else keyword.default
         for name, keyword in OF_TRAINERS.items()
     }
-    return options, {name: value for name, value in given.items() if name not in options or name not in accepted}
+    return options, {name: value for name, value in keywords.items() if name not in options or name not in accepted}

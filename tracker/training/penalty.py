@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tracker.blocks.find import Blocks, Named, find_blocks, unwrap
-from tracker.blocks.wrappers import innermost
+from tracker.blocks.find import Blocks, Named, find_blocks, innermost, unwrap
 from tracker.capture.global_state import checkpointing_disabled
 from tracker.capture.hidden_state import bind_arguments, describe_output, hidden_state
 from tracker.capture.inputs import batches, positions
@@ -77,22 +76,22 @@ def coupling_penalty(
         UsageError: for inputs, tokens, pairs or blocks that can't be used.
     """
     model = innermost(model)
-    found = blocks if isinstance(blocks, Blocks) else find_blocks(model, blocks)
-    if found.spans:
+    parts = blocks if isinstance(blocks, Blocks) else find_blocks(model, blocks)
+    if parts.spans:
         raise UsageError("coupling_penalty needs blocks that are modules; these are given by their boundaries")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UsageError(
             "the weights are sharded over processes (FSDP); coupling_penalty needs all of them on each process"
         )
-    chosen = _choose_pairs(pairs, len(found.names), generator)
+    chosen = _choose_pairs(pairs, len(parts.names), generator)
     layers = sorted({layer for pair in chosen for layer in pair})
     (batch, *others) = batches(model, inputs, None, None)
     assert not others  # only prompts, which need a tokenizer, have several
     with _differentiable(model):
-        calls = _record(model, found, layers, batch.arguments, batch.keywords)
+        calls = _record(model, parts, layers, batch.arguments, batch.keywords)
         x = calls[layers[0]].x
         B, n, _ = x.shape
-        rows = torch.tensor([_position(tokens, n, found, batch.valid, sample) for sample in range(B)], device=x.device)
+        rows = torch.tensor([_position(tokens, n, parts, batch.valid, sample) for sample in range(B)], device=x.device)
         v = _draw(probes, x, generator)
         jacobians = {layer: _linearize(calls[layer], rows) for layer in layers}
         return torch.stack([pair_penalty(jacobians[a], jacobians[b], v) for a, b in chosen]).mean()
@@ -145,9 +144,9 @@ def _draw(probes: int | Tensor, x: Float[Tensor, "B n d"], generator: torch.Gene
     return torch.randn(probes, B, d, generator=generator).to(x)  # on the CPU, so that every device has the same
 
 
-def _position(tokens: str | Sequence[int], n: int, found: Blocks, valid: Tensor | None, sample: int) -> int:
-    there = list(range(n)) if valid is None else valid[sample].nonzero().flatten().tolist()
-    chosen = positions(tokens, there, found.class_token)
+def _position(tokens: str | Sequence[int], n: int, parts: Blocks, valid: Tensor | None, sample: int) -> int:
+    valid_positions = list(range(n)) if valid is None else valid[sample].nonzero().flatten().tolist()
+    chosen = positions(tokens, valid_positions, parts.class_token)
     if len(chosen) != 1:
         raise UsageError(f"tokens={tokens!r} selects {len(chosen)} tokens of a sample; coupling_penalty takes one")
     return chosen[0]
@@ -210,47 +209,47 @@ class _Call:
     block: Callable[[Tensor], Tensor]
 
 
-def _record(model: nn.Module, found: Blocks, layers: Sequence[int], arguments: Any, keywords: Any) -> dict[int, _Call]:
+def _record(model: nn.Module, parts: Blocks, layers: Sequence[int], arguments: Any, keywords: Any) -> dict[int, _Call]:
     """Run the model up to the last of these layers, and return the call of each."""
     calls: dict[int, _Call] = {}
 
     def enter(layer: int, block: nn.Module, args: tuple, kwargs: dict) -> None:
         bound = bind_arguments(block, args, kwargs)
         state = next(iter(bound.arguments), "")
-        given = bound.arguments.get(state)
-        if not isinstance(given, Tensor) or given.dim() != 3:
+        received = bound.arguments.get(state)
+        if not isinstance(received, Tensor) or received.dim() != 3:
             raise UsageError(
-                f"block {found.names[layer - 1]} does not take a hidden state (batch, tokens, width) as its first argument"
+                f"block {parts.names[layer - 1]} does not take a hidden state (batch, tokens, width) as its first argument"
             )
 
         def swapped(x: Tensor) -> Tensor:
-            return x if found.batch_first else x.transpose(0, 1)
+            return x if parts.batch_first else x.transpose(0, 1)
 
         def run(x: Tensor) -> Tensor:
             again = BoundArguments(bound.signature, OrderedDict(bound.arguments) | {state: swapped(x)})
             output = block(*again.args, **again.kwargs)
             y = hidden_state(output)
-            if not isinstance(y, Tensor) or y.shape != given.shape:
+            if not isinstance(y, Tensor) or y.shape != received.shape:
                 raise UsageError(
-                    f"block {found.names[layer - 1]} takes {tuple(given.shape)} and returns {describe_output(output)}; "
+                    f"block {parts.names[layer - 1]} takes {tuple(received.shape)} and returns {describe_output(output)}; "
                     "coupling_penalty needs blocks that return one hidden state of the same shape"
                 )
             return swapped(y)
 
-        calls[layer] = _Call(swapped(given), run)
+        calls[layer] = _Call(swapped(received), run)
         if layer == layers[-1]:
             raise StopForward(None)
 
     with ExitStack() as hooks:
         for layer in layers:
             hook = partial(enter, layer)
-            block = unwrap(model).get_submodule(found.names[layer - 1])
+            block = unwrap(model).get_submodule(parts.names[layer - 1])
             hooks.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         try:
             model(*arguments, **keywords)
         except StopForward:
             pass
-    missing = [found.names[layer - 1] for layer in layers if layer not in calls]
+    missing = [parts.names[layer - 1] for layer in layers if layer not in calls]
     if missing:
         raise UsageError(f"the forward pass did not reach {', '.join(missing)}")
     return calls

@@ -1,4 +1,5 @@
-"""The probe of a training run: one fixed batch that is measured at every chosen step.
+"""The probe of a training run, one fixed batch that is measured at every chosen step, and its target, the part of the training
+module that runs on a batch by itself.
 
 The probe is a copy on the CPU of the type that the loader yields. It is taken apart at tuples, lists, dictionaries and records. A
 record is a dataclass, a mapping, an object with `.to`, which Lightning moves to a device, or an object that holds tensors or
@@ -11,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
@@ -21,12 +22,88 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tracker.blocks.boundaries import Boundary
+from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, names_by_id, unwrap
 from tracker.capture.guard import SCALARS, is_data
 from tracker.capture.inputs import Batch, batches, check_tokenizer
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import LIGHTNING, UsageError, warn_caller
 from tracker.provenance import digest
-from tracker.training.target import Forward, WithForward
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The measured part of a training module, by name, so that it is also found in an averaged copy of the module."""
+
+    part: str  # qualified name within the training module without wrappers
+    forward: Forward | None
+    blocks: Blocks  # of `model(module)`
+
+    def model(self, module: nn.Module) -> nn.Module:
+        """Return the part of the training module, or of a copy of it, that is run."""
+        part = unwrap(module).get_submodule(self.part)
+        return part if self.forward is None else WithForward(part, self.forward)
+
+
+class WithForward(nn.Module):
+    """A module that a user's function runs on a whole batch: `function(module, batch)`."""
+
+    def __init__(self, module: nn.Module, function: Forward):
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, rebuild: Callable[[Sequence[Tensor]], Any], *tensors: Tensor) -> Any:
+        """Rebuild the batch and run the function."""
+        return self.function(self.module, rebuild(tensors))
+
+
+def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forward | None) -> Target:
+    """Find the part to run: the whole module if `forward` is given; else the Hugging Face model that contains the blocks,
+    the module itself if it defines a forward, or its child that contains the blocks.
+
+    Args:
+        blocks: as in `find_blocks`, with names as they are in the module.
+
+    Raises:
+        UsageError: if no blocks are found, or no part that contains them has a forward.
+    """
+    whole, module = find_blocks(module, blocks), unwrap(module)
+    boundaries = [boundary for span in (*whole.spans, whole.fixed) for boundary in span]
+    names = [boundary.module for boundary in boundaries] or whole.names
+    named = None if blocks is None else [module.get_submodule(name) for name in names]
+    part = ""
+    owner = huggingface_owner(module, names[0])
+    if forward is None and owner is not None:
+        part = next(name for name, other in module.named_modules() if other is owner)
+    elif forward is None and not _runs(module):
+        part = names[0].partition(".")[0]
+        if not _runs(module.get_submodule(part)):
+            raise UsageError(
+                f"{type(module).__name__} has no forward of its own, and neither has {part!r}, which contains its blocks: "
+                "define forward(self, batch), or give a function that runs a batch: forward=lambda module, batch: ..."
+            )
+    model = Target(part, forward, whole).model(module)
+    if not whole.spans or named is None:
+        return Target(part, forward, find_blocks(model, named))
+    own = names_by_id(model)
+    outside = [name for name, other in zip(names, named, strict=True) if id(other) not in own]
+    if outside:
+        raise UsageError(
+            f"the boundaries at {', '.join(outside)} are outside {part!r}, which runs by itself on a batch; name others, or "
+            "give a function that runs the whole module: forward=lambda module, batch: ..."
+        )
+    renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
+    ends = 2 * len(whole.spans)
+    spans = list(zip(renamed[:ends:2], renamed[1:ends:2], strict=True))
+    return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
+    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
+
 
 CLASS = "tracker.class"  # key of a class's name in what a checkpoint contains
 PLAIN = (*SCALARS, Tensor, torch.Size, torch.dtype, torch.device)  # classes that `torch.load` reads by default
@@ -60,14 +137,14 @@ def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | 
 
 def leaves(batch: Any) -> list[Any]:
     """Return the tensors, arrays, lists of texts and objects that are not taken apart."""
-    found: list[Any] = []
+    entries: list[Any] = []
 
     def keep(leaf: Any) -> Any:
-        found.append(leaf)
+        entries.append(leaf)
         return leaf
 
     map_leaves(batch, keep)
-    return found
+    return entries
 
 
 def named_parts(batch: Any) -> Mapping[Any, Any]:
@@ -209,15 +286,15 @@ def _new(kind: type, entries: Any) -> Any:
 def _class(name: str) -> type:
     """Return a class by the name that `to_plain` gave it, if its module is imported."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or hasattr(found, "__del__"):
+        value = getattr(value, part, None)
+    if not isinstance(value, type) or hasattr(value, "__del__"):
         raise UsageError(
             f"the checkpoint's probe contains a {path}, and this program has no such class in {module}; define it there, outside "
             "functions, or give the samples to measure: probe=..."
         )
-    return found
+    return value
 
 
 def _tuple_like(batch: tuple, entries: list[Any]) -> tuple:
@@ -243,32 +320,32 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(given: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
+def resolve(probe: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
     """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
 
     Args:
-        given: the probe passed to the callback, a function that returns it, or None.
+        probe: the probe passed to the callback, a function that returns it, or None.
         loaded: the probe of a checkpoint, as in `to_plain`, or of the sanity check, or None.
         take: returns the batch.
 
     Raises:
         UsageError: for a checkpoint's probe of a class that this program does not have, unless a probe is given.
     """
-    given = given() if callable(given) else given
-    given = None if given is None else cpu_copy(given)
+    probe = probe() if callable(probe) else probe
+    probe = None if probe is None else cpu_copy(probe)
     if loaded is None:
-        return first_samples(take(), max_samples) if given is None else given
+        return first_samples(take(), max_samples) if probe is None else probe
     lost: set[str] = set()
     try:
         loaded = from_plain(loaded, lost)
     except UsageError as error:
-        if given is None:
+        if probe is None:
             raise
         warn_caller(f"{error}; the given probe is measured")
-        return given
-    if given is not None and inputs_digest(given) == inputs_digest(loaded):
-        return given
-    if given is not None:
+        return probe
+    if probe is not None and inputs_digest(probe) == inputs_digest(loaded):
+        return probe
+    if probe is not None:
         warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
     if lost:
         warn_caller(
@@ -310,9 +387,9 @@ def sample_count(batch: Any) -> int:
     Raises:
         UsageError: if there are none.
     """
-    found = leaves(batch)
+    entries = leaves(batch)
     for kind in (Tensor, np.ndarray, (list, tuple)):
-        n = next((_length(leaf) for leaf in found if isinstance(leaf, kind) and _length(leaf) >= 0), 0)
+        n = next((_length(leaf) for leaf in entries if isinstance(leaf, kind) and _length(leaf) >= 0), 0)
         if n:
             return n
     raise UsageError(

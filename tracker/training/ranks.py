@@ -12,8 +12,8 @@ ends it on every rank. Numbers and reasons are exchanged by the CPUs (gloo), as 
 `measure_probe` measures the probe on them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, TypeVar
@@ -24,13 +24,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tracker.blocks.find import Blocks
-from tracker.capture.inputs import Batch
 from tracker.capture.weights import FAILURES, ON_RANK
 from tracker.common.errors import UsageError, panics_as_errors
-from tracker.devices import is_allocation_failure, is_device_error, release_memory
-from tracker.measurement import measure_samples
+from tracker.devices import is_device_error
+from tracker.measurement import measure_with_less_memory
 from tracker.measures.dataset import Sample
-from tracker.measures.settings import LEAST_MEMORY_BUDGET, Settings
+from tracker.measures.settings import Settings
 from tracker.training import probe as probes
 
 DONE, FAILED, MISTAKE, LOST = range(4)
@@ -124,9 +123,9 @@ class Ranks:
         """Return the largest outcome of the ranks."""
         if self.group is None:
             return outcome
-        given = torch.tensor(outcome)
-        torch.distributed.all_reduce(given, torch.distributed.ReduceOp.MAX, self.group)
-        return int(given)
+        largest = torch.tensor(outcome)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, self.group)
+        return int(largest)
 
     def _reason(self, reports: list[Report]) -> tuple[str, str, str]:
         """Return why some ranks failed, for the first one's reason: its type and text, and the ranks, if there are several."""
@@ -146,11 +145,8 @@ def _report(error: Exception, rank: int) -> Report:
     if outcome == MISTAKE and not isinstance(error, (UsageError, OSError)):  # a KeyError says little without its line
         line = extract_tb(error.__traceback__)[-1]
         message += f" ({Path(line.filename).name}, line {line.lineno})"
-    told = [note for note in getattr(error, "__notes__", ()) if note.startswith(ON_RANK)]
-    return Report(outcome, type(error).__name__, message, told[0] if told else f"{ON_RANK}{rank}")
-
-
-ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ON_RANK)]
+    return Report(outcome, type(error).__name__, message, notes[0] if notes else f"{ON_RANK}{rank}")
 
 
 def measure_probe(
@@ -180,24 +176,7 @@ def measure_probe(
             return []
         part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
         calls = probes.forward_calls(model, part, tokenizer)
-        return _measure_with_less_memory(model, blocks, calls, settings, device)
+        return measure_with_less_memory(model, blocks, calls, settings, device)
 
     samples = together(measure_own, gathers=not shared)
     return probes.interleave(ranks.gather(samples)) if shared else samples
-
-
-def _measure_with_less_memory(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
-) -> list[Sample]:
-    """Measure; if memory runs out, again with half the memory budget, and a quarter."""
-    message = ""
-    for attempt in range(ATTEMPTS):
-        smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
-        try:
-            return measure_samples(model, blocks, calls, smaller, device)
-        except (RuntimeError, MemoryError) as error:
-            if not is_allocation_failure(error):
-                raise
-            message = str(error)
-        release_memory(device)
-    raise torch.OutOfMemoryError(message)

@@ -6,15 +6,20 @@
 
 `Publisher` passes each unit to loggers, the trainer's metrics, the store and the caller; `Skipped` keeps the scheduled steps that
 could not be measured or recorded, and why.
+
+A store holds one run, and is continued when the run is resumed. One training at a time writes a store: the process of rank 0
+holds a lock until the training has ended.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,24 +28,129 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from tracker.analysis.summary import summary
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
+from tracker.common.files import Lock
 from tracker.devices import release_memory
-from tracker.loggers.protocol import Log, Logger, Row
-from tracker.loggers.selection import checked, chosen
+from tracker.loggers.protocol import Log, Logger, Row, check_log, select_metrics
 from tracker.measurement import to_dataset
 from tracker.measures.options import settings_from
+from tracker.measures.settings import OPTIONS, Settings
 from tracker.provenance import has_float64, settings_digest
-from tracker.store.results import Store
+from tracker.store import Store
 from tracker.training import probe as probes
-from tracker.training import run_store
 from tracker.training import schedule as schedules
 from tracker.training.options import split
-from tracker.training.probe import contents, to_plain
+from tracker.training.probe import Target, contents, find_target, inputs_digest, to_plain
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
-from tracker.training.run_store import release
 from tracker.training.schedule import Overhead
-from tracker.training.target import Target, find_target
+from tracker.version import SCHEMA
+
+_held: dict[Path, Lock] = {}  # by store, in this process
+
+
+def hold(store: Store) -> None:
+    """Lock a store for a training. A training of this process that ended in an error does not keep it from the next one.
+
+    Raises:
+        UsageError: if a training of another process has it.
+        OSError: if the directory can't be written to.
+    """
+    path = store.path.resolve()
+    if path in _held:
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    lock = Lock.take(path / ".training")
+    if lock is None:
+        raise UsageError(
+            f"{store.path} is written by another training ({(path / '.training').read_text()}); choose another save_dir, or "
+            "wait until that one has ended and resume it"
+        )
+    lock.sign()
+    _held[path] = lock
+
+
+def release(store: Store | None) -> None:
+    """Unlock a store after a training."""
+    if store is not None and (lock := _held.pop(store.path.resolve(), None)):
+        lock.release(remove=True)
+
+
+def _forget() -> None:
+    """Leave the locks to the parent process: workers that load data may outlive it."""
+    for lock in _held.values():
+        os.close(lock.descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def identity(settings: Settings, weights: str) -> dict[str, Any]:
+    """Return the settings that all units of the store share."""
+    return {"schema": SCHEMA, **settings.identity(list(OPTIONS)), "weights": weights}
+
+
+def open_for_run(
+    store: Store | None, settings: Settings, shared: Mapping[str, Any], step: int, resumed: bool
+) -> Settings:
+    """Claim a store, if there is one; return the settings that continue it.
+
+    Args:
+        shared: the settings that all its units share.
+        step, resumed: as in `claim`.
+
+    Raises:
+        UsageError: if the store can't be used.
+    """
+    if store is None:
+        return settings
+    try:
+        hold(store)
+    except OSError as error:
+        raise UsageError(f"save_dir can't be used: {error}") from error
+    if refusal := claim(store, shared, step, resumed):
+        release(store)
+        raise UsageError(refusal)
+    return store.continued(settings)
+
+
+def check_inputs(store: Store | None, probe: Any) -> None:
+    """Check that a probe is what the units of a store were measured on.
+
+    Raises:
+        UsageError: if it is not.
+    """
+    steps = [] if store is None else store.steps()
+    if store is None or not steps:
+        return
+    if (measured := str(store.attributes(steps[-1])["inputs_sha256"])) != inputs_digest(probe):
+        raise UsageError(
+            f"{store.path} measured other inputs (SHA-256 {measured[:8]}); give the same probe=, or choose another save_dir"
+        )
+
+
+def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:
+    """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
+
+    Returns:
+        The reason why the store can't be used, or None.
+    """
+    steps = store.steps()
+    if steps and not resumed:
+        return (
+            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, or resume that run "
+            "from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and its step"
+        )
+    try:
+        store.check_settings(settings)
+        store.set_aside([later for later in steps if later > step])
+        skipped = store.skipped()
+        kept = {before: reason for before, reason in skipped.items() if resumed and before <= step}
+        if kept != skipped:
+            store.write_skipped(kept)
+    except (ValueError, OSError) as error:
+        return f"save_dir can't be used: {error}"
+    return None
 
 
 class Skipped:
@@ -158,7 +268,7 @@ class Publisher:
 
     def _chosen(self, row: Row) -> Row:
         """Return the row with the metrics to log."""
-        return chosen(row, self.log, (*COST, SKIPPED))
+        return select_metrics(row, self.log, (*COST, SKIPPED))
 
 
 class TrainingRun:
@@ -176,7 +286,7 @@ class TrainingRun:
     def __init__(
         self,
         kind: type,
-        given: Mapping[str, Any],
+        keywords: Mapping[str, Any],
         *,
         every_n_steps: int | None,
         probe: Any,
@@ -184,7 +294,7 @@ class TrainingRun:
         heatmaps: bool = False,
     ):
         parameters = signature(kind).parameters
-        options, measuring = split(given, parameters)
+        options, measuring = split(keywords, parameters)
         self.caller = kind.__name__
         self.every_n_epochs: int | None = options["every_n_epochs"]
         self.schedule = schedules.choose(every_n_steps, options["steps"], options["schedule"], self.every_n_epochs)
@@ -199,7 +309,7 @@ class TrainingRun:
         if self.thin and self.max_overhead is None:
             raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
         self.settings = settings_from(measuring, self.caller, parameters)
-        self.log = checked(options["log"])
+        self.log = check_log(options["log"])
         self.ends: bool = options["ends"]
         self.tokenizer, self.forward = options["tokenizer"], options["forward"]
         self.given_probe = probes.check(probe, self.tokenizer, self.forward)
@@ -292,7 +402,7 @@ class TrainingRun:
         self.publisher = self._publisher(loggers, metrics, first)
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
-            claim = partial(run_store.open_for_run, store, self.settings, shared, step, resumed)
+            claim = partial(open_for_run, store, self.settings, shared, step, resumed)
             self.measured = self.ranks.broadcast(self.ranks.together(claim, during="opened save_dir", fatal=FAILED))
 
     def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
@@ -302,17 +412,17 @@ class TrainingRun:
             take: returns a batch, if none is given. An error it raises ends the training.
             arguments: of the function that returns the probe, if one was given.
         """
-        given = self.given_probe
-        given = partial(given, *arguments) if callable(given) else given
+        probe = self.given_probe
+        probe = partial(probe, *arguments) if callable(probe) else probe
 
         def resolve() -> Any:
-            return probes.resolve(given, self.probe, take, self.max_samples)
+            return probes.resolve(probe, self.probe, take, self.max_samples)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)
         first = self.ranks.broadcast((probes.inputs_digest(own), to_plain(own)))
         self.probe = together(probes.as_first, own, *first)
-        together(run_store.check_inputs, self.open_store, self.probe)
+        together(check_inputs, self.open_store, self.probe)
 
     def reach(
         self,
@@ -421,7 +531,7 @@ class TrainingRun:
         return unit
 
     def _identity(self) -> dict[str, Any]:
-        return run_store.identity(self.settings, self.weights)
+        return identity(self.settings, self.weights)
 
     def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
         store, on_measure = (self.open_store, self.on_measure) if first else (None, None)

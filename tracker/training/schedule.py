@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 
 Schedule = Callable[[int], bool]
 
@@ -86,7 +85,7 @@ def choose(
     Raises:
         UsageError: for several schedules at once, an unknown name, or steps that are not whole numbers from 0.
     """
-    if sum(given is not None for given in (every_n_steps, steps, schedule, every_n_epochs)) > 1:
+    if sum(way is not None for way in (every_n_steps, steps, schedule, every_n_epochs)) > 1:
         raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs, steps and schedule")
     if every_n_epochs is not None:
         positive("every_n_epochs", every_n_epochs)

@@ -7,8 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tracker.capture.weights import check_whole
-from tracker.common.errors import UsageError
-from tracker.common.notices import warn_caller
+from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger
 from tracker.training.options import TrainerOptions, accepts_trainer_options
 from tracker.training.run import Skipped, TrainingRun
@@ -57,10 +56,10 @@ class TransformersCallback(TrainerCallback):
         return vars(self) | {"trainer": None}
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         """Find the blocks, claim the store, and measure before the first step."""
-        model, step = given["model"], state.global_step
+        model, step = context["model"], state.global_step
         check_whole(model)
         self.run.find(model)
         self.run.resume_at(step)
@@ -74,29 +73,35 @@ class TransformersCallback(TrainerCallback):
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
-        self.run.settle_probe(lambda: _first_samples(given["train_dataloader"], self.run.max_samples), model)
+        self.run.settle_probe(lambda: _first_samples(context["train_dataloader"], self.run.max_samples), model)
         if self.run.last_checked < step:
             self._reach(args, state, model, force=self.run.ends and self.run.last_checked < 0)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """Measure if the schedule includes the step, and after the last one."""
         # In on_train_end the Trainer may have loaded the weights of its best step.
         last = state.global_step >= state.max_steps or control.should_training_stop
-        self._reach(args, state, given["model"], force=self.run.ends and last, thin=not last)
+        self._reach(args, state, context["model"], force=self.run.ends and last, thin=not last)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """Measure at the end of every n-th epoch."""
         n = self.run.every_n_epochs
         if n is not None and round(state.epoch or 0) % n == 0:
-            self._reach(args, state, given["model"], force=True)
+            self._reach(args, state, context["model"], force=True)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
+    ) -> None:
         """Measure after the last step, if the training ended early."""
         if self.run.ends and 0 <= self.run.last_measured < state.global_step:
             if args.load_best_model_at_end:
                 warn_caller("the last step is not measured: the Trainer has loaded the weights of its best step")
             else:
-                self._reach(args, state, given["model"], force=True, thin=False)
+                self._reach(args, state, context["model"], force=True, thin=False)
         self.run.finish()
 
     def _reach(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.common.extras import MissingExtraError, require_own
+from tracker.common.errors import MissingExtraError, require_own
 from tracker.common.values import BYTE_SIZE
 
 try:
@@ -25,19 +25,16 @@ DISK_BUDGET = (
 )
 
 
+OPTIONS = "measurement options"  # those of the group of this title (`tracker.measures.settings`)
 GROUPS = {
-    "most used": ("model", "steps", "k", "measures", "out", "wandb"),
+    "most used": ("model", "steps", OPTIONS, "out", "wandb"),
     "before a walk": ("dry_run", "config", "print_config"),
-    "checkpoints": (
-        "revisions", "stage", "untrained", "allow_suspect", "scores", "module", "seed"
-    ),
+    "checkpoints": ("revisions", "stage", "untrained", "allow_suspect", "scores", "module", "seed"),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
-    "measurement": (
-        "tokens", "final_norm", "svd", "dtype", "precision", "derivative", "window", "pair_tokens", "pair_layers"
-    ),
-    "machine": ("device", "memory_budget", "disk_budget", "workers", "address"),
+    "measurement": (OPTIONS,),
+    "machine": ("device", OPTIONS, "disk_budget", "workers", "address"),
     "logging": ("log", "project", "loggers", "debug"),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -113,7 +110,7 @@ class Walk:
 def parse(arguments: Sequence[str] | None) -> Walk:
     """Read a command line."""
     from tracker.common.parser import LOG_HELP, Parser, summary
-    from tracker.measures.options import add_flags, given_options
+    from tracker.measures.options import add_flags, given_options, in_group
 
     parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))
     parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget", "log"})
@@ -121,7 +118,11 @@ def parse(arguments: Sequence[str] | None) -> Walk:
     parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
     add_flags(parser, DEFAULTS)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
-    parser.arrange(GROUPS)
+    arranged = {
+        title: [part for name in names for part in (in_group(title) if name == OPTIONS else [name])]
+        for title, names in GROUPS.items()
+    }
+    parser.arrange(arranged)
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
     return Walk(**walk, options=given_options(parsed))

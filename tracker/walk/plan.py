@@ -17,8 +17,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
-from tracker.common.steps import UNTRAINED
-from tracker.common.text import first_line
+from tracker.common.text import UNTRAINED, first_line
 from tracker.walk.command import Walk
 from tracker.walk.prompts import load_prompts, prompts_digest
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from tracker.measures.settings import Settings
-    from tracker.store.results import Store
+    from tracker.store import Store
 
 
 def default_budget(device: "torch.device", weights: int) -> int:
@@ -147,7 +146,7 @@ def named_suite(walk: Walk, notify: Callable[[str], None] = print) -> Suite:
 
 def store_of(walk: Walk, suite: Suite) -> "Store":
     """Return the store that a walk writes, which may not exist."""
-    from tracker.store.results import Store
+    from tracker.store import Store
 
     return Store(walk.out or Path("results") / suite.name)
 

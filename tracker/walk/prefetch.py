@@ -20,7 +20,7 @@ from tracker.walk.display import WalkProgress
 from tracker.walk.plan import SelectedCheckpoints
 
 if TYPE_CHECKING:
-    from tracker.store.results import Store
+    from tracker.store import Store
 
 WAIT = 0.5  # seconds between checks of other walks
 

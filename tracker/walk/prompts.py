@@ -110,8 +110,8 @@ def hub_prompts(name: str) -> list[Prompt]:
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
     file.parent.mkdir(parents=True, exist_ok=True)
     texts, difficulty, sources = zip(*prompts, strict=True)
-    said = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
-    write_atomic(file, json.dumps(said).encode())
+    content = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
+    write_atomic(file, json.dumps(content).encode())
     return prompts
 
 
@@ -241,8 +241,8 @@ def _storable(prompt: str, i: int, source: str) -> str:
     Raises:
         ValueError: naming the character that it can't.
     """
-    if found := next((char for char in prompt if char == "\0" or "\ud800" <= char <= "\udfff"), ""):
+    if character := next((char for char in prompt if char == "\0" or "\ud800" <= char <= "\udfff"), ""):
         raise ValueError(
-            f"line {i} of {source}: a file of results can't hold the character U+{ord(found):04X}; leave it out"
+            f"line {i} of {source}: a file of results can't hold the character U+{ord(character):04X}; leave it out"
         )
     return prompt

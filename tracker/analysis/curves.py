@@ -26,7 +26,7 @@ from tracker.analysis.regression import group_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
 from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens, pair_layers
-from tracker.measures.declaration import Measure, Reduction
+from tracker.measures.declaration import Measure, Reduction, point_label
 from tracker.measures.registry import (
     BELOW_NULL,
     BY_NAME,
@@ -159,8 +159,10 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     """
     if "prompt_source" not in results.coords:
         return None
-    found = results.coords["prompt_source"]
-    labels = pd.Series((found.isel(step=-1) if "step" in found.dims else found).values)
+    labels_of_prompts = results.coords["prompt_source"]
+    labels = pd.Series(
+        (labels_of_prompts.isel(step=-1) if "step" in labels_of_prompts.dims else labels_of_prompts).values
+    )
     codes, _ = pd.factorize(labels.where(labels != ""))
     return np.where(codes < 0, len(codes) + np.arange(len(codes)), codes)
 
@@ -188,8 +190,8 @@ def correlations(
             fit = linear_fit(x, of_y, *kinds)
             row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
         rows.append(row)
-    found = pd.DataFrame(rows)
-    return found.assign(p_holm=holm(found["p"].to_numpy()))
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
 def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
@@ -217,15 +219,17 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
 
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
     """Return the `scalars` of each step of results along `step`."""
-    found = _metrics(results)
-    return [_recorded({name: float(values[i]) for name, values in found.items()}) for i in range(results.sizes["step"])]
+    metrics = _metrics(results)
+    return [
+        _recorded({name: float(values[i]) for name, values in metrics.items()}) for i in range(results.sizes["step"])
+    ]
 
 
-def _recorded(found: dict[str, float]) -> dict[str, float]:
+def _recorded(metrics: dict[str, float]) -> dict[str, float]:
     """Leave out a count of zero, and scores that only other steps have."""
     return {
         name: value
-        for name, value in found.items()
+        for name, value in metrics.items()
         if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
     }
 
@@ -234,7 +238,7 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     """Return the values that loggers record, by metric name: one for each step if the results have steps."""
     logged = [measure for measure in MEASURES if measure.logged]
     points = curves(results, [measure.name for measure in logged])
-    names = {f"{m.name}{part}": _metric(m, part) for m in logged for part in m.logged} | {"score": "score"}
+    names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {"score": "score"}
     flat = {
         "/".join([metric, *labels]): values
         for name, metric in names.items()
@@ -243,7 +247,8 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     }
     if "miscoupling" in results:
         flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (
-            flat[f"coupling/miscoupling{null}/k{_smallest_k(results)}/mean_offdiag"] for null in ("", "_null")
+            flat[BY_NAME["miscoupling"].point(part, k=_smallest_k(results), pairs="mean_offdiag")]
+            for part in ("", "_null")
         )
         flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
     counts = results.variables[UNDEFINED]
@@ -259,25 +264,10 @@ def _smallest_k(unit: xr.Dataset) -> int:
     return int(unit["k"].min()) if "k" in unit.coords else 0
 
 
-def _metric(measure: Measure, part: str) -> str:
-    return f"{measure.metric}{part}"
-
-
 def _entries(points: xr.Dataset, name: str) -> list[tuple[tuple[str, ...], np.ndarray]]:
     """Return the values of a curve, over steps, with their labels along the other dimensions."""
     values = points.variables[name].transpose(..., "step", missing_dims="ignore")
     along = [str(dim) for dim in values.dims if dim != "step"]
     sizes = values.shape[: len(along)]
-    labels = [[_label(dim, label) for label in points.variables[dim].values] for dim in along]
+    labels = [[point_label(dim, label) for label in points.variables[dim].values] for dim in along]
     return list(zip(product(*labels), (values.values[at] for at in np.ndindex(sizes)), strict=True))
-
-
-def _label(dim: str, label: object) -> str:
-    if dim == "noise":
-        return noise_label(float(str(label)))
-    return f"k{label}" if dim == "k" else str(label)
-
-
-def noise_label(level: float) -> str:
-    """Return a noise level as part of a metric's name, where W&B would read a dot as a path."""
-    return f"{100 * level:g}pct"

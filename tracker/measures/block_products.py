@@ -106,10 +106,10 @@ def _with_identity(J: Float[Tensor, "R d d"]) -> Float[Tensor, "R d d"]:
 
 def of_matrices(Js: Sequence[Float[Tensor, "R d d"]], K: int) -> dict[str, Tensor]:
     """Return the measures of the products of blocks whose Jacobians are at hand."""
-    found = Products(len(Js), Js[0].shape[-1], K, Js[0].dtype)
+    products = Products(len(Js), Js[0].shape[-1], K, Js[0].dtype)
     for l, J in enumerate(Js, 1):
-        found.add(l, J)
-    return found.values(lambda l: Js[l - 1])
+        products.add(l, J)
+    return products.values(lambda l: Js[l - 1])
 
 
 _FORMS = {  # of products: the blocks, in symbols and in words

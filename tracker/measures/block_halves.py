@@ -22,9 +22,9 @@ from torch import Tensor
 from tracker.jacobians.halves import Halves
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
+from tracker.measures.coupling import moments, null_level, overlap
 from tracker.measures.declaration import JACOBIANS, LAYER, OURS, Measure
-from tracker.measures.depth_use import jacobian_gain
-from tracker.measures.null_levels import moments, null_level, overlap
+from tracker.measures.single_blocks import jacobian_gain
 
 Values = Float[Tensor, " R"]
 
@@ -36,25 +36,25 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
     if halves is None:
         missing = torch.full((R,), torch.nan, dtype=S.dtype, device=S.device)
         names = ("gain", "share", "coupling", "coupling_null")
-        found = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
+        values = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
         matrix = missing[:, None, None].expand(R, K, K)
-        return found | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
+        return values | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
     triplets = {half: top_singular_triplets(getattr(halves, half), K) for half in ("attention", "mlp")}
-    found = {}
+    values = {}
     for half, other in (("attention", "mlp"), ("mlp", "attention")):
         J, basis, s = getattr(halves, half), triplets[other], triplets[half].S
         norm = torch.linalg.matrix_norm(J)
         A = U.mT @ (J @ V)
         in_basis = coupling.in_bases(basis.U[:, None], J @ basis.V)
         mutual = coupling.miscouplings(in_basis[:, None], s[:, None], d, basis.S[:, None])
-        found |= {
+        values |= {
             f"{half}_gain": jacobian_gain(norm, d),
             f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
             f"{half}_coupling": mutual["miscoupling"][:, 0, 0],
             f"{half}_coupling_null": _null_level(J, s, basis),
             f"{half}_matrix": A,
         }
-    return found
+    return values
 
 
 def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:

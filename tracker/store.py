@@ -7,27 +7,157 @@
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
 W&B, the figures and the page are derived from the store. Units make one curve if they were measured alike (`likeness`).
+
+xarray opens and decodes each variable of each file by itself, which takes ten times as long as reading the numbers. Here the
+variables of files that differ in nothing but values are stacked, and decoded once as one Dataset along `step`.
 """
 
 import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import stat
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import netCDF4
 import numpy as np
 import xarray as xr
 
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
-from tracker.common.steps import find_repeats
+from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.store.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
+
+# What the libraries raise for bytes that are no NetCDF file, or not all of it.
+ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
+
+
+class DamagedFile(ValueError):
+    """A file that can't be read."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds, as it is stored.
+
+    Attributes:
+        form: names, dimensions, types and sizes of the variables, and the values of indexes, as text.
+        values: values by name.
+        dims: dimensions by name.
+        attributes: attributes by name.
+        coordinates: names of variables that are coordinates, with spaces between them.
+        attrs: attributes of the file.
+    """
+
+    form: str
+    values: dict[str, np.ndarray]
+    dims: dict[str, tuple[str, ...]]
+    attributes: dict[str, dict[str, Any]]
+    coordinates: str
+    attrs: dict[str, Any]
+
+
+def file_content(dataset: xr.Dataset) -> memoryview:
+    """Return the bytes of a file that holds a Dataset.
+
+    Raises:
+        ValueError: if it has a text that no file can hold, such as half of a surrogate pair.
+    """
+    # Checksums detect bytes that have changed on the disk.
+    numbers = [name for name, v in dataset.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
+    encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
+    if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
+        encoding["token_text"] = {"dtype": "S1", "zlib": True}
+    return dataset.to_netcdf(engine="netcdf4", encoding=encoding)
+
+
+def read_content(file: Path, names: Collection[str] | None = None, like: Content | None = None) -> Content:
+    """Read a file, or those of the named variables that it has.
+
+    Args:
+        like: another file, read in the same way: if it has the same form, its attributes of variables are not read again.
+
+    Raises:
+        FileNotFoundError, PermissionError: as `open`.
+        UsageError: if it is a directory or a pipe.
+        DamagedFile: if it can't be read.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
+        raise UsageError(f"{file} is no file; remove it")
+    try:
+        with netCDF4.Dataset(file) as opened:
+            opened.set_auto_maskandscale(False)
+            opened.set_auto_chartostring(False)
+            stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
+            values = {name: _array(held) for name, held in stored.items()}
+            dims = {name: held.dimensions for name, held in stored.items()}
+            attrs = dict(opened.__dict__)
+            coordinates = attrs.pop("coordinates", "")
+            form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
+            if like is not None and like.form == form:
+                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs)
+            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
+            return Content(form, values, dims, attributes, coordinates, attrs)
+    except PermissionError:
+        raise
+    except ERRORS as error:
+        raise DamagedFile(f"{file} can't be read ({error}); the file is damaged") from error
+
+
+def stacked(contents: Sequence[Content]) -> xr.Dataset:
+    """Join files of one form along `step`, and empty `contents`, so that no value is in memory twice.
+
+    Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
+    """
+    first = contents[0]
+    coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
+    values, dims = {}, dict(first.dims)
+    for name in first.dims:
+        several = [content.values.pop(name) for content in contents]
+        if name in coordinates and all(_same(several[0], other) for other in several):
+            values[name] = several[0]
+        else:
+            values[name], dims[name] = np.stack(several), ("step", *dims[name])
+    attrs, differing = common([content.attrs for content in contents])
+    return _decoded(first, values, dims).assign_attrs(attrs).assign_coords(differing)
+
+
+def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
+    """Return the attributes that are equal in all steps, and the others as coordinates along `step`, "" where there is none."""
+    equal, differing = {}, {}
+    for name in {name: None for of_step in attrs for name in of_step}:
+        values = [of_step.get(name, "") for of_step in attrs]
+        if all(_same(np.asarray(values[0]), np.asarray(value)) for value in values):
+            equal[name] = values[0]
+        else:
+            alike = len({type(value) for value in values}) == 1
+            differing[name] = "step", np.asarray(values) if alike else np.array(values, dtype=object)
+    return equal, differing
+
+
+def _array(stored: netCDF4.Variable) -> np.ndarray:
+    # As objects, texts of different lengths have one type.
+    return np.asarray(stored[...], object if stored.dtype is str else None)
+
+
+def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:
+    return values.dtype.str, values.shape, values.tolist() if dims == (name,) else None
+
+
+def _decoded(content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
+    variables = {name: (dims[name], held, content.attributes[name]) for name, held in values.items()}
+    stored = xr.Dataset(variables, attrs={"coordinates": content.coordinates})
+    return xr.decode_cf(stored, decode_times=False).load().drop_encoding()
+
+
+def _same(values: np.ndarray, other: np.ndarray) -> bool:
+    return np.array_equal(values, other, equal_nan=values.dtype.kind == other.dtype.kind == "f")
+
 
 ATTRIBUTES = {
     "settings_sha256": "settings",
@@ -44,11 +174,11 @@ def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
 
 def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
     """Return what all steps of a curve have in common, each with the values found: one, where they make a curve."""
-    found = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
-    found["number of blocks"] = {str(ds.sizes.get("layer"))}
+    values = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
+    values["number of blocks"] = {str(ds.sizes.get("layer"))}
     pairs = ds["pair_layer_other"] if "pair_position" in ds else None
-    found["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
-    return found
+    values["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
+    return values
 
 
 def require_one_curve(likenesses: Sequence[Mapping[str, set[str]]], path: Path) -> None:
@@ -70,8 +200,6 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
-# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
-VOLATILE = ("created", "seconds", "final_norm_reason")
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -276,8 +404,8 @@ class Store:
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
-        found = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
-        return sorted(int(match[1]) for match in found if match)
+        names = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
+        return sorted(int(match[1]) for match in names if match)
 
     def read_settings(self) -> dict[str, Any]:
         """Read the settings that all units share.
@@ -386,12 +514,12 @@ def _with_attributes(curve: xr.Dataset, differing: Collection[str]) -> xr.Datase
 
 def _with_coordinates(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dataset:
     """Return a curve that has each coordinate of the others: theirs where it is of prompts, else "" or NaN."""
-    found = {}
+    coordinates = {}
     for other in curves:
         for name, coordinate in other.coords.items():
-            if name in curve.coords or name in found:
+            if name in curve.coords or name in coordinates:
                 continue
             of_prompts = coordinate.variable.isel(step=0) if "step" in coordinate.dims else coordinate.variable
             unknown = np.nan if coordinate.dtype.kind in "iuf" else ""
-            found[name] = of_prompts if of_prompts.dims else unknown
-    return curve.assign_coords(found)
+            coordinates[name] = of_prompts if of_prompts.dims else unknown
+    return curve.assign_coords(coordinates)

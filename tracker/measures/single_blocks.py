@@ -1,15 +1,20 @@
-"""Whether a block's Jacobian is symmetric, or at least normal: J J^T = J^T J.
+"""Measures of the Jacobian of one block at a token: how much the block is used, and whether J is symmetric, or at least normal.
 
-The paper's coupling is that of singular vectors, J = U S V^T. Where residual alignment holds, J = U S U^T with v_k = u_k.
+With f = x^l - x^{l-1}, J = U S V^T and the top K singular triplets:
 
-    symmetric share       |(J + J^T) / 2|_F^2 / |J|_F^2        1: symmetric, 0: antisymmetric
-                          null level (1 + 1/d) / 2, its expectation for independent random U and V
-    alignment             u_k . v_k                            1: v_k = u_k, -1: v_k = -u_k; 0 +- 1/sqrt(d) for random U and V
-    departure             sqrt(|J|_F^2 - sum_k |lambda_k|^2) / |J|_F         (Henrici, 1962, relative to |J|_F)
-                          0: normal, 1: nilpotent
+    Jacobian gain       |J|_F / sqrt(d)                         root mean square singular value: growth of a random small change
+    linear error        |J x^{l-1} - f| / |f|                   0: f is linear in the token's own state;
+                        1: J x = 0, as in a pre-norm block whose output the length of the state does not change
+    symmetric share     |(J + J^T) / 2|_F^2 / |J|_F^2           1: symmetric, 0: antisymmetric
+                        null level (1 + 1/d) / 2, its expectation for independent random U and V
+    alignment           u_k . v_k                               1: v_k = u_k, -1: v_k = -u_k; 0 +- 1/sqrt(d) for random U and V
+    departure           sqrt(|J|_F^2 - sum_k |lambda_k|^2) / |J|_F           (Henrici, 1962, relative to |J|_F)
+                        0: normal, 1: nilpotent
 
-Cost: symmetric share and alignment, some passes over J; the departure needs all eigenvalues of a matrix that is not symmetric,
-some 25 products of the size of J.
+The paper's coupling is that of singular vectors. Where residual alignment holds, J = U S U^T with v_k = u_k.
+
+Undefined values (zero updates, zero Jacobians) are NaN. Cost: some passes over J, and one product with J; the departure needs all
+eigenvalues of a matrix that is not symmetric, some 25 products of the size of J.
 """
 
 import torch
@@ -22,6 +27,18 @@ from tracker.measures.declaration import OURS, of_each_block
 
 Jacobian = Float[Tensor, "*B d d"]
 Values = Float[Tensor, "*B"]
+Vectors = Float[Tensor, "*B d"]
+
+
+def jacobian_gain(frobenius: Values, d: int) -> Values:
+    """Return |J|_F / sqrt(d)."""
+    return frobenius / d**0.5
+
+
+def linear_error(Jx: Vectors, f: Vectors) -> Values:
+    """Return |J x - f| / |f|."""
+    length = torch.linalg.vector_norm(f, dim=-1)
+    return torch.linalg.vector_norm(Jx - f, dim=-1) / torch.where(length > 0, length, torch.nan)
 
 
 def symmetric_share(J: Jacobian) -> Values:
@@ -54,6 +71,28 @@ def _unit(J: Jacobian) -> Jacobian:
 
 
 DECLARED = (
+    of_each_block(
+        "jacobian_gain",
+        "gain of the Jacobian",
+        option="depth_use",
+        compute=lambda block: jacobian_gain(block.layer.moments.frobenius(block.x.shape[-1]), block.x.shape[-1]),
+        formula="‖J‖ / √d",
+        reference=OURS,
+        text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
+        axis="logarithmic",
+        charts=("depth", "table"),
+    ),
+    of_each_block(
+        "linear_error",
+        "part of the update that is not linear in the state",
+        option="depth_use",
+        compute=lambda block: linear_error(block.Jx, block.f),
+        formula="‖J xˡ⁻¹ − f‖ / ‖f‖, f = xˡ − xˡ⁻¹",
+        reference=OURS,
+        text="‖J x − f‖ / ‖f‖: 0 if a block's update f is linear in the token's own state x, 1 if the length of x does not "
+        "matter to it (J x = 0).",
+        charts=("depth", "table"),
+    ),
     of_each_block(
         "symmetric_share",
         "symmetric share of the Jacobian",

@@ -1,1 +1,0 @@
-"""Results on disk: files of measured Datasets, and the store of many."""
