@@ -17,7 +17,7 @@ from tracker.training.run import hold, release
 HOLD = """
 import os, sys, time
 from tracker.store import Store
-from tracker.training.run_store import hold
+from tracker.training.run import hold
 hold(Store(sys.argv[2]))
 worker = os.fork() if "fork" in sys.argv else None
 if worker == 0:
