@@ -157,6 +157,21 @@ def tokens(samples: int = 2, length: int = 7) -> Tensor:
     return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
+class Letters:
+    """A tokenizer that returns one token for each letter.
+
+    Args:
+        decode: the text of a list of ids; None: it has none.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str] | None = None):
+        if decode is not None:
+            self.decode = decode
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor([[ord(letter) % VOCABULARY for letter in text]])}
+
+
 def images(samples: int = 2, pixels: int = 16) -> Tensor:
     return torch.randn(samples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
 

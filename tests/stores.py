@@ -1,6 +1,6 @@
 """Generated stores of any size, with distinct numbers, for tests that need no measured model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,16 @@ def generated(
     for step in steps:
         store.write(step, unit(step, layers, ks, prompts, matrices, seed, **attributes))
     return path
+
+
+def stored(path: Path, units: Mapping[int, xr.Dataset], **settings: Any) -> Store:
+    """Write a store of units by their steps; return it."""
+    store = Store(path)
+    store.check_settings(settings)
+    for step, made in units.items():
+        absent = {} if "suspect" in made.coords else {"suspect": ""}
+        store.write(step, made.assign_coords(step=step, **absent))
+    return store
 
 
 def unit(

@@ -3,7 +3,6 @@
 import os
 import pty
 import select
-import subprocess
 import sys
 import termios
 from itertools import pairwise
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import tracker
+from tests import processes
 from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
 from tracker.blocks.find import find_blocks
@@ -71,6 +71,7 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
 
 SCRIPT = """
 import tracker
+import tracker.common.progress
 from tests.models import neox, tokens
 tracker.common.progress.DELAY = {delay}
 tracker.measure(neox(), tokens(), progress={progress})
@@ -80,14 +81,14 @@ print("measured")
 
 def run_script(terminal, delay=0.0, shown=None):
     """Return what a measurement writes on standard error, a terminal or a pipe."""
-    command = [sys.executable, "-c", "import tracker.common.progress\n" + SCRIPT.format(delay=delay, progress=shown)]
+    code = SCRIPT.format(delay=delay, progress=shown)
     if not terminal:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return processes.run("tests.statements", code).stderr
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs)
+    process = processes.start("tests.statements", code, stderr=theirs)
     os.close(theirs)
-    assert b"measured" in process.communicate()[0]
+    assert "measured" in process.communicate()[0]
     written = b""
     while select.select([ours], [], [], 0)[0]:
         try:

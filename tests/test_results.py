@@ -1,8 +1,6 @@
 """Tests of the store: atomic units, refusal of other settings, detection of damage, claims."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 import xarray as xr
 
 import tracker
+from tests import processes
 from tests.stores import generated
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
@@ -168,13 +167,13 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
+from tracker.store import Store
 from tracker.common.errors import UsageError
 from tracker.measures.dataset import labelled
 from tracker.version import SCHEMA
 from tracker.store import Store
 
-SHARED = {"suite": "toy", "schema": SCHEMA}
-claim = Store(sys.argv[1]).claim(3)
+claim = Store(sys.argv[2]).claim(3)
 print("claimed", flush=True)
 time.sleep(60)
 """
@@ -182,7 +181,7 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_claim_is_exclusive_and_ends_with_its_process(store):
-    other = subprocess.Popen([sys.executable, "-c", CLAIM, store.path], stdout=subprocess.PIPE, text=True)
+    other = processes.start("tests.statements", CLAIM, store.path)
     assert other.stdout and other.stdout.readline() == "claimed\n"
     assert store.claim(3) is None and store.claimant(3).endswith(f"process {other.pid}")
     free = store.claim(4)

@@ -8,14 +8,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from tests.stores import unit
+from tests.stores import stored, unit
 from tracker.analysis.across_models import assign_clusters, cluster_labels, compare_models, independence_note
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.__main__ import main
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.report.write import main as report
-from tracker.store import Store, open_results
+from tracker.store import open_results
 
 NAMES = ["70m", "70m-deduped", "160m", "160m-deduped", "410m", "1b", "1b-seed3"]
 LABELS = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]
@@ -26,11 +26,9 @@ def stores(tmp_path_factory):
     """Seven Pythias of four sizes."""
     place = tmp_path_factory.mktemp("variants")
     for i, name in enumerate(NAMES):
-        store = Store(place / name)
-        store.check_settings({"model": name})
         size = sorted(set(LABELS)).index(LABELS[i])
         attributes = {"suite": f"pythia-{name}", "parameters": 1000 * (size + 1) ** 2, "width": 64 * (size + 1)}
-        store.write(1, unit(1, 3 + size, (4,), 5, False, i, **attributes))
+        stored(place / name, {1: unit(1, 3 + size, (4,), 5, False, i, **attributes)})
     return [place / name for name in NAMES]
 
 

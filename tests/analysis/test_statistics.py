@@ -7,11 +7,12 @@ import xarray as xr
 
 import tracker
 from tests.models import Size, build, neox, tokens
+from tests.stores import stored
 from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
-from tracker.store import Store, open_results
+from tracker.store import open_results
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +166,8 @@ def test_what_prompts_were_drawn_from(ds):
 
 @pytest.mark.slow
 def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
-    store = Store(tmp_path)
-    store.check_settings({})
-    store.write(0, ds.assign_coords(step=0, commit="a"))
-    store.write(1, ds.assign_coords(step=1, commit="b", prompt_source=("prompt", ["a", "b", "a"])))
+    later = ds.assign_coords(commit="b", prompt_source=("prompt", ["a", "b", "a"]))
+    stored(tmp_path, {0: ds.assign_coords(commit="a"), 1: later})
     joined = open_results(tmp_path)
     assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == ["a", "b", "a"]
     assert joined["commit"].values.tolist() == ["a", "b"]

@@ -81,16 +81,6 @@ def qwen2_vl() -> nn.Module:
     )
 
 
-def idefics3() -> nn.Module:
-    return of(
-        "Idefics3ForConditionalGeneration",
-        text_config=transformers.LlamaConfig(**TEXT),
-        vision_config=DEEPER,
-        image_token_id=IMAGE,
-        scale_factor=1,
-    )
-
-
 IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
 WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)  # four patches of 8 x 8
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
@@ -109,9 +99,6 @@ class Case:
 
 
 FOUND = {
-    "llava, text alone": Case(
-        llava, IDS, "model.language_model.layers", "model.language_model.norm", 8, "not model.vision_tower (CLIPEncoder"
-    ),
     "llava": Case(
         llava,
         {"input_ids": WITH_PATCHES, "pixel_values": images()},
@@ -128,18 +115,12 @@ FOUND = {
         8,
         "which gives the last hidden state",
     ),
-    "paligemma, text alone": Case(
-        paligemma, IDS, "model.language_model.layers", "model.language_model.norm", 8, "unembedding: lm_head"
-    ),
     "paligemma": Case(
         paligemma,
         {"input_ids": WITH_PATCHES, "pixel_values": images(), "token_type_ids": torch.zeros_like(IDS)},
         "model.language_model.layers",
         "model.language_model.norm",
         8,
-    ),
-    "qwen2-vl, text alone": Case(
-        qwen2_vl, IDS, "model.language_model.layers", "model.language_model.norm", 8, "not model.visual (Qwen2VLVision"
     ),
     "qwen2-vl": Case(
         qwen2_vl,
@@ -153,23 +134,8 @@ FOUND = {
         "model.language_model.norm",
         8,
     ),
-    "idefics3": Case(
-        idefics3,
-        {"input_ids": WITH_PATCHES, "pixel_values": images()[:, None]},
-        "model.text_model.layers",
-        "model.text_model.norm",
-        8,
-        "not model.vision_model (Idefics3EncoderLayer)",
-    ),
     "clip, vision": Case(
         lambda: of("CLIPVisionModel", **VISION), images(), "encoder.layers", None, 0, "class token: position 0"
-    ),
-    "clip, vision, projected": Case(
-        lambda: of("CLIPVisionModelWithProjection", **VISION, projection_dim=8),
-        images(),
-        "vision_model.encoder.layers",
-        None,
-        0,
     ),
     "siglip, vision": Case(
         lambda: of("SiglipVisionModel", **VISION), images(), "encoder.layers", None, 3, "class token: none"
@@ -252,23 +218,6 @@ REFUSED = {
         {"encoder.block": ("encoder.final_layer_norm", 8), "decoder.block": ("decoder.final_layer_norm", 5)},
         "blocks='decoder.block'  # 2 x T5Block in decoder (T5Stack)",
     ),
-    "bart": Several(
-        lambda: of(
-            "BartModel",
-            vocab_size=VOCABULARY,
-            d_model=WIDTH,
-            encoder_layers=3,
-            decoder_layers=2,
-            encoder_attention_heads=HEADS,
-            decoder_attention_heads=HEADS,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_position_embeddings=64,
-        ),
-        PAIR,
-        {"encoder.layers": (None, 8), "decoder.layers": (None, 5)},
-        "3 x BartEncoderLayer in encoder (BartEncoder)",
-    ),
     "clip": Several(
         lambda: of(
             "CLIPModel",
@@ -287,20 +236,6 @@ REFUSED = {
         images(1, 32),
         {"encoder.layers.0.blocks": (None, 63), "encoder.layers.1.blocks": (None, 15)},
         "3 x SwinLayer in encoder.layers.1 (SwinStage)",
-    ),
-    "pit": Several(
-        lambda: of_timm(
-            "pit_ti_224", img_size=32, patch_size=8, stride=4, base_dims=[8, 8], depth=[1, 3], heads=[2, 4]
-        ),
-        images(1, 32),
-        {"transformers.0.blocks": (None, 49), "transformers.1.blocks": (None, 16)},
-        "3 x Block in transformers.1",
-    ),
-    "levit": Several(
-        lambda: of_timm("levit_128s", img_size=64, embed_dim=(32, 48), depth=(2, 3), num_heads=(2, 2), key_dim=8),
-        images(1, 64),
-        {"stages.0.blocks": (None, 15), "stages.1.blocks": (None, 3)},
-        "3 x LevitBlock in stages.1 (LevitStage)",
     ),
 }
 

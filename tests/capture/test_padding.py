@@ -1,7 +1,6 @@
 """Padding under other names than `attention_mask`: each sample is measured as if alone, and nothing else is taken for padding."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 import tracker
 from tests.home_made import HEADS, MLP, WIDTH
-from tests.models import FAMILIES, build
 
 DEPTH, LENGTHS, N = 3, [4, 7, 6], 7
 SAMPLES = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(1))
@@ -339,16 +337,6 @@ def test_what_the_caller_states_is_used():
     assert ds.attrs["padding"] == "attention_mask" and ds.lss[0].notnull().sum() == LENGTHS[0]
     ones = torch.ones_like(ids)
     assert measured(model, {"input_ids": ids, "attention_mask": ones}, measures="trajectory").attrs["padding"] == "none"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_architecture_has_padding(name):
-    model, inputs = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "the blocks of this model end in a norm")
-        assert tracker.measure(model, inputs, measures="trajectory").attrs["padding"] == "none"
 
 
 @pytest.mark.parametrize("seed", range(3))

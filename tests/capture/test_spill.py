@@ -2,10 +2,7 @@
 
 import copy
 import ctypes
-import os
 import resource
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
@@ -25,6 +22,7 @@ from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
 from tracker.capture.recording import Spill
 from tracker.capture.replica import Replica
+from tracker.common.errors import UsageError
 
 CPU = torch.device("cpu")
 
@@ -62,9 +60,9 @@ def test_a_part_of_something_larger_is_copied_out():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpt_neox", "llama, grouped keys", "timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"]
+    ("name", "svd"),
+    [("timm vit", "full"), ("bloom", "matrix-free"), ("nn.TransformerEncoder, sequence first, post-norm", "full")],
 )
-@pytest.mark.parametrize("svd", ["full", "matrix-free"])
 def test_the_same_numbers(name, svd, directory):
     model, inputs = build(name)
     model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
@@ -127,7 +125,7 @@ def in_use() -> int:
 @pytest.mark.slow
 def test_memory_in_use_does_not_grow_with_the_recording():
     model = shapes.model("70m", 12, "cpu", vocabulary=128)
-    inputs = torch.randint(128, (1, 2048))
+    inputs = torch.randint(128, (1, 1024))
     replica = Replica(model, find_blocks(model), torch.float32, CPU)
     (batch,) = batches(model, inputs, None, None)
     grown = {}
@@ -138,36 +136,18 @@ def test_memory_in_use_does_not_grow_with_the_recording():
             grown[memory] = in_use() - before
             size = recording.nbytes()
             del recording
-    assert size > 140e6
+    assert size > 70e6
     assert grown[0] < 0.2 * size < grown[1 << 30]
 
 
-FULL = """
-import sys
-import torch
-from tracker.common.errors import UsageError
-from tracker.capture.recording import Spill
-try:
-    Spill(0).keep(torch.randn(int(sys.argv[1])))
-except UsageError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
-def test_a_full_disk(tmp_path, entries, room):
+def test_a_full_disk(directory, entries, room):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+    said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
     try:
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
-        full = subprocess.run(
-            [sys.executable, "-c", FULL, str(entries)], env=environment, capture_output=True, text=True
-        )
+        with pytest.raises(UsageError, match=said):
+            Spill(0).keep(torch.randn(entries))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert (
-        f"{tmp_path} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
-        in full.stdout
-    )
-    assert not any(tmp_path.iterdir())
+    assert not any(directory.iterdir())

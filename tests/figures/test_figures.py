@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 import tracker
 from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
+from tests.stores import stored
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
@@ -383,12 +384,9 @@ def with_gsm8k(paths, place, task="gsm8k"):
     """The last steps of these stores, with a score on GSM8K and on two others; the mean is not in proportion to it."""
     copies = []
     for i, path in enumerate(paths):
-        copy = Store(place / path.name)
-        copy.check_settings({})
         unit = Store(path).read(2000).drop_dims("task")
         unit["score"] = xr.DataArray([0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task")
-        copy.write(2000, unit)
-        copies.append(copy.path)
+        copies.append(stored(place / path.name, {2000: unit}).path)
     return copies
 
 
@@ -421,10 +419,8 @@ def test_31(several, tmp_path, capsys, few_points):
 
 @pytest.mark.slow
 def test_table_1(several, tmp_path):
-    unscored = Store(tmp_path / "unscored")
-    unscored.check_settings({})
     unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
-    unscored.write(0, unit.assign_attrs(final_norm="exclude"))
+    unscored = stored(tmp_path / "unscored", {0: unit.assign_attrs(final_norm="exclude")})
     table = drawn("table1", [*several, unscored.path], tmp_path)
     widths, blocks = [32, 40, 48, 56, 64, 32], [3, 4, 3, 5, 4, 3]
     sizes = [neox(size=Size(width, layers)) for width, layers in zip(widths, blocks, strict=True)]
@@ -501,11 +497,8 @@ def test_definitions(several, tmp_path):
 def test_too_few_results_with_scores(several, tmp_path, capsys):
     unscored = []
     for path in several[:2]:
-        copy = Store(tmp_path / path.name)
-        copy.check_settings({})
         unit = Store(path).read(2000)
-        copy.write(2000, unit.assign(score=unit.score * np.nan))
-        unscored.append(copy.path)
+        unscored.append(stored(tmp_path / path.name, {2000: unit.assign(score=unit.score * np.nan)}).path)
     for name in ("1a", "7", "table4"):
         assert main([name, *map(str, [*unscored, *several[2:]])]) == 2
         assert "have no benchmark in common" in capsys.readouterr().err
@@ -519,12 +512,8 @@ def test_too_few_results_with_scores(several, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_one_prompt_has_no_interval_but_a_point(several, tmp_path):
-    alone = []
-    for path in several:
-        copy = Store(tmp_path / path.name)
-        copy.check_settings({})
-        copy.write(2000, Store(path).read(2000).isel(prompt=[0]))
-        alone.append(copy.path)
+    units = {path.name: Store(path).read(2000).isel(prompt=[0]) for path in several}
+    alone = [stored(tmp_path / name, {2000: unit}).path for name, unit in units.items()]
     table = drawn("1a", alone, tmp_path)
     assert len(table) == 5 and table[f"coupling, K = {K} low"].isna().all()
 
@@ -615,7 +604,7 @@ def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["curves", "heatmap", "1b"])
-def test_a_measure_k_and_step_are_chosen_on_the_command_line(name, one, tmp_path, capsys):
+def test_a_measure_k_and_step_are_chosen_on_the_command_line(name, one, tmp_path):
     options = ["--measure", "miscoupling_normed", "--k", str(K), "--step", "8"]
     assert main([name, str(one), "--out", str(tmp_path), *options]) == 0
     table, ds = pd.read_csv(tmp_path / f"{name}.csv"), open_results(one).miscoupling_normed.sel(k=K)
@@ -626,18 +615,16 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(name, one, tmp_path
     else:
         column = table.miscoupling_normed if name == "curves" else -table.coupling
         close(column, apart.mean(("prompt", "token", "layer", "layer_other")))
-    bad = (
-        (
-            "--measure",
-            "lss",
-            "--measure lss is no measure of pairs of blocks; choose from miscoupling, miscoupling_normed",
-        ),
-        ("--step", "7", "--step 7 was not measured in all results; they share 0, 1, 8, 2000"),
-        ("--k", "7", "--k 7 was not measured in all results; they share"),
-    )
-    for option, value, said in bad:
-        assert main([name, str(one), "--out", str(tmp_path), option, value]) == 2
-        assert said in capsys.readouterr().err
+
+
+def test_a_measure_k_and_step_that_were_not_measured_are_refused(one, tmp_path, capsys):
+    for option, value, said in (
+        ("--measure", "lss", "is no measure of pairs of blocks; choose from miscoupling, miscoupling_normed"),
+        ("--step", "7", "was not measured in all results; they share 0, 1, 8, 2000"),
+        ("--k", "7", "was not measured in all results; they share"),
+    ):
+        assert main(["1b", str(one), "--out", str(tmp_path), option, value]) == 2
+        assert f"{option} {value} {said}" in capsys.readouterr().err
 
 
 def test_other_figures_take_no_measure_and_no_step(one, tmp_path, capsys):
@@ -678,13 +665,9 @@ def test_untrained_is_step_0(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_results_that_share_no_k(one, tmp_path, capsys):
-    other = tmp_path / "other"
-    made = Store(other)
-    made.check_settings({"model": "other"})
     inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
-    for step in STEPS:
-        made.write(step, tracker.measure(neox(), inputs, k=2).assign_coords(step=step))
-    assert main(["1b", str(one), str(other)]) == 2
+    other = stored(tmp_path / "other", dict.fromkeys(STEPS, tracker.measure(neox(), inputs, k=2)))
+    assert main(["1b", str(one), str(other.path)]) == 2
     assert "the results share no k; measure them with a common one" in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import tracker
 from tests.models import neox, tokens
+from tests.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.figures.coupling import coupling_pictures
@@ -13,7 +14,6 @@ from tracker.figures.drawing import colour_map, equation
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
 from tracker.measures.registry import VARIANTS
-from tracker.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +152,7 @@ def test_a_step_is_marked_in_curves(course):
 
 
 def test_stores_and_their_directories(measured, tmp_path):
-    stores = []
-    for name in ("a", "b"):
-        stores.append(Store(tmp_path / name))
-        stores[-1].check_settings({"model": name})
-        stores[-1].write(0, measured.assign_coords(step=0))
+    stores = [stored(tmp_path / name, {0: measured}) for name in ("a", "b")]
     for results in (stores, [store.path for store in stores], [stores[0], str(stores[1].path)]):
         figure = tracker.plot(results)
         assert [axes.get_title().split("\n")[0] for axes in figure.axes if axes.images] == ["a, step 0", "b, step 0"]

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,8 @@ import torch
 import tracker
 from tests import processes
 from tests.models import neox, tokens
-from tests.stores import generated
+from tests.stores import generated, stored
+from tests.wandb_runs import of, offline_run, records
 from tracker import dashboards, replay
 from tracker.analysis.curves import scalars
 from tracker.loggers.protocol import LoggedRun, Row, select_metrics
@@ -33,31 +33,13 @@ UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Store:
     """A store of two steps of a random model with every measure, and a step between them that repeats the first."""
-    store = Store(tmp_path_factory.mktemp("results") / "toy run")
-    store.check_settings({"prompts": "few", "k": [2, 4]})
     units = {}
     for step in (0, 8):
         torch.manual_seed(step)
         units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues")
     units[2] = units[0]
-    for step, unit in units.items():
-        store.write(step, unit.assign_coords(step=step, suspect="repeats step 0" if step == 2 else ""))
-    return store
-
-
-def records(file: Path) -> list[dict]:
-    """Return all records in the file of an offline run."""
-    inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
-    return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
-
-
-def of(variant: str, among: list[dict]) -> list[dict]:
-    return [record[variant] for record in among if record["type"] == variant]
-
-
-def offline_run(directory: Path) -> Path:
-    (file,) = directory.glob("wandb/offline-run-*/*.wandb")
-    return file
+    units = {step: unit.assign_coords(suspect="repeats step 0" if step == 2 else "") for step, unit in units.items()}
+    return stored(tmp_path_factory.mktemp("results") / "toy run", units, prompts="few", k=[2, 4])
 
 
 def command(module: str, *arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess:

@@ -10,6 +10,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
+from tests.stores import stored
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia, replay
 from tracker.analysis.curves import scalars
@@ -39,10 +40,7 @@ def unit(step: int, **options):
 
 @pytest.mark.slow
 def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
-    store = Store(tmp_path / "run")
-    store.check_settings({})
-    for step in (0, 4):
-        store.write(step, unit(step))
+    store = stored(tmp_path / "run", {step: unit(step) for step in (0, 4)})
     assert replay.main([str(store.path), "--loggers", "jsonl", "--log", "all"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"curves will be in {store.path}\n") and f"curves: {store.path}" in out
@@ -130,8 +128,7 @@ def test_a_wandb_run_with_other_metrics_is_not_continued(log, continued, monkeyp
     """All units go to a new run."""
     started = MagicMock()
     monkeypatch.setattr("wandb.init", started)
-    store = Store(tmp_path / "run")
-    store.check_settings({})
+    store = stored(tmp_path / "run", {})
     known = {"id": "before", "logged": [0, 4], "log": log}
     (store.path / "wandb-run.json").write_text(json.dumps(known))
     run = WandbRun("online", LoggedRun(store, "p", "n", {}))

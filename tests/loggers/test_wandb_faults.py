@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import Walker
-from tests.loggers.test_dashboards import of, records
+from tests.wandb_runs import of, records
 from tests.wandb_server import KEY, serve
 from tracker.loggers import opened
 from tracker.loggers.protocol import LoggedRun, Opener, Row

@@ -6,28 +6,15 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 import tracker
-from tests.models import Size, build
+from tests.models import Letters, Size, build
 from tracker.measures import layers, plan
 from tracker.measures import settings as settings_module
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
-TEXTS = ("abcdefg", "qrs", "hello world", "zzyyxxww", "qrs tuv")
+TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
 OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attributes that are of all inputs together
-BUDGETS = (60_000, 400_000, 4 << 30)
-
-
-class Letters:
-    """A tokenizer that returns one token for each letter."""
-
-    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
-
-    def decode(self, tokens: list[int]) -> str:
-        return f"w{tokens[0]}"
 
 
 @cache
@@ -36,16 +23,23 @@ def case(kind: str, width: int):
     name = {"prompts": "gpt_neox", "ids": "gpt_neox", "images": "timm vit"}[kind]
     model, inputs = build(name, Size(width=width), samples=len(TEXTS))
     if kind == "prompts":
-        return model, lambda chosen: {"inputs": [TEXTS[i] for i in chosen], "tokenizer": Letters()}
+        return model, lambda chosen: {
+            "inputs": [TEXTS[i] for i in chosen],
+            "tokenizer": Letters(lambda ids: f"w{ids[0]}"),
+        }
     return model, lambda chosen: {"inputs": inputs[chosen]}
 
 
 @cache
 def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: int = 4 << 30):
-    width = 32 if svd == "full" else 80  # wide enough for iterations
+    width = 32 if svd == "full" else 64  # wide enough for iterations
     model, inputs_of = case(kind, width)
-    names = [name for name in settings_module.everything() if kind != "images" or name != "directions"]
+    left_out = (
+        {"directions"} if kind == "images" else {"tokenwise", "halves", "eigenvalues"} if svd != "full" else set()
+    )
+    names = [name for name in settings_module.everything() if name not in left_out]
     how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
+    how["pair_tokens"] = 3
     return tracker.measure(model, **inputs_of(list(chosen)), **how)
 
 
@@ -69,26 +63,19 @@ def assert_as_alone(together, alone, place: int, atol: float):
     "kind, svd, dtype",
     [
         ("prompts", "full", "float64"),
-        pytest.param("ids", "full", "float64", marks=pytest.mark.slow),
         ("images", "full", "float64"),
         ("prompts", "full", "float32"),
-        pytest.param("prompts", "krylov", "float64", marks=pytest.mark.slow),
-        pytest.param("images", "krylov", "float64", marks=pytest.mark.slow),
+        pytest.param("ids", "krylov", "float64", marks=pytest.mark.slow),
         pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
-        pytest.param("images", "matrix-free", "float64", marks=pytest.mark.slow),
     ],
 )
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # each takes seconds
-@given(
-    chosen=st.lists(st.sampled_from(range(len(TEXTS))), min_size=1, unique=True),
-    budget=st.sampled_from(BUDGETS),
-)
-def test_company_order_and_budget_change_no_number(kind, svd, dtype, chosen, budget):
+def test_company_order_and_budget_change_no_number(kind, svd, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        together = measured(kind, tuple(chosen), svd, dtype, budget)
-        for place, i in enumerate(chosen):
-            assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])
+        for chosen, budget in (((2, 0), 60_000), ((3, 0, 1), 400_000), ((1, 2), 4 << 30)):
+            together = measured(kind, chosen, svd, dtype, budget)
+            for place, i in enumerate(chosen):
+                assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])
 
 
 def test_padding_changes_no_draw():

@@ -1,15 +1,10 @@
-"""Coupling measures: known cases, invariances, and null levels against simulation."""
+"""Coupling measures: known cases."""
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.brute_force import couplings
 from tests.conftest import ROOT
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
-from tracker.measures.registry import MISCOUPLINGS
 
 
 def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
@@ -36,68 +31,19 @@ def test_texts_have_the_equations_of_the_definitions():
     assert f"</strong> {DEFINITIONS[0].equation}, the distance" in page
 
 
-@pytest.mark.parametrize("K", [1, 4, 12])
-def test_against_loops(K):
-    J = jacobians(0)
-    for name, expected in couplings(list(J), K).items():
-        torch.testing.assert_close(measured(J, K)[name], expected, atol=1e-12, rtol=0)
-
-
-def test_the_smaller_k_is_the_leading_part():
-    J = jacobians(1)
-    triplets = top_singular_triplets(J, 8)
-    A = coupling_matrices(J, triplets.U, triplets.V)
-    for name, expected in couplings(list(J), 3).items():
-        torch.testing.assert_close(miscouplings(A[..., :3, :3], triplets.S[:, :3], 12)[name], expected)
-
-
 def test_shared_bases_couple_perfectly_and_rows_are_the_blocks_of_the_jacobians():
     """Same singular vectors, other singular values: all measures are 0 for every pair."""
     U, V = rotation(0, 12), rotation(1, 12)
     s = torch.linspace(3, 1, 12, dtype=torch.float64)
     J = torch.stack([U * s @ V.T, U * (2 * s + 1) @ V.T])
-    for name, m in measured(J, 5).items():
-        assert m.abs().max() < 1e-12, name
+    for K in (1, 5, 12):
+        for name, m in measured(J, K).items():
+            assert m.abs().max() < 1e-12, (name, K)
     # Block 2 has other right singular vectors: A[0, 1] = U2^T J1 V2 is not diagonal.
     J = torch.stack([U * s @ V.T, U * s @ rotation(2, 12).T])
     A = coupling_matrices(J, *(getattr(top_singular_triplets(J, 5), part) for part in ("U", "V")))
     triplets = top_singular_triplets(J, 5)
     torch.testing.assert_close(A[0, 1], triplets.U[1].T @ J[0] @ triplets.V[1])
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), K=st.integers(1, 12), scale=st.floats(0.01, 100))
-def test_invariances(seed, K, scale):
-    J = jacobians(seed)
-    before = measured(J, K)
-    Q, R = rotation(seed + 1, 12), rotation(seed + 2, 12)
-    rotated = measured(Q @ J @ R.T, K)  # a common change of basis
-    for name in MISCOUPLINGS:
-        torch.testing.assert_close(before[name], rotated[name], atol=1e-7, rtol=1e-7)
-    scaled = measured(scale * J, K)
-    for name in set(MISCOUPLINGS) - {"offdiag"}:
-        torch.testing.assert_close(before[name], scaled[name], atol=1e-7, rtol=1e-7)
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=18, max_size=18))
-def test_joint_sign_flips_change_nothing(seed, signs):
-    J = jacobians(seed)
-    t = top_singular_triplets(J, 6)
-    flip = torch.tensor(signs, dtype=torch.float64).view(3, 1, 6)
-    before = miscouplings(coupling_matrices(J, t.U, t.V), t.S, 12)
-    after = miscouplings(coupling_matrices(J, t.U * flip, t.V * flip), t.S, 12)
-    for name in MISCOUPLINGS:
-        torch.testing.assert_close(before[name], after[name])
-
-
-def test_zero_jacobian_is_undefined_not_perfect():
-    """Pairs with a zero Jacobian are NaN, whether it is J or gives the basis: its singular vectors are arbitrary."""
-    J = jacobians(0)
-    J[1] = 0
-    for name, m in measured(J, 4).items():
-        assert m[1].isnan().all() and m[:, 1].isnan().all(), name
-        assert m[[0, 0, 2, 2], [0, 2, 0, 2]].isfinite().all(), name
 
 
 def test_a_jacobian_of_rank_below_k_has_no_basis():

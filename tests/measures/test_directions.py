@@ -1,60 +1,16 @@
 """Words for singular directions: against the derivative of the logits, scores of known unembeddings, texts."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 
 import tracker
-from tests.models import build, images, timm_vit
+from tests.models import Letters, build, images, timm_vit
+from tests.stores import stored
 from tracker.common.errors import UsageError
 from tracker.measures import directions
 
 MEASURES = ["coupling", "directions"]
-
-
-def logits_at_last_state(model, inputs, name, t):
-    """Return the function x^L -> logits at one token, and its last states, before the final norm."""
-    body, norm, last = {
-        "gpt_neox": ("gpt_neox", "final_layer_norm", "layers"),
-        "llama, grouped keys": ("model", "norm", "layers"),
-        "gpt2": ("transformer", "ln_f", "h"),
-        "bert": ("bert", None, "encoder.layer"),
-    }[name]
-    part, seen = getattr(model, body), []
-    final_norm = getattr(part, norm) if norm else torch.nn.Identity()
-    block = part.get_submodule(last)[-1]
-    handle = block.register_forward_hook(lambda *given: seen.append(given[-1]))
-    model(inputs)
-    handle.remove()
-    out = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
-    return lambda x: model.get_output_embeddings()(final_norm(x)), out.detach()[:, t]
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt2", "bert"])
-def test_against_the_derivative_of_the_logits(name):
-    model, inputs = build(name)
-    model = model.double().eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # BERT is post-norm
-        ds = tracker.measure(
-            model, inputs, k=4, measures=MEASURES, dtype="float64", keep="singular_vectors", final_norm="exclude"
-        )
-    logits, last = logits_at_last_state(model, inputs, name, int(ds.token_position[0, 0]))
-    for b, x in enumerate(last):
-        D = torch.func.jacrev(logits)(x).detach().numpy()
-        at = ds.isel(prompt=b, token=0)
-        for l in range(ds.sizes["layer"]):
-            for k in range(4):
-                u, v = (at[f"{side}_singular_vector"].values[l, :, k] for side in ("left", "right"))
-                signed = [(sign * D @ u, sign * D @ v) for sign in (1, -1)]
-                out, into = max(signed, key=lambda pair: np.max((pair[0] - pair[0].mean()) / pair[0].std()))
-                for z, part in ((out, "out"), (into, "in")):
-                    score = (z.max() - z.mean()) / z.std()
-                    np.testing.assert_allclose(at[f"direction_{part}_score"].values[l, k], score, atol=1e-8)
-                    expected = ", ".join(f"#{i}" for i in np.argsort(-z)[:5])
-                    assert at[f"direction_{part}_words"].values[l, k] == expected
 
 
 def test_a_dropped_last_block_leaves_the_final_norm_in_the_logits():
@@ -101,14 +57,10 @@ def test_words_are_the_tokenizer_s():
     model, _ = build("gpt_neox")
     texts = ["abc", "abcde"]
 
-    def tokenizer(text, return_tensors):
-        return {"input_ids": torch.tensor([[ord(c) % 50 for c in text]])}
-
-    ds = tracker.measure(model, texts, tokenizer=tokenizer, k=2, tokens="all", measures=MEASURES)
+    ds = tracker.measure(model, texts, tokenizer=Letters(), k=2, tokens="all", measures=MEASURES)
     assert ds.direction_out_words.values[0, 0, 0, 0].startswith("#")
     assert (ds.direction_out_words.values[0, 3:] == "").all() and (ds.direction_out_words.values[1, 3:] != "").all()
-    tokenizer.decode = lambda ids: f" w{ids[0]}"
-    named = tracker.measure(model, texts, tokenizer=tokenizer, k=2, measures=MEASURES)
+    named = tracker.measure(model, texts, tokenizer=Letters(lambda ids: f" w{ids[0]}"), k=2, measures=MEASURES)
     assert named.direction_in_words.values[1, 0, 2, 1] == ds.direction_in_words.values[1, 4, 2, 1].replace("#", "w")
     assert named.sizes["direction"] == 2 and named.direction_random_words.values[0, 0, 0].startswith("w")
 
@@ -129,7 +81,5 @@ def test_models_without_an_unembedding():
 def test_a_stored_unit_keeps_the_words(tmp_path):
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=2, measures=MEASURES)
-    store = tracker.Store(tmp_path / "run")
-    store.check_settings({"model": "toy"})
-    store.write(1, ds.assign_coords(step=1))
+    store = stored(tmp_path / "run", {1: ds})
     np.testing.assert_array_equal(store.read(1).direction_out_words.values, ds.direction_out_words.values)

@@ -4,12 +4,11 @@ import re
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import tracker
-from tests.models import build, neox, tokens
-from tests.stores import generated
+from tests.models import Letters, build, neox, tokens
+from tests.stores import generated, stored
 from tests.test_measure import PROMPTS, tokenizer
 from tracker.measures.dataset import labelled
 from tracker.measures.declaration import DIAGNOSTICS
@@ -77,30 +76,16 @@ def test_text_of_the_tokens(ds, tmp_path):
         there = [text for text in row if text]
         assert there == prompt.split() and np.isfinite(steps).sum() == len(there)
         assert list(row[: len(there)]) == there
-    store = Store(tmp_path / "toy")
-    store.check_settings({})
-    store.write(0, ds.assign_coords(step=0, suspect=""))
+    store = stored(tmp_path / "toy", {0: ds})
     np.testing.assert_array_equal(store.read(0).token_text.values, ds.token_text.values)
     assert "token_text" not in tracker.measure(neox(), tokens(1), k=2).coords
 
 
 def test_text_of_tokens_beyond_ascii_and_of_tokenizers_without_texts(tmp_path):
-    class Letters:
-        """A token for each letter."""
-
-        def __call__(self, prompt, return_tensors):
-            return {"input_ids": torch.tensor([[ord(letter) % 30 for letter in prompt]])}
-
-    class Greek(Letters):
-        def decode(self, ids):
-            return "αβγ€"[ids[0] % 4]
-
     model = neox()
     assert "token_text" not in tracker.measure(model, "abc", tokenizer=Letters(), k=2).coords
-    ds = tracker.measure(model, ["abc", "abcde"], tokenizer=Greek(), k=2)
-    store = Store(tmp_path / "toy")
-    store.check_settings({})
-    store.write(0, ds.assign_coords(step=0, suspect=""))
+    ds = tracker.measure(model, ["abc", "abcde"], tokenizer=Letters(lambda ids: "αβγ€"[ids[0] % 4]), k=2)
+    store = stored(tmp_path / "toy", {0: ds})
     read = store.read(0).token_text
     assert set("".join(read.values[1])) <= set("αβγ€") and read.values[0, 3:].tolist() == ["", ""]
     np.testing.assert_array_equal(read.values, ds.token_text.values)

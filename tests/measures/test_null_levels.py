@@ -10,7 +10,7 @@ from tests.models import Size, build
 from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
-from tracker.measures.coupling import DEFINITIONS, Moments, Overlap
+from tracker.measures.coupling import DEFINITIONS, Moments
 from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
@@ -105,64 +105,6 @@ def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
         if K * 9 <= d:
             by_spread = DEFINITIONS[0].formula(A, s) < levels["miscoupling"] - 1.645 * spread
             assert 0.02 <= float(by_spread.double().mean()) <= 0.085
-
-
-@pytest.fixture(scope="module", params=["gpt_neox", "timm vit"])
-def measured(request):
-    model, inputs = build(request.param)
-    model = model.double().eval()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    options = {"measures": ["coupling", "vju", "tokenwise"], "dtype": torch.float64, "pair_tokens": 3, "tokens": [0, 1]}
-    return tracker.measure(model, inputs, k=(2, 4), keep=("jacobian", "singular_vectors"), **options)
-
-
-@pytest.mark.parametrize("name", ["miscoupling", "offdiag_normalized", "miscoupling_release_trace"])
-def test_levels_of_a_dataset(measured, name):
-    """Against the formulas for each pair by itself, from the Jacobians and singular vectors that were kept."""
-    found, swapped = null_level(measured, name), null_level(measured, f"{name}_vju")
-    assert found.dims == measured[name].dims and found.shape == measured[name].shape
-    spread = null_spread(measured.sel(k=[2])) if name == "miscoupling" else None
-    d, L = measured.attrs["width"], measured.sizes["layer"]
-    for p, t, i, l, m in np.ndindex(2, 2, 2, L, L):
-        K = int(measured.k[i])
-        J = torch.from_numpy(measured.jacobian.values[p, t])
-        _, _, overlap = of_basis(J[m], K)
-        s = torch.linalg.svdvals(J[l])[None, :K]
-        expected = coupling.null_level(name, s, coupling.moments(J[l : l + 1], s[:, 0]), overlap, d)
-        value = found.values[p, t, i, l, m]
-        assert value == (0 if l == m else pytest.approx(float(expected), rel=1e-6))
-        assert swapped.values[p, t, i, l, m] == pytest.approx(float(expected), rel=1e-6)
-        if spread is not None and K == 2 and l != m:
-            of = coupling.spread(s, coupling.moments(J[l : l + 1], s[:, 0]), overlap, d)
-            assert spread.values[p, t, 0, l, m] == pytest.approx(float(of), rel=1e-5)
-    one = null_level(measured.sel(k=4), name)
-    np.testing.assert_array_equal(one, found.sel(k=4))
-
-
-def test_levels_across_tokens(measured):
-    for kind in ("self", "fixed_input", "fixed_output"):
-        found = null_level(measured, f"{kind}_miscoupling")
-        assert found.dims == measured[f"{kind}_miscoupling"].dims
-        at = measured.isel(prompt=1)
-        s, d = at[f"{kind}_singular_value"].values[0, 2, :4], measured.attrs["width"]  # block 1 in the basis of block 2
-        parts = ("isotropic", "symmetric_norm", "antisymmetric_norm")
-        of = Moments(*(torch.tensor([at[f"{kind}_{part}"].values[0, 2]]) for part in parts))
-        diagonal = torch.from_numpy(at[f"{kind}_alignment"].values[1, 0, :4])[None]
-        sums = (torch.tensor([at[f"{kind}_overlap_{power}"].sel(k=4).values[1, 0]]) for power in ("squares", "fourths"))
-        expected = coupling.null_level("miscoupling", torch.from_numpy(s)[None], of, Overlap(diagonal, *sums), d)
-        assert float(found.sel(k=4).values[1, 0, 2, 0]) == pytest.approx(float(expected), rel=1e-9)
-    assert found.sel(layer=measured.layer[-1]).isnull().all()  # the last block has no basis block
-    J = measured.jacobian.values[0, :, 0]  # block 1 at positions 0 and 1
-    tau = np.trace(J, axis1=1, axis2=2) / J.shape[-1]
-    np.testing.assert_allclose(measured.isotropic.values[0, :, 0], tau, atol=1e-12)
-
-
-def test_both_conventions():
-    model, inputs = build("gpt_neox")
-    ds = tracker.measure(model.double(), inputs, k=3, dtype=torch.float64)
-    alone, normed = null_level(ds, "miscoupling"), null_level(ds, "miscoupling_normed")
-    np.testing.assert_allclose(alone[..., :-1, :-1], normed[..., :-1, :-1], rtol=1e-9)
-    assert abs(alone - normed)[..., -1, :-1].min() > 1e-6
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "bloom"])

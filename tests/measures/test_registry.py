@@ -10,6 +10,7 @@ import torch
 
 import tracker
 from tests.models import neox, tokens
+from tests.stores import stored
 from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
 from tracker.dashboards import build, dumped
@@ -19,10 +20,9 @@ from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, headli
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
-from tracker.store import Store, join, open_results
+from tracker.store import join, open_results
 
 ASSETS = Path(tracker.__file__).parent / "report" / "assets"
-WITH_A_NULL = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,6 @@ def ds():
         pair_tokens=3,
         keep=("jacobian", "singular_vectors"),
     )
-
-
-def test_each_measured_variable_has_an_entry_and_each_entry_is_measured(ds):
-    assert set(ds.data_vars) - {"diagnostics_undefined"} == set(BY_NAME)
-    for name, measure in BY_NAME.items():
-        assert ds[name].dims == ("prompt", *measure.dims), name
-    assert len(BY_NAME) == len(MEASURES)
 
 
 def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
@@ -70,36 +63,10 @@ def test_entries_refer_to_entries():
     assert len(metrics) == len(set(metrics))
 
 
-def names_before() -> set[str]:
-    """The metric names of the code before the registry, for K = 2 and 4."""
-    pairs = ("mean", "mean_offdiag", "mean_adjacent")
-    names = {"coupling/mean_offdiag", "coupling/mean_offdiag_null"}
-    coupling = [f"{m}{part}" for m in WITH_A_NULL for part in ("", "_q25", "_q75", "_null", "_vju")]
-    coupling += [f"{m}_vju_null" for m in WITH_A_NULL]
-    coupling += [f"{m}_normed{null}" for m in ("miscoupling", "offdiag_normalized") for null in ("", "_null")]
-    names |= {f"coupling/{m}/k{k}/{which}" for m in coupling for k in (2, 4) for which in pairs}
-    trajectory = ["lss", "lss_normed", "expodistance", "expodistance_normed", "alpha_mean", "alpha_mean_normed"]
-    trajectory += ["equidistance", "equidistance_normed", "entropy"]
-    names |= {f"trajectory/{m}/{q}" for m in trajectory for q in ("q25", "median", "q75")}
-    names |= {f"trajectory/noise_similarity/{level}" for level in ("1pct", "3pct", "10pct", "30pct", "100pct")}
-    kinds = ("self", "fixed_input", "fixed_output")
-    tokenwise = [f"{kind}/{m}{null}" for kind in kinds for m in WITH_A_NULL for null in ("", "_null")]
-    return names | {f"tokens/{m}/k{k}" for m in tokenwise for k in (2, 4)}
-
-
-def test_metric_names(ds):
-    assert set(scalars(ds)) == names_before() | NEW_METRICS, "add a new measure to OF_STATES or OF_BLOCKS"
-
-
-OF_BLOCKS = ("symmetric_share", "mean_alignment", "departure", "amplification", "effective_rank")
-OF_BLOCKS += ("jacobian_gain", "linear_error")
-OF_BLOCKS += tuple(f"{half}_{name}" for half in ("attention", "mlp") for name in ("gain", "share", "coupling"))
-OF_STATES = ("update_ratio", "block_influence", "update_cosine")
-NEW_METRICS = {
-    f"{name}/{q}"
-    for name in (*(f"trajectory/{name}" for name in OF_STATES), *(f"jacobian/{name}" for name in OF_BLOCKS))
-    for q in ("q25", "median", "q75")
-} | {"coupling/null_minus_miscoupling"}
+def test_what_is_declared_as_logged_is_logged_and_nothing_else(ds):
+    parts = r"(/k\d+)?/(mean\w*|q25|median|q75|\d+pct)$|/k\d+$"
+    logged = {f"{measure.metric}{part}" for measure in MEASURES for part in measure.logged}
+    assert {re.sub(parts, "", name) for name in scalars(ds)} == logged | {"coupling", "coupling/null_minus_miscoupling"}
 
 
 def test_the_headline_numbers_are_metrics(ds):
@@ -128,22 +95,17 @@ def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
     assert any("trajectory/update_ratio/q25" in panel["config"]["metrics"] for panel in panels)
     (chart,) = [chart for chart in texts()["charts"] if chart["id"] == "update_ratio"]
     assert (chart["chart"], chart["title"], chart["axis"]) == ("depth", "Update ratio", "logarithmic")
-    store = Store(tmp_path / "toy")
-    store.check_settings({"model": "toy"})
-    store.write(1, ds.assign_coords(step=1, suspect=""))
+    store = stored(tmp_path / "toy", {1: ds})
     assert "update_ratio" in contents(reduced(open_results(store.path)))["depth"]
 
 
 @pytest.mark.slow
 def test_old_units_and_new_ones_join(ds, tmp_path):
     """A store that was begun before variables had attributes, and before `update_ratio`."""
-    store = Store(tmp_path / "toy")
-    store.check_settings({"model": "toy"})
     old = ds.copy().drop_vars("update_ratio").sel(quantity=ds.quantity != "update_ratio")
     for variable in old.variables.values():
         variable.attrs = {}
-    for step, unit in {0: old, 1: ds, 2: old, 3: ds}.items():
-        store.write(step, unit.assign_coords(step=step, suspect=""))
+    store = stored(tmp_path / "toy", {0: old, 1: ds, 2: old, 3: ds}, model="toy")
     joined = open_results(store.path)
     assert (
         joined.update_ratio.isel(step=[0, 2]).isnull().all() and joined.update_ratio.isel(step=[1, 3]).notnull().all()

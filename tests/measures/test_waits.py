@@ -9,6 +9,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import tracker
+from tests.models import Letters
 from tests.pretend_device import Counts
 from tracker.jacobians import rows
 from tracker.measures import depthwise
@@ -41,13 +42,6 @@ def images(number: int) -> torch.Tensor:
     return torch.randn(number, 3, 96, 96)
 
 
-class Prompts:
-    """A tokenizer that returns one token for each letter."""
-
-    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.tensor([[ord(letter) % 50 for letter in text]])}
-
-
 PROMPTS = ["a" * n for n in (5, 7, 9, 11, 13, 15, 17, 19)]
 
 
@@ -77,7 +71,7 @@ def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
 
 def test_a_prompt_waits_a_few_times(pretend):
     """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together."""
-    few, many = (costs(pretend, neox(4), PROMPTS[:number], tokenizer=Prompts()) for number in (4, 8))
+    few, many = (costs(pretend, neox(4), PROMPTS[:number], tokenizer=Letters()) for number in (4, 8))
     assert (many.syncs - few.syncs) / 4 <= 14
     assert (many.to_host - few.to_host) / 4 <= 1
     assert (many.launches - few.launches) / 4 <= 800

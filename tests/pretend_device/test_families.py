@@ -49,8 +49,9 @@ def test_every_measure(pretend, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("svd", ["auto", "full", "krylov", "matrix-free"])
-@pytest.mark.parametrize("memory_budget", [None, 200_000])
+@pytest.mark.parametrize(
+    ("svd", "memory_budget"), [("auto", None), ("full", 200_000), ("krylov", None), ("matrix-free", 200_000)]
+)
 def test_methods_and_budgets(pretend, svd, memory_budget):
     model = language("GPTNeoXForCausalLM")(Size(width=128, depth=3, tokens=12))
     options = {} if memory_budget is None else {"memory_budget": memory_budget}

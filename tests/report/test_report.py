@@ -13,7 +13,7 @@ import pytest
 import tracker
 from tests.conftest import ROOT
 from tests.models import neox, tokens
-from tests.stores import generated, unit
+from tests.stores import generated, stored, unit
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
@@ -522,9 +522,7 @@ class TestBetween:
             "Fits between results: they were not measured alike, in final norm"
             in (tmp_path / "unlike.html").read_text()
         )
-        bare = Store(tmp_path / "bare")
-        bare.check_settings({})
-        bare.write(1, tracker.open_results(several[0]).isel(step=-1).drop_vars("score").assign_coords(step=1))
+        bare = stored(tmp_path / "bare", {1: tracker.open_results(several[0]).isel(step=-1).drop_vars("score")})
         write_report([*several[:3], bare.path], tmp_path / "few.html")
         said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
         assert said in (tmp_path / "few.html").read_text()
@@ -605,10 +603,8 @@ class TestHonesty:
     @pytest.mark.slow
     @pytest.mark.parametrize("measures", ["coupling", "trajectory", "tokenwise"])
     def test_results_of_one_measure_at_one_step(self, open_page, tmp_path, measures):
-        store = Store(tmp_path / "run")
-        store.check_settings({"callback": "coupling"})
         unit = tracker.measure(neox(), tokens(2), k=4, measures=measures, pair_tokens=3)
-        store.write(7, unit.assign_coords(step=7))
+        store = stored(tmp_path / "run", {7: unit}, callback="coupling")
         page = open_page(write_report(store.path, tmp_path / "page.html"))
         steps_through(page)
         visible = page.evaluate("[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)")

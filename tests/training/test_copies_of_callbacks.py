@@ -41,9 +41,8 @@ class Copy(lightning.Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copy", COPIES)
-def test_of_a_lightning_run(tmp_path, copy):
-    copy = COPIES[copy]
+def test_of_a_lightning_run(tmp_path):
+    copy = through_pickle
     callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first", max_samples=2))
     during = Copy(callback, copy)
     loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
@@ -69,9 +68,8 @@ class CopyInTrainer(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copy", COPIES)
-def test_of_a_run_of_transformers(tmp_path, copy):
-    copy = COPIES[copy]
+def test_of_a_run_of_transformers(tmp_path):
+    copy = deepcopy
     run = make(tmp_path / "run", max_steps=2)
     callback = tracker.TransformersCallback(1, k=2, trainer=run, save_dir=tmp_path / "store")
     during = CopyInTrainer(callback, copy)

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import lightning
 import lightning.pytorch.callbacks
-import numpy as np
 import pytest
 import pytorch_lightning
 
 import tracker
 from tests.lightning_runs import Classifier, fit
-from tests.training.test_callback import Watch, assert_same_units, offline_records
+from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter, classes
 from tracker.store import Store
@@ -68,33 +67,12 @@ def test_a_resumed_run_continues_its_store(tmp_path):
     assert list(second.units) == [6, 7] and Store(tmp_path / "store").steps() == [0, 3, 4, 6, 7]
 
 
-AVERAGING = {
-    "EMAWeightAveraging": lambda callbacks: callbacks.weight_averaging.EMAWeightAveraging(decay=0.5),
-    "StochasticWeightAveraging": lambda callbacks: callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("averaging", AVERAGING)
-def test_the_last_step_is_not_measured_on_averaged_weights(averaging):
-    watch = Watch(5)
+def test_the_last_step_is_not_measured_on_averaged_weights():
+    watch, averaging = Watch(5), pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
     with pytest.warns(UserWarning, match="the last step is not measured: averaged weights have replaced the raw ones"):
-        train("pytorch_lightning", [AVERAGING[averaging](pytorch_lightning.callbacks), watch])
+        train("pytorch_lightning", [averaging, watch])
     assert list(watch.units) == [0, 5]
-
-
-@pytest.mark.slow
-def test_averaged_weights():
-    measured = {}
-    for package, modules in PACKAGES.items():
-        watch = Watch(3, weights="averaged", ends=False)
-        train(package, [AVERAGING["EMAWeightAveraging"](modules.callbacks), watch])
-        measured[package] = watch.units
-    raw = Watch(3, ends=False)
-    train("lightning", [raw])
-    for step in (3, 6):
-        assert_same_units(measured["pytorch_lightning"][step], measured["lightning"][step])
-        assert not np.allclose(raw.units[step].miscoupling, measured["lightning"][step].miscoupling)
 
 
 def test_weights_in_flattened_pieces_are_refused():
@@ -123,32 +101,6 @@ def test_a_module_that_builds_its_blocks_later():
     )
     fit(train_late, Late)
     assert list(watch.units) == [0, 1]
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_numbers_and_pictures(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    watch, logger = Watch(4, name="val"), pytorch_lightning.loggers.TensorBoardLogger(tmp_path)
-    train("pytorch_lightning", [watch], logger=logger)
-    events = EventAccumulator(logger.log_dir).Reload()
-    logged = {event.step: event.value for event in events.Scalars("val/coupling/mean_offdiag")}
-    expected = tracker.statistics.scalars(watch.units[4])["coupling/mean_offdiag"]
-    assert set(logged) == {0, 4, 8} and logged[4] == pytest.approx(expected, rel=1e-6)
-    assert {event.step for event in events.Images("val/coupling/heatmap/k2")} == {0, 4, 8}
-
-
-@pytest.mark.slow
-def test_wandb_gets_the_axis_and_pictures(tmp_path):
-    logger = pytorch_lightning.loggers.WandbLogger(save_dir=tmp_path, offline=True)
-    train("pytorch_lightning", [Watch(4)], logger=logger)
-    records = offline_records(tmp_path)
-    rows = [record["history"]["item"] for record in records if record["type"] == "history"]
-    logged = [row for row in rows if "training/step" in row]
-    assert {row["training/step"] for row in logged} == {0, 4, 8}
-    assert any(row.get("coupling/heatmap/k2._type") == "images/separated" for row in rows)
-    metrics = {record["metric"].get("name"): record["metric"] for record in records if record["type"] == "metric"}
-    assert metrics["coupling/mean_offdiag"]["step_metric"] == "training/step"
 
 
 def test_loggers_of_both_packages_are_known(tmp_path):

@@ -3,12 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tracker
+from tests import processes
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.store import Store
@@ -18,7 +18,7 @@ HOLD = """
 import os, sys, time
 from tracker.store import Store
 from tracker.training.run import hold
-hold(Store(sys.argv[1]))
+hold(Store(sys.argv[2]))
 worker = os.fork() if "fork" in sys.argv else None
 if worker == 0:
     time.sleep(60)
@@ -29,7 +29,7 @@ TRAIN = """
 import sys
 import tracker
 from tests.models import neox, tokens
-with tracker.Watch(1, probe=tokens(2), save_dir=sys.argv[1], measures="trajectory") as watch:
+with tracker.Watch(1, probe=tokens(2), save_dir=sys.argv[2], measures="trajectory") as watch:
     print("ready", flush=True)
     sys.stdin.readline()
     for step in range(3):
@@ -37,9 +37,8 @@ with tracker.Watch(1, probe=tokens(2), save_dir=sys.argv[1], measures="trajector
 """
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen:
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **pipes)
+def start(code: str, *arguments: object):
+    return processes.start("tests.statements", code, *arguments, stdin=subprocess.PIPE)
 
 
 def watched(directory: Path) -> tracker.Watch:

@@ -75,9 +75,9 @@ def test_the_tuner_leaves_the_run_to_begin(tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "finder", [lambda: LearningRateFinder(num_training_steps=5), lambda: BatchSizeFinder(max_trials=2)]
+    ("finder", "order"),
+    [(lambda: LearningRateFinder(num_training_steps=5), 1), (lambda: BatchSizeFinder(max_trials=2), -1)],
 )
-@pytest.mark.parametrize("order", [1, -1])
 def test_a_finder_beside_the_callback(tmp_path, finder, order):
     watch = Watch(2, probe=None, save_dir=tmp_path / "store")
     trainer([watch, finder()][::order], max_steps=4, default_root_dir=tmp_path).fit(Tuned())

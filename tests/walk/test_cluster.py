@@ -20,7 +20,6 @@ ray = pytest.importorskip("ray")
         (2, "cuda:0", "cuda:0", {"1": "cuda"}),
         (2, "cpu", None, {"0": None, "1": None}),
         (1, "cuda:0", None, {}),
-        (2, "cpu", "cpu", {"": "cpu"}),
     ],
 )
 def test_no_worker_gets_the_gpu_of_the_driver(gpus, driver, device, expected, tmp_path, monkeypatch):

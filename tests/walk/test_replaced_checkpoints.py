@@ -46,15 +46,13 @@ def before_the_first_measurement(monkeypatch, act):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["overwritten", "deleted", "cut short"])
+@pytest.mark.parametrize("change", ["overwritten", "cut short"])
 def test_a_checkpoint_that_changes_while_it_is_measured_fails_alone(change, walker, runs, monkeypatch, capsys):
     """A file cut short would end the process by SIGBUS, without a word, if its original were mapped."""
     file, other = runs / "step8" / "model.safetensors", runs.parent / "step2"
 
     def act():
         before = file.stat()
-        if change == "deleted":
-            return shutil.rmtree(file.parent)
         if change == "cut short":
             return os.truncate(file, 5000)
         with open(file, "r+b") as handle:
@@ -65,8 +63,7 @@ def test_a_checkpoint_that_changes_while_it_is_measured_fails_alone(change, walk
     assert pythia.main(walker.arguments(model=str(runs))) == 1
     assert Store(walker.directory / "out").steps() == [16]
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    done = "deleted" if change == "deleted" else "changed"
-    assert line.startswith(f"failed: step 8: {file.parent}") and MEASURED.format(done) in line
+    assert line.startswith(f"failed: step 8: {file.parent}") and MEASURED.format("changed") in line
     if change == "overwritten":  # the same command measures the new weights
         assert pythia.main(walker.arguments(model=str(runs))) == 0
         assert pythia.main(walker.arguments("--out", str(runs.parent / "alone"), model=str(other))) == 0

@@ -1,13 +1,13 @@
 """Tests of the units of a walk: few are in memory at once, and damaged ones are measured again."""
 
 import json
+import multiprocessing
 import re
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import xarray as xr
 
 import tracker
 from tests.models import neox, tokens
-from tests.stores import unit
+from tests.stores import stored, unit
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
 from tracker import store as results
@@ -28,6 +28,8 @@ from tracker.report.texts import provenance
 from tracker.store import Store
 from tracker.walk import units
 from tracker.walk.units import Units
+
+FORK = multiprocessing.get_context("fork")
 
 
 def large_unit(step: int) -> xr.Dataset:
@@ -106,11 +108,9 @@ def peak(work, *arguments) -> int:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
-    store, size = Store(tmp_path), large_unit(1).nbytes
+    size = large_unit(1).nbytes
     monkeypatch.setattr(results, "AT_ONCE", size)
-    store.check_settings({})
-    for step in range(6):
-        store.write(step, large_unit(step))
+    store = stored(tmp_path, {step: large_unit(step) for step in range(6)})
     few, many = (Units(store, with_rows=True) for _ in range(2))
     few.read([0, 1])
     grown = peak(many.read, list(range(6))) - peak(few.read, [0, 1])
@@ -173,10 +173,7 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
 
 
 def test_unit_replaced_by_another_walk_is_read_again(tmp_path, reads):
-    store, reader = Store(tmp_path), Reader()
-    store.check_settings({})
-    for step in (1, 2):
-        store.write(step, large_unit(step))
+    store, reader = stored(tmp_path, {step: large_unit(step) for step in (1, 2)}), Reader()
     reader.read(tmp_path)
     store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
     reads.clear()
@@ -197,60 +194,41 @@ def test_row_has_the_values_of_the_whole_unit():
         xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)
 
 
-REMEASURE = """
-import sys
-from tests.walk.test_units import small_unit
-from tracker.walk.units import Units
-from tracker.store import Store
-
-measured = Units(Store(sys.argv[1]), with_rows=False)
-sys.stdin.readline()
-for step in measured.store.steps():
-    measured.read([step])
-    if step not in measured.known and (claim := measured.store.claim(step)):
-        if not measured.store.has(step):
-            measured.add(step, measured.prepare(small_unit(step)))
-            print(step)
-        claim.release(remove=True)
-"""
-ADD_SCORES = """
-import sys
-from types import SimpleNamespace
-from tracker import pythia
-from tracker.walk.units import Units
-from tracker.store import Store
-
-store, task = Store(sys.argv[1]), sys.argv[2]
-measured = Units(store, with_rows=False)
-measured.read(store.steps())
-sys.stdin.readline()
-for step in store.steps():
-    pythia._rescore(SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step)
-"""
+def remeasure(ready, path: Path, done) -> None:
+    measured = Units(Store(path), with_rows=False)
+    ready.wait()
+    for step in measured.store.steps():
+        measured.read([step])
+        if step not in measured.known and (claim := measured.store.claim(step)):
+            if not measured.store.has(step):
+                measured.add(step, measured.prepare(small_unit(step)))
+                done.put(step)
+            claim.release(remove=True)
 
 
-def run_together(code: str, *arguments: list[str]) -> list[str]:
-    """Run processes that start working together, at their first line of input; return their outputs."""
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    processes = [subprocess.Popen([sys.executable, "-c", code, *given], text=True, **pipes) for given in arguments]
-    outputs = []
+def add_scores(ready, path: Path, task: str) -> None:
+    store = Store(path)
+    measured = Units(store, with_rows=False)
+    measured.read(store.steps())
+    ready.wait()
+    for step in store.steps():
+        pythia._rescore(SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step)
+
+
+def run_together(work, *arguments: tuple) -> None:
+    """Run forked processes that start working together."""
+    ready = FORK.Barrier(len(arguments))
+    processes = [FORK.Process(target=work, args=(ready, *given)) for given in arguments]
     for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
+        process.start()
     for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        outputs.append(out)
-    return outputs
+        process.join(120)
+        assert process.exitcode == 0
 
 
 @pytest.fixture
 def small(tmp_path) -> Store:
-    store = Store(tmp_path)
-    store.check_settings({})
-    for step in range(12):
-        store.write(step, small_unit(step))
-    return store
+    return stored(tmp_path, {step: small_unit(step) for step in range(12)})
 
 
 @pytest.mark.slow
@@ -259,14 +237,15 @@ def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
     for step in steps:
         content = small.file(step).read_bytes()
         small.file(step).write_bytes(content[: len(content) // 2])
-    outputs = run_together(REMEASURE, *[[str(small.path)]] * 3)
-    assert sorted(int(step) for out in outputs for step in out.split()) == steps
+    done = FORK.Queue()
+    run_together(remeasure, *[(small.path, done)] * 3)
+    assert sorted(done.get(timeout=10) for _ in steps) == steps and done.empty()
     assert [int(small.read(step)["step"]) for step in steps] == steps
 
 
 @pytest.mark.slow
 def test_walks_with_different_scores_add_all_of_them(small):
-    run_together(ADD_SCORES, *([str(small.path), task] for task in ("arc", "piqa", "sciq")))
+    run_together(add_scores, *((small.path, task) for task in ("arc", "piqa", "sciq")))
     for step in small.steps():
         scored = small.read(step)["score"]
         assert sorted(scored["task"].values) == ["arc", "piqa", "sciq"] and (scored == step).all()

@@ -313,7 +313,7 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
 @pytest.mark.slow
 def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker, served, tmp_path):
     """Two walks at a time work on one store, and both are killed at random moments; KILLS=20 kills more of them."""
-    kills = int(os.environ.get("KILLS", "6"))
+    kills = int(os.environ.get("KILLS", "4"))
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "uninterrupted-cache"
     process = walker.start("--out", str(tmp_path / "uninterrupted"), **environment)

@@ -1,0 +1,416 @@
+"""The formula of every measured variable in NumPy, from Jacobians and states by brute force, in float64.
+
+`FORMULAS` has a function for each variable, by its name without what names a variant of it (`_normed`, `_vju`, a kind of pairs
+of tokens). What it takes follows from the dimensions: a block at a token; a block and the one whose singular vectors are the
+basis; the path of a token's states; the sample; and K, if it is a dimension. NaN is where a variable is undefined, and `ANY`
+where nothing determines it: the singular vectors of a zero matrix.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import numpy as np
+import scipy.linalg
+import torch
+import xarray as xr
+from scipy.special import erf, softmax
+from torch import nn
+
+from tests import brute_force
+from tests.brute_force import Oracle
+from tracker.measures.coupling import MISCOUPLINGS
+from tracker.measures.declaration import Measure
+from tracker.measures.registry import KINDS
+
+ANY = np.inf
+
+
+@dataclass(eq=False)
+class Block:
+    """A block's Jacobian at a token, the state x that enters it and what it adds, f; the Jacobians of its halves.
+
+    `logits` is their derivative by the token's last state.
+    """
+
+    J: np.ndarray
+    x: np.ndarray
+    f: np.ndarray
+    ks: Sequence[int]
+    halves: Mapping[str, np.ndarray]
+    logits: np.ndarray | None
+
+    def __post_init__(self):
+        self.U, self.s, Vh = np.linalg.svd(self.J)
+        self.V, self.d, self.K, self.least = Vh.T, len(self.J), max(self.ks), min(self.ks)
+
+    def determined(self, K: int) -> bool:
+        """Return whether the top K singular vectors are: those of a rank below K are arbitrary."""
+        return bool(self.s[K - 1] > self.d * np.finfo(float).eps * self.s[0])
+
+    def vectors(self, value: np.ndarray) -> np.ndarray:
+        """Return what was computed of the top K singular vectors, `ANY` if they are arbitrary."""
+        return value if self.determined(self.K) else np.full_like(value, ANY)
+
+
+class Sample:
+    """One sample of a measurement, and the same computed by brute force.
+
+    Args:
+        oracle: the blocks without the final norm, which is `norm`.
+        b: its index.
+        halves: the names of the attention's and the MLP's module in each block.
+    """
+
+    def __init__(
+        self, ds: xr.Dataset, oracle: Oracle, b: int, norm: nn.Module | None, unembedding: Any, halves: Sequence[str]
+    ) -> None:
+        self.ds, self.oracle, self.b, self.norm, self.unembedding, self.halves = (
+            ds,
+            oracle,
+            b,
+            norm,
+            unembedding,
+            halves,
+        )
+        self.ks, self.L = ds.k.values.tolist(), len(oracle.blocks)
+        self.tokens = ds.token_position.values[b].astype(int).tolist()
+        self.X = oracle.states()[:, b].detach().numpy()
+        with torch.no_grad():
+            last = norm(oracle.last)[b].numpy() if norm else self.X[-1]
+        self.X_normed = np.concatenate([self.X[:-1], last[None]])
+        self.block = cache(self._block)
+
+    def _block(self, l: int, source: int, token: int, normed: bool = False) -> Block:
+        """Return block l, from 0, by its Jacobian from one token to another, or to itself."""
+        if normed and l < self.L - 1:
+            return self.block(l, source, token)
+        oracle = replace(self.oracle, norm=self.norm if normed else None)
+        J = oracle.jacobian(l, self.b, source, token).detach().numpy()
+        halves = self._halves(l, source) if self.halves and source == token else {}
+        x, f = self.X[l, token], self.X[l + 1, token] - self.X[l, token]
+        return Block(J, x, f, self.ks, halves, self._logits(token))
+
+    def _halves(self, l: int, t: int) -> dict[str, np.ndarray]:
+        """Return the Jacobians of a block in which the output of the other half is the constant that it has."""
+        attention, mlp = (self.oracle.blocks[l].get_submodule(name) for name in self.halves)
+        (args, kwargs), found = self.oracle.calls[l], {}
+        for half, other in (("attention", mlp), ("mlp", attention)):
+            held: list[Any] = []
+            hooks = other.register_forward_hook(lambda *given, held=held: held.append(given[-1]))
+            self.oracle.blocks[l](self.oracle.inputs[l], *args, **kwargs)
+            hooks.remove()
+            hooks = other.register_forward_hook(lambda *_, held=held: held[0])
+            found[half] = self.oracle.jacobian(l, self.b, t, t).detach().numpy()
+            hooks.remove()
+        return found
+
+    def _logits(self, t: int) -> np.ndarray | None:
+        if self.unembedding is None:
+            return None
+        norm, head = self.norm or nn.Identity(), self.unembedding
+        return torch.func.jacrev(lambda x: head(norm(x)))(self.oracle.last[self.b, t]).detach().numpy()
+
+    @cached_property
+    def compared(self) -> list[int]:
+        """The positions that are compared with each other."""
+        return self.ds.pair_position.values[self.b].astype(int).tolist()
+
+    @cached_property
+    def bases(self) -> dict[int, int]:
+        """The blocks that are compared across tokens, and those whose bases are taken, from 0."""
+        pairs = zip(self.ds.layer.values, self.ds.pair_layer_other.values, strict=True)
+        return {int(l) - 1: int(m) - 1 for l, m in pairs if np.isfinite(m)}
+
+    def linked(self, kind: str, l: int) -> list[Block]:
+        """Return block l by its Jacobians of a kind of pairs of tokens."""
+        first, last = self.compared[0], self.compared[-1]
+        links = {"self": lambda t: (t, t), "fixed_input": lambda t: (first, t), "fixed_output": lambda t: (t, last)}
+        return [self.block(l, *links[kind](t)) for t in self.compared]
+
+
+def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[..., Any]]) -> np.ndarray:
+    """Return the values of a variable for one sample, over its declared dimensions, by one of some formulas."""
+    kind = next((kind for kind in KINDS if measure.name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
+    name, normed = measure.name.removesuffix("_normed").removesuffix("_vju"), measure.name.endswith("_normed")
+    formula, dims = formulas[name.removeprefix(f"{kind}_")], measure.dims
+    if "position" in dims and name not in OF_SAMPLES:
+        paths = np.moveaxis(sample.X_normed if normed else sample.X, 1, 0)
+        at = {"window": sample.ds.attrs["window"]} if name.endswith("_window") else {}
+        return np.stack([formula(path, **at) for path in paths], -1)
+    if "layer" not in dims:
+        return np.array(formula(sample))
+    if measure.name.endswith("_vju"):
+        formula = partial(formula, swapped=True)
+    ks = [(K,) for K in sample.ks] if "k" in dims else [()]
+    if not kind:
+        rows = [[sample.block(l, t, t, normed) for l in range(sample.L)] for t in sample.tokens]
+        if name in OF_PRODUCTS:
+            return np.array([formula(row) for row in rows])
+        values = np.array([[of_row(formula, row, row, "layer_other" in dims, K) for K in ks] for row in rows])
+        return values if "k" in dims else values[:, 0]
+    paired, values = "pair_token_other" in dims, []
+    for K in ks:
+        of_blocks = []
+        for l in range(sample.L):
+            row, basis = sample.linked(kind, l), sample.linked(kind, sample.bases.get(l, l))
+            found = np.array(of_row(formula, row, basis, paired, K))
+            measured = l in sample.bases or (not paired and l in sample.bases.values())
+            of_blocks.append(found if measured else np.full_like(found, math.nan))
+        values.append(of_blocks)
+    return np.array(values if "k" in dims else values[0])
+
+
+def of_row(formula: Callable[..., Any], row: list[Block], bases: list[Block], paired: bool, K: tuple) -> list:
+    return [[formula(b, basis, *K) for basis in bases] if paired else formula(b, *K) for b in row]
+
+
+def norm(x: np.ndarray) -> float:
+    return math.sqrt((np.abs(x) ** 2).sum())
+
+
+def ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else math.nan
+
+
+# Of a block at a token.
+
+
+def overlap(b: Block, K: int, power: int) -> float:
+    G = (b.U.T @ b.V)[:K, :K] ** power
+    return b.vectors(G.sum() - np.trace(G))
+
+
+def alignment(b: Block) -> np.ndarray:
+    return np.diagonal(b.U.T @ b.V)[: b.K]
+
+
+def departure(b: Block) -> float:
+    T, _ = scipy.linalg.schur(b.J, output="complex")
+    return ratio(norm(np.triu(T, 1)), norm(b.J))
+
+
+def symmetric(b: Block) -> float:
+    return norm((b.J + b.J.T) / 2 - np.trace(b.J) / b.d * np.eye(b.d))
+
+
+def antisymmetric(b: Block) -> float:
+    return norm((b.J - b.J.T) / 2)
+
+
+def in_directions(b: Block, half: str) -> np.ndarray:
+    """Return the Jacobian of a half in the top singular vectors of the block."""
+    return b.U[:, : b.least].T @ b.halves[half] @ b.V[:, : b.least]
+
+
+def along(b: Block, side: str, value: Callable[[np.ndarray], Any], undefined: Any) -> list:
+    """Return a value of the logits along u_k, or v_k, with the sign of the larger score of u_k."""
+    found = []
+    for u, v in zip(b.U.T[: min(5, b.K)], b.V.T, strict=False):
+        z = b.logits @ u
+        sign = 1 if score(z) >= score(-z) else -1
+        found.append(value(sign * (b.logits @ (u if side == "out" else v))) if b.determined(b.K) else undefined)
+    return found
+
+
+def score(z: np.ndarray) -> float:
+    return (z.max() - z.mean()) / z.std()
+
+
+def words(z: np.ndarray) -> str:
+    return ", ".join(f"#{i}" for i in np.argsort(-z)[:5])
+
+
+OF_BLOCKS: dict[str, Callable[..., Any]] = {
+    "singular_value": lambda b: b.s[: b.K],
+    "isotropic": lambda b: np.trace(b.J) / b.d,
+    "symmetric_norm": symmetric,
+    "antisymmetric_norm": antisymmetric,
+    "alignment": lambda b: b.vectors(alignment(b)),
+    "overlap_squares": partial(overlap, power=2),
+    "overlap_fourths": partial(overlap, power=4),
+    "diagnostics_singular_gap": lambda b: -np.diff(b.s[: b.K + 1]) / b.s[0],
+    "jacobian": lambda b: b.J,
+    "left_singular_vector": lambda b: b.vectors(b.U[:, : b.K]),
+    "right_singular_vector": lambda b: b.vectors(b.V[:, : b.K]),
+    "symmetric_share": lambda b: ratio(norm((b.J + b.J.T) / 2) ** 2, norm(b.J) ** 2),
+    "mean_alignment": lambda b: alignment(b).mean() if b.determined(b.K) else math.nan,
+    "departure": departure,
+    "jacobian_gain": lambda b: norm(b.J) / b.d**0.5,
+    "linear_error": lambda b: ratio(norm(b.J @ b.x - b.f), norm(b.f)),
+}
+for half, other in (("attention", "mlp"), ("mlp", "attention")):
+
+    def mutual(b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)) -> float:
+        """Return the mis-coupling m_K, or its null level, of one half in the basis of the other."""
+        return value(*(replace(b, J=b.halves[name]) for name in halves), b.least)["miscoupling"]
+
+    OF_BLOCKS |= {
+        f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
+        f"{half}_share": lambda b, half=half: ratio(np.trace(in_directions(b, half)), b.s[: b.least].sum()),
+        f"{half}_coupling": lambda b, mutual=mutual: mutual(b, couplings),
+        f"{half}_coupling_null": lambda b, mutual=mutual: mutual(b, levels),
+        f"{half}_matrix": lambda b, half=half: in_directions(b, half),
+    }
+for side in ("out", "in"):
+    OF_BLOCKS[f"direction_{side}_score"] = partial(along, side=side, value=score, undefined=math.nan)
+    OF_BLOCKS[f"direction_{side}_words"] = partial(along, side=side, value=words, undefined="")
+
+
+# Of the blocks at a token, from the first to one or from one to the last.
+
+
+def spectra(row: list[Block], form: str) -> list[np.ndarray]:
+    """Return the singular values of the products."""
+    factors, found = [np.eye(b.d) + b.J for b in row], []
+    for l in range(len(row)):
+        P = np.eye(row[0].d)
+        for factor in factors[: l + 1] if form == "from_first" else factors[l:]:
+            P = factor @ P
+        found.append(np.linalg.svd(P)[1])
+    return found
+
+
+def effective_rank(s: np.ndarray) -> float:
+    p = s / s.sum()
+    return math.exp(-sum(x * math.log(x) for x in p if x > 0))
+
+
+def exponents(sample: Sample) -> list[np.ndarray]:
+    whole = [spectra([sample.block(l, t, t) for l in range(sample.L)], "from_first")[-1] for t in sample.tokens]
+    return [np.log(np.where(s > 1e-6 * s[0], s, ANY)) / sample.L for s in whole]
+
+
+OF_PRODUCTS: dict[str, Callable[[list[Block]], Any]] = {}
+for form in ("from_first", "to_last"):
+    OF_PRODUCTS |= {
+        f"{form}_singular_value": lambda row, form=form: [s[: row[0].K] for s in spectra(row, form)],
+        f"{form}_amplification": lambda row, form=form: [s[0] for s in spectra(row, form)],
+        f"{form}_effective_rank": lambda row, form=form: [effective_rank(s) for s in spectra(row, form)],
+    }
+
+
+# Of a block and the one whose singular vectors are the basis.
+
+
+@cache
+def couplings(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
+    """Return the five mis-couplings of a pair, NaN for a zero Jacobian or a basis of a rank below K."""
+    if not b.s[0] or not basis.determined(K):
+        return dict.fromkeys(MISCOUPLINGS, math.nan)
+    J = torch.from_numpy(np.stack([b.J, basis.J]))
+    found = brute_force.couplings([*J], K, [*J.mT] if swapped else None)
+    return {name: float(values[0, 1]) for name, values in found.items()}
+
+
+def matrix(b: Block, basis: Block) -> np.ndarray:
+    """Return A for the smallest K."""
+    A = basis.U[:, : b.least].T @ b.J @ basis.V[:, : b.least]
+    return basis.vectors(A) if b.J.any() else A
+
+
+@cache
+def levels(b: Block, basis: Block, K: int) -> dict[str, float]:
+    """Return the null levels of a pair: A_ij = u′_i · Qᵀ J Q v′_j has the mean and the variance of the documentation."""
+    s, d = b.s[:K], b.d
+    if not s[0] or not basis.determined(K):
+        return dict.fromkeys(MISCOUPLINGS, math.nan)
+    G = basis.U[:, :K].T @ basis.V[:, :K]
+    mean = np.trace(b.J) / d * G
+    variance = symmetric(b) ** 2 * (1 + (1 - 2 / d) * G**2) / ((d - 1) * (d + 2))
+    variance += antisymmetric(b) ** 2 * (1 - G**2) / (d * (d - 1))
+    square, m, v = mean**2 + variance, np.diagonal(mean), np.diagonal(variance)
+    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))  # E|A_kk|, A_kk normal
+    page, release = (math.sqrt(max(0, square.sum() - 2 * s @ diagonal + s @ s)) for diagonal in (m, size))
+    off = square.sum() - np.trace(square)
+    values = (page / norm(s), release / norm(s), release / s.sum(), math.sqrt(off), math.sqrt(off / square.sum()))
+    return dict(zip(MISCOUPLINGS, values, strict=True))
+
+
+def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name: str) -> float:
+    """Return the null level, 0 for a Jacobian in its own basis."""
+    return levels(b, basis, K)[name] * (b is not basis or swapped)
+
+
+OF_PAIRS: dict[str, Callable[..., Any]] = {"matrix": matrix}
+OF_PAIRS |= {name: lambda *pair, name=name, **how: couplings(*pair, **how)[name] for name in MISCOUPLINGS}
+NULL_LEVELS = {name: partial(own_or_level, name=name) for name in MISCOUPLINGS}
+
+
+# Of the path x⁰ … xᴸ of a token's states.
+
+
+def steps(x: np.ndarray) -> list[np.ndarray]:
+    return [after - before for before, after in zip(x, x[1:], strict=False)]
+
+
+def lss(x: np.ndarray) -> float:
+    """Return the line-shape score by the recursion of eq. 15 and 16."""
+    moved = x[0]
+    for step in steps(x):
+        moved = moved + step / norm(step) if norm(step) > 0 else math.nan * step
+    return (len(x) - 1) / norm(moved - x[0])
+
+
+def alphas(x: np.ndarray) -> list[float]:
+    return [math.log(norm(after) / norm(before)) for before, after in zip(x, x[1:], strict=False)]
+
+
+def variation(values: Sequence[float]) -> float:
+    """Return Var / Avg²."""
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / len(values) / mean**2
+
+
+def around(x: np.ndarray, window: int, value: Callable[[np.ndarray], float]) -> list[float]:
+    """Return a measure of the states around each block, NaN where no window fits."""
+    half, L = window // 2, len(x) - 1
+    return [value(x[l - half : l + half + 1]) if half <= l <= L - half else math.nan for l in range(1, L + 1)]
+
+
+def cosine(x: np.ndarray, y: np.ndarray) -> float:
+    return ratio(x @ y, norm(x) * norm(y))
+
+
+OF_PATHS: dict[str, Callable[..., Any]] = {
+    "lss": lss,
+    "expodistance": lambda x: variation(alphas(x)),
+    "equidistance": lambda x: math.sqrt(variation([norm(step) for step in steps(x)])),
+}
+OF_PATHS |= {f"{name}_window": partial(around, value=value) for name, value in OF_PATHS.items()}
+OF_PATHS |= {
+    "alpha_mean": lambda x: sum(alphas(x)) / len(alphas(x)),
+    "norm": lambda x: [norm(state) for state in x],
+    "update_ratio": lambda x: [ratio(norm(f), norm(before)) for f, before in zip(steps(x), x, strict=False)],
+    "update_cosine": lambda x: [cosine(f, before) for f, before in zip(steps(x), x, strict=False)],
+    "block_influence": lambda x: [1 - cosine(a, b) for a, b in zip(x, x[1:], strict=False)],
+}
+
+
+# Of a sample.
+
+
+def entropy(sample: Sample) -> np.ndarray:
+    with torch.no_grad():
+        X = torch.from_numpy(sample.X)
+        p = softmax(sample.unembedding(sample.norm(X) if sample.norm else X).numpy(), -1)
+    return -(p * np.log(p)).sum(-1)
+
+
+def principal_plane(sample: Sample) -> np.ndarray:
+    mean = sample.X[-1].mean(0)
+    return (sample.X - mean) @ np.linalg.svd(sample.X[-1] - mean)[2][:2].T
+
+
+OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
+    "entropy": entropy,
+    "pca": principal_plane,
+    "lyapunov_exponent": exponents,
+    "token_position": lambda sample: sample.tokens,
+    "pair_position": lambda sample: sample.compared,
+}
+FORMULAS = OF_BLOCKS | OF_PRODUCTS | OF_PAIRS | OF_PATHS | OF_SAMPLES
+# Signs of singular vectors and of principal axes are open, so only sizes are compared.
+WITHOUT_SIGN = ("matrix", "left_singular_vector", "right_singular_vector", "pca")

@@ -1,0 +1,235 @@
+"""Every declared variable against its formula, by brute force in float64, and under rotation, scale and permutation.
+
+A new variable needs an entry of `formulas.FORMULAS`, and one of `EXPONENTS` if it is not invariant.
+"""
+
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from torch import nn
+
+import tracker
+from tests import brute_force
+from tests.measures.formulas import ANY, FORMULAS, NULL_LEVELS, WITHOUT_SIGN, Sample, evaluate
+from tests.models import Size, build
+from tracker.analysis.null_levels import null_level
+from tracker.blocks.find import find_blocks
+from tracker.measures import tokenwise
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES
+from tracker.measures.settings import everything
+
+RANDOM = {"noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"}
+WITHOUT_FORMULA = RANDOM | {name for name in BY_NAME if name.startswith("diagnostics_") and "gap" not in name}
+SILENT = "a block that adds nothing"
+HALVES = {  # names of attention and MLP; None: the modules of the blocks do not show them
+    "gpt_neox": ("attention", "mlp"),
+    "llama, grouped keys": ("self_attn", "mlp"),
+    "timm vit": ("attn", "mlp"),
+    "bert": None,
+    "bloom": None,
+    SILENT: ("attention", "mlp"),
+}
+
+
+@cache
+def measured(name, **options):
+    """Return a measurement of every variable, and its samples."""
+    of = {SILENT: "gpt_neox"}.get(name, name)
+    deep = name == "gpt_neox"  # so that windows fit around some blocks and not around others
+    model, inputs = build(of, Size(depth=5 if deep else 3))
+    model = model.double().eval()
+    inputs = inputs.double() if inputs.is_floating_point() else inputs
+    if name == SILENT:
+        silence(model.gpt_neox.layers[1])
+    lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
+    options.setdefault("measures", [choice for choice in everything() if choice not in lacking])
+    options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
+    found = find_blocks(model)
+    norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    blocks = [model.get_submodule(one) for one in found.names]
+    oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
+    unembedding = None if lacking else model.get_output_embeddings()
+    return ds, [Sample(ds, oracle, b, norm, unembedding, HALVES[name] or ()) for b in range(len(inputs))]
+
+
+def silence(block):
+    with torch.no_grad():
+        for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
+            layer.weight.zero_()
+            layer.bias.zero_()
+
+
+class Attention(nn.Module):
+    """The mean of the tokens so far, times a matrix."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = nn.Parameter(matrix)
+
+    def forward(self, x):
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] @ self.matrix.mT
+
+
+class LinearBlock(nn.Module):
+    def __init__(self, attention, mlp):
+        super().__init__()
+        self.attention, self.mlp = Attention(attention), nn.Linear(*mlp.shape, bias=False)
+        self.mlp.weight = nn.Parameter(mlp)
+
+    def forward(self, x):
+        return x + self.attention(x) + self.mlp(x)
+
+
+class LinearBlocks(nn.Module):
+    """A language model whose blocks are linear; Q turns the basis of its states, and two factors scale states and blocks."""
+
+    def __init__(self, Q=None, of_states=1.0, of_blocks=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        table, head, *matrices = torch.randn(20, 12), torch.randn(20, 12), *0.3 * torch.randn(6, 12, 12)
+        Q = torch.eye(12) if Q is None else Q
+        self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20, bias=False)
+        self.embed.weight, self.head.weight = nn.Parameter(of_states * table @ Q.mT), nn.Parameter(head @ Q.mT)
+        turned = [of_blocks * Q @ M @ Q.mT for M in matrices]
+        self.blocks = nn.ModuleList(LinearBlock(*pair) for pair in zip(turned[:3], turned[3:], strict=True))
+        self.norm = nn.RMSNorm(12)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@cache
+def linear(how):
+    """Return what is measured of linear blocks as they are, or changed in a way."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        Q = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(1))).Q
+        made = {"turned": {"Q": Q}, "longer states": {"of_states": 30.0}, "larger blocks": {"of_blocks": 0.1}}
+        model = LinearBlocks(**made.get(how, {}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(2))
+    keep = ("jacobian", "singular_vectors")
+    return tracker.measure(
+        model, ids, k=(2, 4), tokens=(1, -1), measures=everything(), dtype="float64", keep=keep, pair_tokens=3
+    )
+
+
+# Powers of a factor with which variables grow; 0: they do not change, None: they change in another way, as those of `_normed` do.
+OF_ALL = dict.fromkeys(BY_NAME.keys() - WITHOUT_FORMULA, 0)
+BASIS = dict.fromkeys(("jacobian", "left_singular_vector", "right_singular_vector"))
+GROW = ("singular_value", "isotropic", "symmetric_norm", "antisymmetric_norm", "offdiag", "matrix")
+GROW = [*GROW, "offdiag_vju", *(f"{kind}_{name}" for kind in KINDS for name in GROW), "jacobian", "jacobian_gain"]
+OF_STATES = [
+    name for name in BY_NAME if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "directions")
+]
+EXPONENTS = {
+    "turned": (1.0, OF_ALL | BASIS),
+    "longer states": (30.0, OF_ALL | dict.fromkeys(("norm", "pca"), 1)),
+    "larger blocks": (
+        0.1,
+        OF_ALL
+        | dict.fromkeys((*GROW, "attention_gain", "attention_matrix", "mlp_gain", "mlp_matrix"), 1)
+        | dict.fromkeys((*OF_STATES, "linear_error", "update_cosine", "block_influence")),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EXPONENTS)
+def test_invariances(how):
+    factor, exponents = EXPONENTS[how]
+    plain, changed = linear(""), linear(how)
+    compared = 0
+    for name, exponent in exponents.items():
+        left_out = exponent is None or (name.endswith("_normed") and how != "turned")
+        if name in plain and not left_out:
+            compared += 1
+            expected = plain[name].values if plain[name].dtype == object else factor**exponent * plain[name].values
+            assert_equal(changed[name].values, expected, name)
+    assert compared > 60
+
+
+def assert_equal(found, expected, name):
+    if found.dtype == object:
+        np.testing.assert_array_equal(found, expected, name)
+        return
+    expected = np.array(expected, float)
+    assert found.shape == expected.shape, name
+    size = np.abs if name.endswith(WITHOUT_SIGN) else lambda values: values
+    defined = expected[np.isfinite(expected)]
+    atol = 1e-8 * max(1, np.abs(defined).max(initial=0))
+    np.testing.assert_allclose(
+        size(np.where(expected == ANY, 0, found)), size(np.where(expected == ANY, 0, expected)), rtol=0, atol=atol,
+        err_msg=name,
+    )  # fmt: skip
+
+
+def test_each_measured_variable_is_declared_and_each_declared_one_measured():
+    ds, _ = measured("gpt_neox")
+    assert set(ds.data_vars) - {"diagnostics_undefined"} == set(BY_NAME) and len(BY_NAME) == len(MEASURES)
+
+
+def test_certificates_and_counts_where_a_block_adds_nothing():
+    ds, _ = measured(SILENT)
+    assert ds.diagnostics_complete.all() and ds.diagnostics_residual.sel(layer=2).isnull().all()
+    alone, _ = measured(SILENT, measures=("coupling", "depth_use"))
+    counts = [one.diagnostics_undefined.sel(quantity="update_cosine") for one in (ds, alone)]
+    assert counts[0] == counts[1] == alone.update_cosine.isnull().sum()
+
+
+@pytest.mark.parametrize("option", ["", *everything(), "keep"])
+@pytest.mark.parametrize("model", HALVES)
+def test_variables_equal_their_formulas(model, option):
+    """Also where they are undefined, and how many undefined values are counted."""
+    ds, samples = measured(model)
+    for measure in (measure for measure in MEASURES if measure.option == option and measure.name in ds):
+        if option == "halves" and not HALVES[model]:
+            assert ds[measure.name].isnull().all()
+        elif measure.name not in WITHOUT_FORMULA:
+            assert_of_formula(ds, samples, measure)
+
+
+@pytest.mark.parametrize(
+    ("pair_layers", "bases"),
+    [
+        (0, {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}),
+        (-2, {3: 1, 4: 2, 5: 3}),
+        (((1, 3), (3, 1), (2, 2)), {1: 3, 2: 2, 3: 1}),
+        (((np.int64(3), 2),), {3: 2}),
+    ],
+)
+def test_tokens_of_chosen_pairs_of_blocks(pair_layers, bases):
+    choices = ("coupling", "tokenwise", "matrices")
+    ds, samples = measured("gpt_neox", measures=choices, pair_layers=pair_layers)
+    assert dict(zip(ds.layer.values, ds.pair_layer_other.values, strict=True)) == {
+        l: pytest.approx(bases.get(l, np.nan), nan_ok=True) for l in range(1, 6)
+    }
+    for measure in tokenwise.DECLARED:
+        if measure.name not in WITHOUT_FORMULA:
+            assert_of_formula(ds, samples, measure)
+
+
+def assert_of_formula(ds, samples, measure):
+    name = measure.name
+    assert ds[name].dims == ("prompt", *measure.dims)
+    with np.errstate(all="ignore"):
+        expected = [evaluate(sample, measure, FORMULAS) for sample in samples]
+        levels = [evaluate(sample, measure, NULL_LEVELS) for sample in samples] if measure.null else []
+    for found, of_sample in zip(ds[name].values, expected, strict=True):
+        assert_equal(found, of_sample, name)
+    for found, of_sample in zip(null_level(ds, name).values if levels else (), levels, strict=True):
+        assert_equal(found, of_sample, f"null level of {name}")
+    if measure.counted:
+        undefined = xr.zeros_like(ds[name], dtype=bool) | np.isnan(expected)
+        counted = ds.pair_layer_other.notnull() if measure.variant in KINDS else True  # blocks that have a basis
+        assert ds.diagnostics_undefined.sel(quantity=name) == (undefined & counted).sum(), name
