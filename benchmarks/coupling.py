@@ -106,7 +106,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     L, d = len(shapes.blocks(model)), linear[0][1]
     flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)  # of d cotangents in a block
     jacobians: list[Tensor] = []
-    with machine.saved_products() as saved:  # an untimed run of each, to warm up
+    with machine.counted_products() as counted:  # an untimed run of each, to warm up
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
@@ -120,7 +120,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     if reference is not None:
         result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
     jacobians.clear()
-    saved_share = sum(saved) / (flops * L * settings.prompts)
+    saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
     our_runs, other_runs, published_runs, products = [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)

@@ -17,6 +17,8 @@ from torch.nn.functional import linear
 import tracker
 from tracker.common.files import write_atomic
 from tracker.common.values import Precision
+from tracker.jacobians import elimination, rows
+from tracker.linalg import jacobian
 from tracker.linalg.linear import FrozenLinear, FrozenProduct, rows_of_identity
 from tracker.linalg.precision import float32_products
 from tracker.provenance import package_version
@@ -81,18 +83,40 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: 
 
 
 @contextmanager
-def saved_products() -> Iterator[list[int]]:
-    """Record the operations of each product that `tracker.linalg.linear` saves: those of rows of the identity."""
-    saved: list[int] = []
-    forward = FrozenProduct.forward
+def counted_products() -> Iterator[list[int]]:
+    """Record the operations of the products with weights, while Jacobians are formed from their cotangents."""
+    counted: list[int] = []
+    forming = False
+    forward, inner, form = FrozenProduct.forward, elimination.inner_products, jacobian.dense_jacobian
 
-    def counted(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        if rows_of_identity(x) is not None:
-            saved.append(2 * x.numel() * len(weight))
+    def count(operations: int) -> None:
+        if forming:
+            counted.append(operations)
+
+    def of_layer(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        if rows_of_identity(x) is None:
+            count(2 * x.numel() * len(weight))
         return forward(x, weight, *others)
 
-    with patch.object(FrozenProduct, "forward", staticmethod(counted)):
-        yield saved
+    def of_rows(X: Tensor, Y: Tensor) -> Tensor:
+        count(2 * X.numel() * Y.shape[-2])
+        return inner(X, Y)
+
+    def formed(*given: Any) -> Tensor:
+        nonlocal forming
+        forming = True
+        try:
+            return form(*given)
+        finally:
+            forming = False
+
+    with (
+        patch.object(FrozenProduct, "forward", staticmethod(of_layer)),
+        patch.object(elimination, "inner_products", of_rows),
+        patch.object(jacobian, "dense_jacobian", formed),
+        patch.object(rows, "dense_jacobian", formed),
+    ):
+        yield counted
 
 
 def reset_peak(device: str) -> int:

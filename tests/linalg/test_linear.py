@@ -56,9 +56,9 @@ def test_values_products_and_jacobians(chunk, products):
     assert len(products) > before, "also backward"
 
 
-@pytest.mark.parametrize("rows", [1, 2, 30])
+@pytest.mark.parametrize("rows", [8, 16, 30])
 def test_few_rows(rows, products, monkeypatch):
-    """Up to `FEW` rows, by the weights' rows, which backward are copied, to where earlier copies were."""
+    """As few rows as `FEW` are multiplied by the weights' rows, which backward are copied, to where earlier copies were."""
     monkeypatch.setattr(linear, "LARGE", 1)
     x, buffers, addresses = torch.randn(rows, 12), [], []
     exact = linearize(network(torch.float64), x.double())

@@ -51,7 +51,9 @@ def rows_of_identity(x: Tensor) -> slice | None:
     return slice(start, start + C)
 
 
-FEW = 64  # rows up to which reading the weights dominates; above, both ways take equally long
+FEW = range(
+    16, 65
+)  # rows for which (W x^T)^T takes less time: above, both ways take equally long, and below up to twice as long
 LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
 COPY_AFTER = 2  # products of few rows before a copy is made: the second one is a sign of an iteration
 STRIPE = 16  # columns copied at once, one cache line: a third of the time of copying all at once
@@ -99,7 +101,7 @@ class FrozenProduct(torch.autograd.Function):
             return columns.clone(memory_format=torch.contiguous_format)
         if not uses_onednn(x):
             return torch.nn.functional.linear(x, weight)
-        few = weight.numel() >= LARGE and 0 < x.numel() <= FEW * x.shape[-1]
+        few = weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW
         if few and (rows := own.of(weight)) is not None:
             product = _linear(rows, x.reshape(-1, x.shape[-1])).mT
             return product.contiguous().view(*x.shape[:-1], len(rows))

@@ -27,15 +27,14 @@ from functools import partial
 from math import ceil
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from scipy.linalg import eigh
 from torch import Tensor
 
 from tracker.linalg.comparison import is_finite
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
 from tracker.linalg.costs import MEMORY, costs_of, iteration_is_cheaper, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products
@@ -333,22 +332,9 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
 
 
 def _top_eigenvectors(A: Tensor, K: int) -> tuple[Float[Tensor, "B d K"], Float[Tensor, "B r"]]:
-    """Return the K first eigenvectors of A = J J^T, and the K + 1 first singular values of J, if there are as many.
-
-    By LAPACK's method of several relatively robust representations, which computes some of the eigenvectors, on the CPU.
-    """
-    d = A.shape[-1]
-
-    def decompose(part: Tensor) -> tuple[Tensor, Tensor]:
-        found = [
-            eigh(G, subset_by_index=(max(0, d - K - 1), d - 1), driver="evr", overwrite_a=True, check_finite=False)
-            for G in part.numpy()
-        ]
-        squares, U = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*found, strict=True))
-        return squares.flip(-1), U.flip(-1)[..., :K]
-
-    squares, U = moved(batch_on_cores(decompose, A.cpu()), A.device)
-    return U, squares.clamp_min(0).sqrt()
+    """Return the K first eigenvectors of A = J J^T, and the K + 1 first singular values of J, if there are as many."""
+    squares, U = moved(first_eigenvectors(A.cpu(), min(K + 1, A.shape[-1])), A.device)
+    return U[..., :K], squares.clamp_min(0).sqrt()
 
 
 def _orthogonal_columns(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
