@@ -5,6 +5,7 @@ products, checked against the full sequence.
 
 - `rows`: `Jacobians`, which chooses the fastest path that passes its checks, and keeps their results.
 - `restriction`: a block as a function of single rows, or of rows within full sequences.
+- `elimination`: vector-Jacobian products of single rows in the order of multiplication that costs least.
 - `halves`: Jacobians of attention and MLP apart.
 - `slicing`: token rows, and the parts of a block's arguments that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.

@@ -5,6 +5,7 @@ J V and J^T U, and their top K singular triplets, with residuals and a certifica
 
 - `jacobian`: Jacobians of row-wise functions, as operators and entry by entry.
 - `svd`: the top K triplets of a matrix or an operator; the certificate.
+- `eigenvectors`: the first eigenvectors of symmetric matrices.
 - `orthonormal`: orthonormal rows, by Cholesky factorisation.
 - `costs`: which method is expected to cost less, and how many matrices fit into memory.
 - `cores`: one batch of matrices, spread over the cores.
