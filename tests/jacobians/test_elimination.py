@@ -55,6 +55,23 @@ def post_norm(x: Tensor) -> Tensor:
     return layer_norm(x + linear(gelu(linear(x, W[F, D])), W[D, F]), (D,))
 
 
+class Halved(torch.autograd.Function):
+    """Differentiable once, as kernels for norms often are."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 0.5 * x.flip(-1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return 0.5 * g.flip(-1)
+
+
+def differentiable_once(x: Tensor) -> Tensor:
+    return x + linear(gelu(linear(Halved.apply(x), W[F, D])), W[D, F])  # type: ignore[arg-type]
+
+
 def scaled(x: Tensor) -> Tensor:
     return x + 0.1 * torch.arange(D) * linear(relu(linear(x, W[F, D])), W[D, F])
 
@@ -89,6 +106,7 @@ FUNCTIONS = (
     gated_interleaved,
     in_sequence,
     post_norm,
+    differentiable_once,
     scaled,
     in_place,
     of_no_form,

@@ -400,18 +400,12 @@ class Elimination:
             values = [self._leaf(source).detach().flatten(1) for source in map.others]
             if not values or len({value.shape for value in values}) > 1 or values[0].shape[1] != map.target[0].numel():
                 continue
-            leaf, target = self._leaf(map.others[0]), map.target
-            seed = torch.zeros_like(target).requires_grad_()
-            with torch.enable_grad():
-                (back,) = torch.autograd.grad(target, leaf, seed, create_graph=True)
-
-            def transposed(u: Tensor, target=target, leaf=leaf) -> Tensor:
-                return torch.autograd.grad(target, leaf, u.view(target.shape), retain_graph=True)[0].flatten(1)
-
-            def forward(v: Tensor, back=back, seed=seed) -> Tensor:
-                return torch.autograd.grad(back, seed, v.view(back.shape), retain_graph=True)[0].flatten(1)
-
-            normalization = find_normalization(transposed, forward, _sum(values))
+            target = map.target
+            try:
+                normalization = _guessed_normalization(target, self._leaf(map.others[0]), _sum(values))
+            except RuntimeError as error:  # a custom function that is differentiable once
+                raise_device_errors(error)
+                continue
             u = _probe(target)
             expected = normalization.pull(u.flatten(1)[:, None])[:, 0]
             found = self._gradients_of(target, u, i)
@@ -519,6 +513,21 @@ class _Cut(TorchFunctionMode):
         return function(*arguments, **keywords)
 
 
+def _guessed_normalization(target: Tensor, leaf: Tensor, h: Float[Tensor, "R d"]) -> Normalization:
+    """Return `find_normalization` of the map from a leaf to a target, S v as the derivative of S^T u with respect to u."""
+    zero = torch.zeros_like(target).requires_grad_()
+    with torch.enable_grad():
+        (back,) = torch.autograd.grad(target, leaf, zero, create_graph=True)
+
+    def transposed(u: Tensor) -> Tensor:
+        return torch.autograd.grad(target, leaf, u.view(target.shape), retain_graph=True)[0].flatten(1)
+
+    def forward(v: Tensor) -> Tensor:
+        return torch.autograd.grad(back, zero, v.view(back.shape), retain_graph=True)[0].flatten(1)
+
+    return find_normalization(transposed, forward, h)
+
+
 def _guesses(u: Float[Tensor, "R p"], entries: Float[Tensor, "R m"], is_value: bool) -> Iterator[Diagonal]:
     """Yield the forms that a derivative may have, by the sizes of target and source."""
     p, m = u.shape[1], entries.shape[1]
@@ -588,19 +597,20 @@ def _merged_heads(parts: Sequence[tuple[Tensor | None, Tensor | None, Tensor]]) 
     merged = None
     for left, S, W in parts:
         G = len(W)
-        by_head = lambda X, G=G: X.unflatten(1, (G, -1)).permute(1, 2, 3, 0, 4)  # noqa: E731  # (G, H / G, f or 1, R, m or 1)
         if S is None:
             product = W[:, None, :, None]
         else:
-            S = by_head(S)
+            S = _by_group(S, G)
             product = (S.reshape(G, -1, S.shape[-1]) @ W).view(*S.shape[:-1], -1)
-        if left is None:
-            term = product
-        elif merged is None:
-            term = by_head(left) * product
-        else:
-            merged.view(torch.broadcast_shapes(by_head(left).shape, product.shape)).addcmul_(by_head(left), product)
+        if left is not None and merged is not None:
+            left = _by_group(left, G)
+            merged.view(torch.broadcast_shapes(left.shape, product.shape)).addcmul_(left, product)
             continue
-        merged = term.flatten(0, 2) if merged is None else merged + term.flatten(0, 2)
+        term = (product if left is None else _by_group(left, G) * product).flatten(0, 2)
+        merged = term if merged is None else merged + term
     assert merged is not None
     return merged
+
+
+def _by_group(X: Float[Tensor, "R H f m"], G: int) -> Float[Tensor, "G _ f R m"]:
+    return X.unflatten(1, (G, -1)).permute(1, 2, 3, 0, 4)
