@@ -167,7 +167,7 @@ def test_not_finite_is_refused(pretend, value):
     ("d", "K", "spectrum", "at_once", "method"),
     [(192, 50, *case, "krylov") for case in itertools.product(("flat", "falling", "deficient"), (1, 2, 3))]
     + [(384, 10, "falling", 2, "krylov"), (384, 50, "falling", 2, "krylov"), (768, 10, "falling", 2, "krylov")]
-    + [(192, 50, "flat", 2, "auto"), (192, 50, "deficient", 2, "auto")],
+    + [(192, 40, "flat", 2, "auto"), (192, 40, "deficient", 2, "auto")],
 )
 def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectrum, at_once, method):
     batches = []

@@ -2,8 +2,7 @@
 
 The unit of cost is an operation of LAPACK on one CPU core. The CPU's figures are measured: single steps by their time
 relative to a product. For flat singular values, iteration and K eigenvectors of J J^T take equally long at about d = 950 for
-K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = 50 at
-d = 192.
+K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = d / 4.
 
 The accelerators' are derived, not measured on one. Products there cost next to nothing beside what stays with the host:
 launching them, some 27 launches of 5 us for a step of 16 columns, and the small problems of each full basis, which the host's
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tracker.linalg.krylov import basis_size, expected_columns
+from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 
 MEMORY = 1 << 30  # default bytes for the arrays of an accelerator's batch
+NARROWEST = 128  # width below which a full decomposition costs next to nothing
 GROUP = 1 << 24  # scalars of the matrices that a CPU decomposes together: 64 MB in float32
 # Arrays alive while a matrix is decomposed on an accelerator, counted: of its own size (copies, J J^T, the certificate's), and
 # of its basis' size.
@@ -57,9 +57,11 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) 
     return _iteration(d, K, dtype, device) + cost.square * d**3 < cost.full * d**3
 
 
-def iteration_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether to iterate with J J^T is expected to be faster than to decompose it."""
-    return _iteration(d, K, dtype, device) < costs_of(device).symmetric * d**3
+def eigenvectors_are_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether K eigenvectors of J J^T are expected to take less time than an iteration and than full decomposition."""
+    if d < NARROWEST or K > d // 4:
+        return False
+    return not basis_fits(d, K) or _iteration(d, K, dtype, device) >= costs_of(device).symmetric * d**3
 
 
 def _iteration(d: int, K: int, dtype: torch.dtype, device: torch.device) -> float:

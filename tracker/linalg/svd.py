@@ -33,7 +33,7 @@ from torch import Tensor
 
 from tracker.linalg.comparison import is_finite
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
-from tracker.linalg.costs import MEMORY, costs_of, iteration_is_cheaper, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.costs import MEMORY, costs_of, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
@@ -102,6 +102,7 @@ def relative_residual(JV: Tensor, JTU: Tensor, U: Tensor, S: Tensor, V: Tensor) 
 
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # largest residual of the Krylov iteration
+OF_FULL = 0.2  # times the tolerance: the residuals that full decompositions have
 SMALL = 512  # width up to which a matrix is decomposed on one CPU core
 SQUARABLE = 0.1  # s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
 POWERS = 4  # steps of power iteration that give s_1 within a tenth, also for flat singular values
@@ -199,7 +200,7 @@ def _in_turn(
         d = J.shape[-1]
         iterated = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device))
         iterated &= basis_fits(d, K)
-        direct = method == "auto" and not (iterated and iteration_is_cheaper(d, K, J.dtype, J.device))
+        direct = method == "auto" and eigenvectors_are_cheaper(d, K, J.dtype, J.device)
         with float32_products("ieee"):
             parts.append(_certified(J, K, direct, iterated) if direct or iterated else _full(J, K))
         advance(len(J))
@@ -280,7 +281,7 @@ def _empty_triplets(like: Triplets, B: int) -> Triplets:
 
 
 def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
-    """Find triplets from eigenvectors of J J^T. `complete`: the residual is within bounds, and the certificate holds."""
+    """Find triplets from eigenvectors of J J^T. `complete`: the residual is that of a full decomposition, and none is missing."""
     A = _squared(J)
     U, S = _top_eigenvectors(A, K)
     following = S[..., K:]
@@ -288,7 +289,7 @@ def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
     V, S, P = _orthogonal_columns(J.mT @ U)
     U = U @ P
     error = relative_residual(J @ V, J.mT @ U, U, S, V)
-    complete = (error <= TOLERANCE[J.dtype]) & is_complete(J, U, S, V)
+    complete = (error <= OF_FULL * TOLERANCE[J.dtype]) & is_complete(J, U, S, V)
     gap = _gap(torch.cat([S, following], -1), K)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
@@ -300,7 +301,10 @@ def _refined(A: Tensor, U: Tensor, S: Tensor) -> Tensor:
     """
     AU = A @ U
     outside = AU - U @ (U.mT @ AU)
-    return torch.linalg.qr(U + outside / S.square()[..., None, :].clamp_min(torch.finfo(S.dtype).tiny)).Q
+    squares = torch.maximum(
+        S, SQUARABLE * S[..., :1]
+    ).square()  # in place of small ones, by which rounding would be divided
+    return torch.linalg.qr(U + outside / squares[..., None, :]).Q
 
 
 def _squared(J: Tensor) -> Tensor:
