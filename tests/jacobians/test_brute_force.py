@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tracker
+import tracker.jacobians.rows
 from tests import brute_force
 from tests.conftest import ROOT
 from tests.models import FAMILIES, build
@@ -22,6 +23,12 @@ from tracker.jacobians.rows import Jacobians, Rows
 K = 6
 J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["cheapest order", "reverse mode"])
+def order(request, monkeypatch):
+    """Multiply in the cheapest order also in models as small as these, or never."""
+    monkeypatch.setattr(tracker.jacobians.rows, "WORTHWHILE", dict.fromkeys((True, False), request.param))
 
 
 @torch.no_grad()

@@ -346,10 +346,12 @@ class Jacobians:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
+        block = None
         if formed and len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]:
             run = partial(restrict, selections) if path == "formula" else lambda _: restrict(selections, PATHS[path])
             block = eliminate_rows(run, x, self._known_heads, self.memory, self._buffers)
-        else:
+        # In float64, a block that rounds to float32 inside gives the digits of its own order of products alone.
+        if block is None or (block.rounded and x.dtype == torch.float64):
             block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         checks, keys, allowed = [], 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors = read(
