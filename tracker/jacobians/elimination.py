@@ -26,19 +26,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tracker.capture.attention import OriginalAttention
-from tracker.capture.recording import AttentionCall
 from tracker.devices import raise_device_errors
-from tracker.jacobians.restriction import slicing_errors
-from tracker.jacobians.row_attention import Expansion, expand_rows
-from tracker.jacobians.slicing import Rows
+from tracker.jacobians.restriction import RowAttention, running_rows
+from tracker.jacobians.row_attention import Expansion, by_formula
 from tracker.linalg.comparison import relative_error
-from tracker.linalg.jacobian import GradientsStayOn, RowFunction
-from tracker.linalg.linear import FreeBuffers, FrozenLinear, inner_products, linear_layer, rows_of_identity
-from tracker.linalg.precision import Roundings
+from tracker.linalg.jacobian import GradientsStayOn, RowFunction, for_each
+from tracker.linalg.linear import FreeBuffers, inner_products, linear_layer, rows_of_identity
 from tracker.linalg.transfer import read, standard_normal
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}  # largest relative error of a derivative that is taken as diagonal
@@ -169,9 +164,10 @@ class Map:
     target: Tensor
     diagonals: dict[int, Diagonal] = field(default_factory=dict)  # by source
     merges: list[Merge] = field(default_factory=list)
-    normalization: "Normalization | None" = None
+    normalization: Normalization | None = None
     normalized: list[int] = field(default_factory=list)  # sources whose sum it takes
     others: list[int] = field(default_factory=list)  # sources without a known form
+    probed: dict[int, Tensor] = field(default_factory=dict)  # by source, the product with `_probe(target)`
 
 
 @dataclass(eq=False)
@@ -186,28 +182,6 @@ class Cotangents:
         self.dense = dense if self.dense is None else self.dense + dense
 
 
-def eliminate_rows(
-    run: Callable[[Any], RowFunction],
-    x: Float[Tensor, "R d"],
-    known_heads: "dict[Any, Heads | None]",
-    memory: int,
-    buffers: FreeBuffers,
-) -> "Elimination":
-    """Run a restricted block for vector-Jacobian products; the arguments are those of `Elimination`.
-
-    Args:
-        buffers: memory for copies of weights.
-
-    Raises:
-        NotSliceable: if the block's code raises on sequences of length one.
-    """
-    with slicing_errors():
-        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
-            block = Elimination(run, x, known_heads, memory)
-        block.rounded = roundings.seen
-        return block
-
-
 class Elimination:
     """A function of rows, run once and differentiated by its linear layers.
 
@@ -216,14 +190,13 @@ class Elimination:
         rounded: whether its own code rounds to a lower precision than that of x.
     """
 
-    rounded = False
-
     def __init__(
         self,
-        run: Callable[[Any], RowFunction],
+        run: Callable[[RowAttention], RowFunction],
         x: Float[Tensor, "R d"],
         known_heads: "dict[Any, Heads | None]",
         memory: int,
+        buffers: FreeBuffers | None = None,
     ) -> None:
         """Run the function.
 
@@ -232,30 +205,27 @@ class Elimination:
             x: the rows.
             known_heads: how attentions of a size depend on a layer; filled in, and used again for other blocks.
             memory: bytes that the merged layers of an MLP may take.
+            buffers: memory for copies of weights.
+
+        Raises:
+            NotSliceable: if the block's code raises on sequences of length one.
         """
         self._x, self._known_heads, self._memory = x.detach().clone().requires_grad_(), known_heads, memory
         self._nodes: list[Layer | Attention] = []
-        with torch.enable_grad(), GradientsStayOn(), _Cut(self._nodes, len(x)):
-            self._y = run(self._attention)(self._x.clone())  # a block may work in place, which a leaf does not allow
-        self.y = self._y.detach()
+        f = run(partial(by_formula, evaluate=self._attention))
+        with running_rows(buffers) as roundings, torch.enable_grad(), GradientsStayOn(), _Cut(self._nodes, len(x)):
+            self._y = f(self._x.clone())  # a block may work in place, which a leaf does not allow
+        self.y, self.rounded = self._y.detach(), roundings.seen
         self._maps: list[Map] | None = None
 
-    def _attention(
-        self,
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        frozen: Sequence[tuple[AttentionCall, Rows]],
-    ) -> Any:
-        expansion, *parts = expand_rows(attention, query, key, value, frozen)
-        with torch.autocast(query.device.type, enabled=False):
-            output = expansion(*parts)
-            if output.requires_grad:
-                z = output.detach().requires_grad_()
-                self._nodes.append(Attention(output, parts, expansion, z))
-                output = z.clone()
-            return attention.format_output(output)
+    def _attention(self, expansion: Expansion, *parts: Tensor) -> Tensor:
+        """Return the attention's output at the beginning of a new graph."""
+        output = expansion(*parts)
+        if not output.requires_grad:
+            return output
+        z = output.detach().requires_grad_()
+        self._nodes.append(Attention(output, parts, expansion, z))
+        return z.clone()
 
     def _leaf(self, source: int) -> Tensor:
         return self._x if source == ARGUMENT else self._nodes[source].z
@@ -373,11 +343,11 @@ class Elimination:
                 map.merges = merges
                 continue
             u = _probe(target)
-            of_random = self._gradients_of(target, u, i)
+            map.probed = {source: gradient.flatten(1) for source, gradient in self._gradients_of(target, u, i).items()}
             of_ones = self._gradients_of(target, torch.ones_like(target), i)
             map.others = list(of_ones)
             for source, entries in of_ones.items():
-                found = of_random[source].flatten(1)
+                found = map.probed[source]
                 for diagonal in _guesses(u.flatten(1), entries.flatten(1), is_value=node is None):
                     error = _largest_error(diagonal.pull(u.flatten(1)[:, None])[:, 0], found)
                     is_identity = (diagonal.entries == 1).all() & (diagonal.parts == 1)
@@ -396,7 +366,7 @@ class Elimination:
     def _find_normalizations(self, maps: Sequence[Map]) -> None:
         """Give maps whose other sources are added up and normalized that form."""
         guesses = []
-        for i, map in enumerate(maps):
+        for map in maps:
             values = [self._leaf(source).detach().flatten(1) for source in map.others]
             if not values or len({value.shape for value in values}) > 1 or values[0].shape[1] != map.target[0].numel():
                 continue
@@ -406,10 +376,8 @@ class Elimination:
             except RuntimeError as error:  # a custom function that is differentiable once
                 raise_device_errors(error)
                 continue
-            u = _probe(target)
-            expected = normalization.pull(u.flatten(1)[:, None])[:, 0]
-            found = self._gradients_of(target, u, i)
-            errors = [_largest_error(found[source].flatten(1), expected) for source in map.others]
+            expected = normalization.pull(_probe(target).flatten(1)[:, None])[:, 0]
+            errors = [_largest_error(map.probed[source], expected) for source in map.others]
             guesses.append((map, normalization, torch.stack(errors).amax()))
         for (map, normalization, _), error in zip(guesses, read([guess[2] for guess in guesses]), strict=True):
             if error <= EXACT[self._x.dtype]:
@@ -570,17 +538,10 @@ def _times(cotangents: Cotangents, W: Float[Tensor, "o p"], rows: slice | None) 
 def _gradients(target: Tensor, leaves: Sequence[Tensor], P: Float[Tensor, "R C p"]) -> list[Float[Tensor, "R C m"]]:
     """Return the products of cotangents with the derivative of a target with respect to leaves."""
 
-    def product(u: Float[Tensor, "R p"]) -> tuple[Tensor, ...]:
+    def products(u: Float[Tensor, "R p"]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(target, leaves, u.reshape(target.shape), retain_graph=True)
 
-    try:
-        found = torch.vmap(product, 1, 1)(P)
-    except RuntimeError as error:  # an operation without a vmap rule
-        raise_device_errors(error)
-        found = None
-    if found is None:  # outside the handler, which would keep the traceback and so the failed attempt's tensors
-        found = [torch.stack(parts, 1) for parts in zip(*map(product, P.unbind(1)), strict=True)]
-    return [gradient.flatten(2) for gradient in found]
+    return [gradient.flatten(2) for gradient in for_each(products, P, 1)]
 
 
 def _merged_diagonals(parts: Sequence[tuple[Diagonal, Tensor]]) -> Float[Tensor, "p R m"]:

@@ -155,11 +155,21 @@ def linearize_rows(
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
-    with slicing_errors():
-        # Attention as plain products: the fused kernels have no vmap rule.
-        with sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
-            block = linearize(f, x, v)
-        return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
+    with running_rows(buffers) as roundings:
+        block = linearize(f, x, v)
+    return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
+
+
+@contextmanager
+def running_rows(buffers: FreeBuffers | None) -> Iterator[Roundings]:
+    """Run a restricted block, its linear layers through `FrozenLinear`, and observe where it rounds.
+
+    Raises:
+        NotSliceable: if the block's code raises on sequences of length one.
+    """
+    # Attention as plain products: the fused kernels have no vmap rule.
+    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
+        yield roundings
 
 
 def linearize_full_sequence(call: BlockCall, rows: Rows, v: Tensor | None = None) -> Linearization:

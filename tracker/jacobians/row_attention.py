@@ -14,7 +14,7 @@ but has no value.
 through copies of the keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ def by_formula(
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
     frozen: Sequence[tuple[AttentionCall, Rows]],
+    evaluate: "Evaluate" = lambda expansion, *live: expansion(*live),
 ) -> Any:
     """Return the attention of R rows, exact in value and first derivative, from its formula.
 
@@ -44,25 +45,10 @@ def by_formula(
         key: the live keys: the rows' own, or those of their sources.
         value: the live values.
         frozen: the recorded attentions, each with those of the R rows that belong to it.
+        evaluate: the attention's output from its expansion and the live query, key and value.
 
     Raises:
         NotSliceable: if the formula is not known.
-    """
-    expansion, *live = expand_rows(attention, query, key, value, frozen)
-    with torch.autocast(query.device.type, enabled=False):
-        return attention.format_output(expansion(*live))
-
-
-def expand_rows(
-    attention: OriginalAttention,
-    query: Float[Tensor, "R H 1 e"],
-    key: Float[Tensor, "R G 1 e"],
-    value: Float[Tensor, "R G 1 f"],
-    frozen: Sequence[tuple[AttentionCall, Rows]],
-) -> tuple["Expansion", Tensor, Tensor, Tensor]:
-    """Expand the attention of R rows; return the expansion, and the query, key and value that it takes.
-
-    The arguments and errors are those of `by_formula`.
     """
     if attention.formula is None or query.shape[1] % key.shape[1]:
         raise NotSliceable("the formula of its attention is not known")
@@ -83,7 +69,7 @@ def expand_rows(
                 expanded = expand(attention.formula, at_q[these], K, V, some.live, mask_rows(past, some))
                 expansion.fill(these, expanded)
             start += len(rows)
-    return expansion, query, key, value
+        return attention.format_output(evaluate(expansion, query, key, value))
 
 
 def by_own_code(
@@ -142,6 +128,9 @@ class Expansion:
         turned = HeadProduct.apply(dq.flatten(0, 1), self.by_query.flatten(0, 1)).unflatten(0, dq.shape[:2])
         score = (query.detach() * dk).sum(-1, keepdim=True)
         return self.output + turned + self.by_score * score + self.by_value * dv
+
+
+Evaluate = Callable[[Expansion, Tensor, Tensor, Tensor], Tensor]
 
 
 def expand(

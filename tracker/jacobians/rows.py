@@ -37,7 +37,7 @@ from tracker.jacobians.checks import (
     require_finite,
     require_reproduction,
 )
-from tracker.jacobians.elimination import Elimination, Heads, eliminate_rows
+from tracker.jacobians.elimination import Elimination, Heads
 from tracker.jacobians.independent import Comparison, Independent, settle
 from tracker.jacobians.restriction import (
     CallRows,
@@ -349,7 +349,7 @@ class Jacobians:
         block = None
         if formed and len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]:
             run = partial(restrict, selections) if path == "formula" else lambda _: restrict(selections, PATHS[path])
-            block = eliminate_rows(run, x, self._known_heads, self.memory, self._buffers)
+            block = Elimination(run, x, self._known_heads, self.memory, self._buffers)
         # In float64, a block that rounds to float32 inside gives the digits of its own order of products alone.
         if block is None or (block.rounded and x.dtype == torch.float64):
             block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)

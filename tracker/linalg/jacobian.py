@@ -145,12 +145,17 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
     gradient = partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True)
     if len(cotangents) == 1:
         return gradient(cotangents[0])[0][None]
+    return for_each(gradient, cotangents, 0)[0]
+
+
+def for_each(products: Callable[[Tensor], tuple[Tensor, ...]], cotangents: Tensor, axis: int) -> Sequence[Tensor]:
+    """Return products with each of the cotangents along an axis, stacked along that axis; all at once where it can be."""
     try:
-        return torch.vmap(lambda one: gradient(one)[0])(cotangents)
+        return torch.vmap(products, axis, axis)(cotangents)
     except RuntimeError as error:  # an operation without a vmap rule, such as bloom's own GELU
         raise_device_errors(error)
     # Outside the handler, which would keep the traceback and so the failed attempt's tensors.
-    return torch.stack([gradient(one)[0] for one in cotangents])
+    return [torch.stack(parts, axis) for parts in zip(*map(products, cotangents.unbind(axis)), strict=True)]
 
 
 def dense_jacobian(
