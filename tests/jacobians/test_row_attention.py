@@ -54,8 +54,16 @@ def test_value_and_jacobian(formula, G, masked):
         expected = torch.autograd.functional.jacobian(
             lambda *given: attention(formula, *given, K, V, own, mask), (query, key, value)
         )
+        point, v = (query, key, value), tuple(torch.randn_like(t) for t in (query, key, value))
+        pushed = sum(torch.tensordot(J, t, dims=4) for J, t in zip(expected, v, strict=True))
         for one, other in zip(seen, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+        by_forward_mode = torch.func.jvp(expansion, point, v)[1]
+        twice_back = torch.autograd.functional.jvp(expansion, point, v)[1]
+        for found in (by_forward_mode, twice_back):
+            torch.testing.assert_close(found, pushed, atol=1e-12, rtol=0)
+        of_values = torch.func.jvp(lambda value: expansion(query, key, value), (value,), v[2:])[1]
+        torch.testing.assert_close(of_values, torch.tensordot(expected[2], v[2], dims=4), atol=1e-12, rtol=0)
     finally:
         torch.set_default_dtype(torch.float32)
 

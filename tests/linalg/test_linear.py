@@ -280,3 +280,38 @@ def test_rows_of_an_identity_are_told_from_others():
     address = I.untyped_storage().data_ptr()
     del I, others
     assert address not in linear._identities, "forgotten with its memory"
+
+
+@pytest.mark.parametrize(
+    "batched", [(0, None, None), (None, 0, None), (None, None, 0), (0, 0, 0), (None, 0, 0), (0, None, 0)], ids=str
+)
+def test_batches_of_inputs_weights_and_biases(batched):
+    x, W, b = (torch.randn(3, *shape) for shape in ((5, 4), (6, 4), (6,)))
+    given = [t if dim == 0 else t[0] for t, dim in zip((x, W, b), batched, strict=True)]
+    expected = torch.vmap(F.linear, batched)(*given)
+    with FrozenLinear():
+        torch.testing.assert_close(torch.vmap(F.linear, batched)(*given), expected)
+
+
+@pytest.mark.parametrize("from_x", [False, True], ids=["constant", "from x"])
+def test_bias(from_x):
+    W, constant = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+
+    def f(x):
+        return F.linear(x, W, x[0].sin() if from_x else constant)
+
+    x, v = torch.randn(1, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
+    expected = torch.autograd.functional.jacobian(f, x)[0, :, 0]
+    with FrozenLinear():
+        found = linearize(f, x, v)
+    torch.testing.assert_close(found.y, f(x))
+    torch.testing.assert_close(dense_jacobian(found.pullback, found.y, 6)[0], expected)
+    torch.testing.assert_close(found.tangent, v @ expected.T)
+    torch.testing.assert_close(found.pushforward(v[None])[0], v @ expected.T)
+
+
+def test_a_tangent_allocates_nothing_of_a_weights_size():
+    W, x = torch.randn(512, 512), torch.randn(1, 512)
+    with torch.profiler.profile(profile_memory=True) as profile, FrozenLinear():
+        linearize(lambda x: F.linear(x, W), x, torch.randn(1, 512))
+    assert max(event.cpu_memory_usage for event in profile.events()) < W.nbytes

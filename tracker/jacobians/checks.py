@@ -30,7 +30,7 @@ Mixing is looked for in two ways: for sets K of samples, the outputs of K do not
 
 The derivative is checked for every ordered pair of samples, the values for two halves of the batch. A block's code would mix
 samples on any sequences, so both use short windows of all samples if the block's arguments can be cut (`slicing`). Cost: about
-log2(B) + 2 cotangents at once, and four forward passes.
+log2(B) + 2 cotangents at once, and three forward passes.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_error, tolerance
-from tracker.linalg.jacobian import LinearOperator, linearize
+from tracker.linalg.jacobian import Linearization, LinearOperator, linearize
 from tracker.linalg.precision import Roundings
 from tracker.linalg.transfer import read, standard_normal, to_device
 
@@ -266,11 +266,11 @@ def find_mixing(call: BlockCall, rows: Rows) -> str:
             # Without the recorded attention: unless it is plain self-attention, it can't be cut into windows.
             windows, _ = cut_windows(replace(call, attention=[]), Rows(torch.arange(B), torch.tensor(last)), width)
             with slicing_errors():
-                return _mixing_by_derivative(windows) or _mixing_by_value(windows)
+                return _mixing_in(windows)
         except NotSliceable:  # the block needs its whole sequence
             pass
     with replay_errors(call):
-        return _mixing_by_derivative(call) or _mixing_by_value(call)
+        return _mixing_in(call)
 
 
 def separating_sets(B: int) -> Bool[Tensor, "m B"]:
@@ -285,10 +285,15 @@ def separating_sets(B: int) -> Bool[Tensor, "m B"]:
     return sets
 
 
-def _mixing_by_derivative(call: BlockCall) -> str:
+def _mixing_in(call: BlockCall) -> str:
     shape = call.x.shape
     with sdpa_kernel(SDPBackend.MATH):
         block = linearize(lambda x: call(x.view(shape)).flatten(0, 1), call.x.flatten(0, 1))
+    return _mixing_by_derivative(call, block) or _mixing_by_value(call, block.y.view(shape))
+
+
+def _mixing_by_derivative(call: BlockCall, block: Linearization) -> str:
+    shape = call.x.shape
     u, sets = standard_normal(shape, call.x), separating_sets(len(call.x))
     (masks,) = to_device(u.device, sets)
     cotangents = (u * masks[..., None, None]).flatten(1, 2).split(max(1, AT_ONCE // (shape[0] * shape[1])))
@@ -306,14 +311,13 @@ def _mixing_by_derivative(call: BlockCall) -> str:
     return ""
 
 
-def _mixing_by_value(call: BlockCall) -> str:
+def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
     x = call.x
     noise = standard_normal(x.shape, x, seed=1)
     half = torch.arange(len(x)) < len(x) // 2
     sets = torch.stack([half, ~half])
     masks, members = to_device(x.device, sets)[0][..., None, None], sets.int().argmax(1).tolist()
     with torch.no_grad(), recording_kernels(x.dtype), Roundings() as roundings:
-        y = call(x.clone())  # a copy: a block may work in place
 
         def error(K: Tensor, given: Tensor) -> Tensor:
             # Both are 0, so without error, on the samples outside K.

@@ -122,12 +122,7 @@ class Expansion:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "R H 1 f"]:
         """Return the output, differentiable in the arguments, which are the point of expansion."""
-        share = query.shape[1] // key.shape[1]
-        dq, dk, dv = query - query.detach(), key - key.detach(), value - value.detach()
-        dk, dv = dk.repeat_interleave(share, dim=1), dv.repeat_interleave(share, dim=1)
-        turned = HeadProduct.apply(dq.flatten(0, 1), self.by_query.flatten(0, 1)).unflatten(0, dq.shape[:2])
-        score = (query.detach() * dk).sum(-1, keepdim=True)
-        return self.output + turned + self.by_score * score + self.by_value * dv
+        return _FirstOrder.apply(query, key, value, self)
 
 
 Evaluate = Callable[[Expansion, Tensor, Tensor, Tensor], Tensor]
@@ -166,6 +161,60 @@ def expand(
     return Expansion(output, covariance, weighted.gather(-1, at_own) * (own_value - output), w.gather(-1, at_own))
 
 
+class _FirstOrder(torch.autograd.Function):
+    """The output of an expansion at its point, and its first derivative."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, expansion: Expansion) -> Tensor:
+        """Return the output."""
+        return expansion.output.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Keep the expansion and its point."""
+        query, key, _, ctx.expansion = inputs
+        ctx.query, ctx.groups = query.detach(), key.shape[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Compute the products with the transposed derivative, themselves differentiable."""
+        (u,), at = gradients, ctx.expansion
+        if u is None:
+            return None, None, None, None
+
+        def summed(of_heads: Tensor) -> Tensor:
+            """Add up the heads that share a key."""
+            H = of_heads.shape[1]
+            return of_heads if H == ctx.groups else of_heads.unflatten(1, (ctx.groups, -1)).sum(2)
+
+        of_query, of_key, of_value, _ = ctx.needs_input_grad
+        return (
+            _of_heads(u, at.by_query.mT) if of_query else None,
+            summed((u * at.by_score).sum(-1, keepdim=True) * ctx.query) if of_key else None,
+            summed(u * at.by_value) if of_value else None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, _: Any) -> Tensor | None:
+        """Compute the product with the derivative."""
+        at, share = ctx.expansion, ctx.query.shape[1] // ctx.groups
+        terms = []
+        if dq is not None:
+            terms.append(_of_heads(dq, at.by_query))
+        if dk is not None:
+            score = (ctx.query * dk.repeat_interleave(share, dim=1)).sum(-1, keepdim=True)
+            terms.append(at.by_score * score)
+        if dv is not None:
+            terms.append(at.by_value * dv.repeat_interleave(share, dim=1))
+        return sum(terms[1:], terms[0]) if terms else None
+
+
+def _of_heads(x: Float[Tensor, "R H 1 e"], M: Float[Tensor, "R H e f"]) -> Float[Tensor, "R H 1 f"]:
+    return HeadProduct.apply(x.flatten(0, 1), M.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
 class HeadProduct(torch.autograd.Function):
     """x @ M for N pairs: x (N, m, e), M (N, e, f) a constant.
 
@@ -182,6 +231,7 @@ class HeadProduct(torch.autograd.Function):
         """Save the constant."""
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
+        ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the constant
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:

@@ -85,44 +85,42 @@ class _ContiguousRows:
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x W^T; differentiable any number of times, its derivative being the product with W^T.
+    """x W^T + b; differentiable in x any number of times, its derivative being the product with W^T.
 
     `own` and `other` are the rows of W and of W^T.
     """
 
     @staticmethod
     def forward(
-        x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], own: _ContiguousRows, other: _ContiguousRows
+        x: Float[Tensor, "*B i"],
+        weight: Float[Tensor, "o i"],
+        bias: Tensor | None,
+        own: _ContiguousRows,
+        other: _ContiguousRows,
     ) -> Tensor:
         """Compute the product by the fastest method for its shape."""
-        if (picked := rows_of_identity(x)) is not None:
-            columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
-            # A copy: a backward pass that writes into its gradient must not write into the weight.
-            return columns.clone(memory_format=torch.contiguous_format)
-        if not uses_onednn(x):
-            return torch.nn.functional.linear(x, weight)
-        few = weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW
-        if few and (rows := own.of(weight)) is not None:
-            product = _linear(rows, x.reshape(-1, x.shape[-1])).mT
-            return product.contiguous().view(*x.shape[:-1], len(rows))
-        return _linear(x, weight)
+        product = multiply(x, weight, own)
+        return product if bias is None else product.add_(bias)
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, _ContiguousRows, _ContiguousRows], output: Tensor
+        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, _ContiguousRows, _ContiguousRows], output: Tensor
     ) -> None:
         """Save the weight for the backward pass."""
-        _, ctx.weight, ctx.own, ctx.other = inputs
+        _, ctx.weight, _, ctx.own, ctx.other = inputs
+        ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         """Compute the product with W^T, itself differentiable."""
-        return FrozenProduct.apply(gradients[0], ctx.weight.mT, ctx.other, ctx.own), None, None, None
+        (g,) = gradients
+        product = None if g is None else FrozenProduct.apply(g, ctx.weight.mT, None, ctx.other, ctx.own)
+        return product, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
+    def jvp(ctx: Any, x: Tensor | None, *_: Any) -> Tensor | None:
         """Compute the same product of the tangent."""
-        return FrozenProduct.apply(x, ctx.weight, ctx.own, ctx.other)
+        return None if x is None else FrozenProduct.apply(x, ctx.weight, None, ctx.own, ctx.other)
 
     @staticmethod
     def vmap(
@@ -130,15 +128,36 @@ class FrozenProduct(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         own: _ContiguousRows,
         other: _ContiguousRows,
     ) -> tuple[Tensor, int]:
         """Fold a batch of inputs into the rows."""
-        if in_dims[1] is None and in_dims[0] is not None:
-            return FrozenProduct.apply(x.movedim(in_dims[0], 0), weight, own, other), 0
-        # A batch of weights, such as experts run in parallel: one product for each, by BLAS.
-        many, one = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims[:2], strict=True))
-        return torch.einsum("b...i,boi->b...o" if in_dims[0] is not None else "...i,boi->b...o", many, one), 0
+        batched_x, batched_weight, batched_bias = (dim is not None for dim in in_dims[:3])
+        x, weight = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims[:2], strict=True))
+        if batched_weight:  # such as experts run in parallel: one product for each, by BLAS
+            product = torch.einsum(f"{'b' * batched_x}...i,boi->b...o", x, weight)
+        else:
+            product = FrozenProduct.apply(x, weight, None, own, other)
+            product = product if batched_x else product[None]
+        if bias is not None:
+            product = product + (bias.view(len(bias), *[1] * (product.dim() - 2), -1) if batched_bias else bias)
+        return product, 0
+
+
+def multiply(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], rows: _ContiguousRows) -> Tensor:
+    """Compute x W^T into memory of its own."""
+    if (picked := rows_of_identity(x)) is not None:
+        columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
+        # A copy: a backward pass that writes into its gradient must not write into the weight.
+        return columns.clone(memory_format=torch.contiguous_format)
+    if not uses_onednn(x):
+        return torch.nn.functional.linear(x, weight)
+    few = weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW
+    if few and (contiguous := rows.of(weight)) is not None:
+        product = _linear(contiguous, x.reshape(-1, x.shape[-1])).mT
+        return product.contiguous().view(*x.shape[:-1], len(contiguous))
+    return _linear(x, weight)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -156,7 +175,7 @@ def uses_onednn(x: Tensor) -> bool:
 def row_products(M: Float[Tensor, "o i"]) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return x -> x M^T and y -> y M for rows x (m, i) and y (m, o), for repeated use; not differentiable."""
     own, other = _ContiguousRows([]), _ContiguousRows([])
-    return lambda x: FrozenProduct.forward(x, M, own, other), lambda y: FrozenProduct.forward(y, M.mT, other, own)
+    return lambda x: multiply(x, M, own), lambda y: multiply(y, M.mT, other)
 
 
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
@@ -186,8 +205,10 @@ class FrozenLinear(TorchFunctionMode):
         if layer is None:
             return function(*arguments, **keywords)
         x, weight, bias = layer
-        product = FrozenProduct.apply(x, weight, _ContiguousRows(self.buffers), _ContiguousRows(self.buffers))
-        return product if bias is None else product + bias
+        own, other = _ContiguousRows(self.buffers), _ContiguousRows(self.buffers)
+        if bias is None or not bias.requires_grad:
+            return FrozenProduct.apply(x, weight, bias, own, other)
+        return FrozenProduct.apply(x, weight, None, own, other) + bias
 
 
 def linear_layer(function: Any, arguments: Any, keywords: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:

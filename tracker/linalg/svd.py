@@ -288,8 +288,13 @@ def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
     U = _refined(A, U, S[..., :K])
     V, S, P = _orthogonal_columns(J.mT @ U)
     U = U @ P
-    error = relative_residual(J @ V, J.mT @ U, U, S, V)
-    complete = (error <= OF_FULL * TOLERANCE[J.dtype]) & is_complete(J, U, S, V)
+    JV = J @ V
+    error = relative_residual(JV, J.mT @ U, U, S, V)
+    complete = error <= OF_FULL * TOLERANCE[J.dtype]
+    if (S[..., -1] > SQUARABLE * S[..., 0]).all():
+        complete &= _is_complete_by_square(A, JV, U, S, V)
+    else:
+        complete &= is_complete(J, U, S, V)
     gap = _gap(torch.cat([S, following], -1), K)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
@@ -326,13 +331,18 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     JV = J @ V
     error = relative_residual(JV, J.mT @ U, U, S, V)
     enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
-    sigma = (1 + COMPLETENESS_MARGIN) * torch.where(enough, S[..., -1], 1)[..., None, None]
+    complete = enough & _is_complete_by_square(A, JV, U, torch.where(enough[..., None], S, 1), V)
+    gap = _gap(torch.cat([S, following], -1), K)
+    return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
+
+
+def _is_complete_by_square(A: Tensor, JV: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Bool[Tensor, " B"]:
+    """Return `is_complete` where s_K is above SQUARABLE s_1, from A = J J^T, which is overwritten."""
+    sigma = (1 + COMPLETENESS_MARGIN) * S[..., -1, None, None]
     # (J - U S V^T) (J - U S V^T)^T / sigma^2, in place of A
     US, JV = U * (S[..., None, :] / sigma), JV / sigma
     A.div_(sigma**2).baddbmm_(torch.cat([JV, US], -1), torch.cat([US, JV - US @ (V.mT @ V)], -1).mT, alpha=-1)
-    complete = enough & below_one(A)
-    gap = _gap(torch.cat([S, following], -1), K)
-    return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
+    return below_one(A)
 
 
 def _top_eigenvectors(A: Tensor, K: int) -> tuple[Float[Tensor, "B d K"], Float[Tensor, "B r"]]:

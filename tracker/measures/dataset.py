@@ -24,8 +24,8 @@ VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-n
 
 
 def undefined_values(
-    dataset: xr.Dataset, valid: Sequence[Sequence[int]], pair_layers: xr.DataArray | None
-) -> dict[str, tuple[xr.DataArray, int]]:
+    dataset: xr.Dataset, valid: Sequence[Sequence[int]], pair_layers: xr.Variable | None
+) -> dict[str, tuple[xr.Variable, int]]:
     """Return, for each counted measure, which values are undefined, and how many values it has.
 
     What a shorter prompt lacks, and what a block without a basis block lacks across tokens, is no value.
@@ -34,20 +34,24 @@ def undefined_values(
         valid: the positions of each prompt that are not padding.
         pair_layers: the basis block of each block across tokens; None if tokens are not compared.
     """
-    expected: dict[str, xr.DataArray] = {}  # dimension -> whether a value is expected
+    variables = (
+        dataset.variables
+    )  # not DataArrays: their indexes are the same, and comparing them takes most of the time
+    expected: dict[str, xr.Variable] = {}  # dimension -> whether a value is expected
     if "position" in dataset.dims:
-        at = np.stack([np.isin(dataset["position"], of_prompt) for of_prompt in valid])
-        expected["position"] = xr.DataArray(at, dims=("prompt", "position"))
-    if "token_position" in dataset:
-        expected["token"] = dataset["token_position"].notnull()
+        at = np.stack([np.isin(variables["position"], of_prompt) for of_prompt in valid])
+        expected["position"] = xr.Variable(("prompt", "position"), at)
+    if "token_position" in variables:
+        expected["token"] = variables["token_position"].notnull()
     if pair_layers is not None:
-        t = dataset["pair_position"].notnull()
-        expected["pair_token"] = t & t.rename(pair_token="pair_token_other") & pair_layers.notnull()
+        t = variables["pair_position"].notnull()
+        other = xr.Variable([{"pair_token": "pair_token_other"}.get(dim, dim) for dim in t.dims], t.values)
+        expected["pair_token"] = t & other & pair_layers.notnull()
     counts = {}
     for measure in MEASURES:
         for dim in measure.dims:
-            if measure.counted and measure.name in dataset and dim in expected:
-                values, has_value = dataset[measure.name], expected[dim]
+            if measure.counted and measure.name in variables and dim in expected:
+                values, has_value = variables[measure.name], expected[dim]
                 others = np.prod(
                     [values.sizes[other] for other in values.dims if other not in has_value.dims], dtype=int
                 )
@@ -55,7 +59,7 @@ def undefined_values(
     return counts
 
 
-def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.DataArray, int]]) -> None:
+def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, int]]) -> None:
     """Warn if states are not finite, or most values of a measure are undefined; name the first block where they are."""
     blocks = dataset.attrs["blocks"].split(", ")
     varies = len(blocks) > 1 and not dataset.attrs["post_norm"]
@@ -65,16 +69,17 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.DataArray,
         if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS))
     }
     sentences = []
-    if "norm" in dataset and (infinite := dataset["norm"] == np.inf).any():
+    if "norm" in dataset and (infinite := dataset.variables["norm"] == np.inf).any():
         first = int(infinite.any([dim for dim in infinite.dims if dim != "depth"]).values.argmax())
         where = f"after block {first} ({blocks[first - 1]})" if first else "before block 1"
-        total = int(dataset["norm"].notnull().sum())
+        total = int(dataset.variables["norm"].notnull().sum())
         sentences.append(f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}")
     if most:
         listed = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
         rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
         by_layer = next((undefined for undefined, _ in most.values() if "layer" in undefined.dims), None)
-        first = "" if by_layer is None else f", first at block {_first(by_layer)} ({blocks[_first(by_layer) - 1]})"
+        block = None if by_layer is None else _first(by_layer)
+        first = "" if block is None else f", first at block {block} ({blocks[block - 1]})"
         sentences.append(f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}")
     if sentences:
         wider = "measure with dtype=torch.float64; if that changes nothing, " * (dataset.attrs["dtype"] != "float64")
@@ -84,10 +89,11 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.DataArray,
         )
 
 
-def _first(undefined: xr.DataArray) -> int:
+def _first(undefined: xr.Variable) -> int:
     """Return the first block with an undefined value; in pairs of blocks, with itself, so that the cause is not in the other."""
     if "layer_other" in undefined.dims:
-        itself = undefined & (undefined["layer"] == undefined["layer_other"])
+        layer, other = (xr.Variable(dim, np.arange(undefined.sizes[dim])) for dim in ("layer", "layer_other"))
+        itself = undefined & (layer == other)
         undefined = itself if itself.any() else undefined
     return 1 + int(undefined.any([dim for dim in undefined.dims if dim != "layer"]).values.argmax())
 
@@ -213,7 +219,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    basis_layers = pair_layers(dataset) if "pair_position" in dataset else None
+    basis_layers = pair_layers(dataset).variable if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]
     dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
