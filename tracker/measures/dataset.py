@@ -39,7 +39,8 @@ def undefined_values(
     )  # not DataArrays: their indexes are the same, and comparing them takes most of the time
     expected: dict[str, xr.Variable] = {}  # dimension -> whether a value is expected
     if "position" in dataset.dims:
-        at = np.stack([np.isin(variables["position"], of_prompt) for of_prompt in valid])
+        positions = dataset["position"].values
+        at = np.stack([np.isin(positions, of_prompt) for of_prompt in valid])
         expected["position"] = xr.Variable(("prompt", "position"), at)
     if "token_position" in variables:
         expected["token"] = variables["token_position"].notnull()
