@@ -107,6 +107,7 @@ MIXED_CASES = [
     (block, 5, 5, torch.float64) for block in MIXED
 ]  # one window of tokens and several, two samples and more
 MIXED_CASES += [(OverBatch, 2, 5, torch.float32), (Across, 2, 40, torch.float64), (FromBefore, 3, 40, torch.float32)]
+MIXED_CASES += [(block, 24, 40, torch.float32) for block in MIXED if block is not Tiny]  # windows of the fewest tokens
 
 
 @pytest.mark.parametrize(("block", "B", "n", "dtype"), MIXED_CASES)

@@ -252,7 +252,7 @@ def check_key(call: BlockCall) -> Any:
     return call.layer, call.final_norm is None, call.x.dtype, given, attention
 
 
-NARROWEST = 4  # tokens of a window
+NARROWEST = 2  # tokens of a window
 AT_ONCE = 4096  # rows of cotangents
 
 
