@@ -46,6 +46,7 @@ class Benchmark:
         repeats: number of timed runs of each; medians are reported.
         chunk: number of cotangents per batch in the published algorithm.
         published: whether to run the published algorithm at all.
+        by_hand: whether to time torch.func.jacrev of one row too, written by hand for Pythia.
         memory: whether to measure the peak of memory, on the CPU in a fresh process for each algorithm.
         out: a JSON file for the result, written after every repeat.
     """
@@ -65,6 +66,7 @@ class Benchmark:
     repeats: int = 5
     chunk: int = 32
     published: bool = True
+    by_hand: bool = False
     memory: bool = True
     out: Path | None = None
 
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(f"--{name} {value}; give at least 1")
     if settings.weights != "float32" and settings.published:
         raise UsageError(f"--weights {settings.weights}: the published algorithm needs float32; add --published false")
+    if settings.by_hand and (settings.weights != "float32" or settings.shape.startswith("deit")):
+        raise UsageError("--by_hand needs a Pythia size with --weights float32")
 
     from benchmarks.machine import keep
     from tracker.provenance import usable_device
@@ -110,6 +114,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
+    hand = timing.by_hand(model, settings, machine.Clock(settings.device)) if settings.by_hand else None
     other = replace(settings, svd=settings.beside) if settings.beside else None
     other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
     result: dict[str, Any] = {
@@ -121,7 +126,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
     jacobians.clear()
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
-    our_runs, other_runs, published_runs, products = [], [], [], []
+    our_runs, other_runs, published_runs, runs_by_hand, products = [], [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
         our_runs.append(timing.timed(timing.ours, model, settings))
@@ -129,6 +134,8 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
             other_runs.append(timing.timed(timing.ours, model, other))
         if reference is not None:
             published_runs.append(timing.timed(timing.published, model, settings))
+        if hand is not None:
+            runs_by_hand.append(timing.timed(timing.by_hand, model, settings))
         products.append(machine.gemm_seconds(linear, d, settings.device, settings.precision))
         result["gemm"] = {
             "layers": linear,
@@ -144,6 +151,13 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         if reference is not None:
             theirs = result["published"] = timing.medians(published_runs)
             result["ratio"] = _ratios(ours, theirs, settings.prompts)
+        if hand is not None:
+            seconds = timing.medians(runs_by_hand)
+            result["by_hand"] = {
+                **seconds,
+                "ratio": seconds["seconds"] / ours["seconds_per_prompt"],
+                "errors": agreement.errors(dataset, [], *hand),
+            }
         if settings.out:  # what is measured so far outlives a run that is stopped
             machine.save(result, settings.out)
     if settings.memory:
@@ -252,6 +266,12 @@ def _comparison_table(result: dict[str, Any]) -> str:
             f"{given['svd']} takes {beside['ratio']:.2f} of the time of {given['beside']} ({beside['seconds']:.3f} s)"
         )
         lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
+    if "by_hand" in result:
+        hand = result["by_hand"]
+        lines.append(
+            f"torch.func.jacrev by hand takes {hand['ratio']:.2f} times as long ({hand['seconds']:.3f} s); "
+            f"largest difference {max(hand['errors'].values()):.1e}"
+        )
     if given["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
     return "\n".join(lines)

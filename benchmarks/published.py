@@ -1,21 +1,35 @@
-"""The published algorithm, implemented from its description, as the baseline.
+"""Two baselines: the published algorithm, implemented from its description, and what a user would write by hand.
 
 For each block, compute the Jacobian of one token's output with respect to the same token's input with d vector-Jacobian products
 over the whole sequence, vectorised in chunks: a cotangent has (n, d) entries, and one of the n rows of each gradient is used.
 Then compute a full SVD of each Jacobian and, for each pair of blocks separately, the K x K matrix U_K^T J V_K.
+
+By hand, the Jacobian is `torch.func.jacrev` of the token's row alone, with the keys and values of the other rows held constant.
+This takes code for each architecture: here for GPT-NeoX, whose attention and MLP are parallel.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from benchmarks.machine import Clock
 
+Jacobian = Callable[[nn.Module, Tensor, tuple, dict[str, Any], int, int], Tensor]
+
 
 def couplings(
-    model: nn.Module, blocks: list[nn.Module], inputs: Tensor, token: int, K: int, chunk: int, clock: Clock
+    model: nn.Module,
+    blocks: list[nn.Module],
+    inputs: Tensor,
+    token: int,
+    K: int,
+    chunk: int,
+    clock: Clock,
+    jacobian: Jacobian,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return Jacobians (L, d, d), top K singular values (L, K), and mis-couplings (L, L) by name, for one prompt."""
     with torch.no_grad(), clock("forward"):
@@ -23,7 +37,7 @@ def couplings(
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
         with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support batched cotangents
-            J.append(_jacobian(block, X, arguments, keywords, token, chunk))
+            J.append(jacobian(block, X, arguments, keywords, token, chunk))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])
             U.append(U_l[:, :K])
@@ -54,9 +68,10 @@ def _captured(model: nn.Module, inputs: Tensor, blocks: list[nn.Module]) -> list
     return calls
 
 
-def _jacobian(
+def whole_sequence(
     block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int, chunk: int
 ) -> Tensor:
+    """Return the Jacobian of the residual function at a token from products over the whole sequence."""
     X = X.detach().clone().requires_grad_()
     out = block(X, *arguments, **keywords)
     y = (out[0] if isinstance(out, tuple) else out)[0, token]
@@ -66,3 +81,31 @@ def _jacobian(
         for cotangents in identity.split(chunk)
     ]
     return torch.cat(rows) - identity
+
+
+def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int, chunk: int) -> Tensor:
+    """Return the same for a layer of GPT-NeoX from one row, with the keys and values of the rows before it constant."""
+    layer: Any = block
+    attention, heads = layer.attention, layer.attention.config.num_attention_heads
+    token %= X.shape[1]
+    cosines, sines = keywords["position_embeddings"]
+
+    def project(x: Tensor, at: slice) -> tuple[Tensor, ...]:
+        """Return query, key and value (heads, rows, width), the first two rotated."""
+        qkv = attention.query_key_value(layer.input_layernorm(x)).unflatten(1, (heads, -1)).transpose(0, 1)
+        q, k, v = qkv.chunk(3, dim=-1)
+        q, k = apply_rotary_pos_emb(q[None], k[None], cosines[:, at], sines[:, at])
+        return q[0], k[0], v
+
+    with torch.no_grad():
+        _, keys, values = project(X[0, :token], slice(0, token))
+
+    def residual(x: Tensor) -> Tensor:
+        row = x[None]
+        q, k, v = project(row, slice(token, token + 1))
+        weights = (attention.scaling * q @ torch.cat([keys, k], 1).mT).softmax(-1)
+        attended = (weights @ torch.cat([values, v], 1)).transpose(0, 1).flatten(1)
+        return (attention.dense(attended) + layer.mlp(layer.post_attention_layernorm(row)))[0]
+
+    with torch.no_grad():  # with respect to weights
+        return torch.func.jacrev(residual, chunk_size=chunk)(X[0, token])

@@ -67,14 +67,21 @@ def ours(
         )
 
 
-def published(model: "nn.Module", settings: "Benchmark", clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
-    """Run the published algorithm on the first prompt."""
+def published(
+    model: "nn.Module", settings: "Benchmark", clock: "Clock", hand_written: bool = False
+) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
+    """Run the published algorithm on the first prompt, or that with Jacobians by hand."""
     from benchmarks import shapes
-    from benchmarks.published import couplings
+    from benchmarks.published import by_hand, couplings, whole_sequence
 
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(settings.device)
-    position = shapes.position(settings.shape)
-    return couplings(model, shapes.blocks(model), inputs, position, settings.k, settings.chunk, clock)
+    position, jacobian = shapes.position(settings.shape), by_hand if hand_written else whole_sequence
+    return couplings(model, shapes.blocks(model), inputs, position, settings.k, settings.chunk, clock, jacobian)
+
+
+def by_hand(model: "nn.Module", settings: "Benchmark", clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
+    """Run the same with Jacobians by hand."""
+    return published(model, settings, clock, hand_written=True)
 
 
 def timed(run: "Run", model: "nn.Module", settings: "Benchmark") -> dict[str, float]:

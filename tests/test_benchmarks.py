@@ -26,7 +26,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(directory) -> dict:
-    return run(directory)
+    return run(directory, "--by_hand", "true")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def test_ours_and_the_published_algorithm_agree(compared):
     assert compared["errors"]["jacobian"] < 1e-5 and compared["errors"]["singular_value"] < 1e-5
     assert compared["errors"]["miscoupling"] < 1e-3 and compared["errors"]["offdiag_normalized"] < 1e-3
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
+    assert max(compared["by_hand"]["errors"].values()) < 1e-5 and compared["by_hand"]["ratio"] > 0
 
 
 def test_the_result_records_settings_and_environment(compared):

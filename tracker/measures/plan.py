@@ -157,10 +157,10 @@ def _is_matrix_free(plan: Plan, dtype: torch.dtype, device: torch.device, fits: 
         return False
     # A product with few columns reads all weights of a block, so a column costs more than in a wide product: on two cores
     # at d = 2048 to 4096, 1.6 times as much for one row in products of 16 columns, and 1.3 times for four rows. The factor
-    # 1 + 1 / R approximates this for R rows. Two rows are assumed: of all constants it wastes least where there is one row, or
-    # many, at most 1.5 times the time. Formed Jacobians cost 0.7 d columns of a wide product, decomposition included,
-    # because they skip the last layers (`linear`).
-    return 1.5 * matrix_free_columns(plan.d, plan.of_row, plan.K, dtype) < 0.7 * plan.d
+    # 1 + 1 / R approximates this for R rows. Two rows are assumed. Formed Jacobians cost 0.6 d columns of a wide product,
+    # decomposition included, because most operations are skipped (`elimination`). Of the cases timed on two cores (d = 2048 with 1
+    # and 4 rows, d = 4096 with 1; K = 10 and 50) all take the faster method but d = 2048, K = 10 with 4 rows, by 1.24 times.
+    return 1.5 * matrix_free_columns(plan.d, plan.of_row, plan.K, dtype) < 0.6 * plan.d
 
 
 def matrix_free_columns(d: int, of_row: int, K: int, dtype: torch.dtype) -> int:
