@@ -158,8 +158,8 @@ def _is_matrix_free(plan: Plan, dtype: torch.dtype, device: torch.device, fits: 
     # A product with few columns reads all weights of a block, so a column costs more than in a wide product: on two cores
     # at d = 2048 to 4096, 1.6 times as much for one row in products of 16 columns, and 1.3 times for four rows. The factor
     # 1 + 1 / R approximates this for R rows. Two rows are assumed. Formed Jacobians cost 0.6 d columns of a wide product,
-    # decomposition included, because most operations are skipped (`elimination`). Of the cases timed on two cores (d = 2048 with 1
-    # and 4 rows, d = 4096 with 1; K = 10 and 50) all take the faster method but d = 2048, K = 10 with 4 rows, by 1.24 times.
+    # decomposition included, because most operations are skipped (`elimination`). Timed on two cores for K = 10 and 50 (d = 2048
+    # with 1 and 4 rows, d = 4096 with 1), this takes the slower method once: d = 2048, K = 10, 4 rows, 1.24 times the time.
     return 1.5 * matrix_free_columns(plan.d, plan.of_row, plan.K, dtype) < 0.6 * plan.d
 
 
