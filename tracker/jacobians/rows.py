@@ -174,9 +174,10 @@ class Sketch:
     compute_dtype: torch.dtype  # of the products
 
 
-# R d^3 from which the cheapest order of products (`elimination`) is worth finding. On two cores it saves time from 16 rows of
-# d = 128, or 4 of d = 192, on. On an H200, one row of d = 5120 took 38 ms in TF32, whose products take 3: the rest is launching.
-WORTHWHILE = {True: 1 << 25, False: 1 << 39}
+# R d^3 from which the cheapest order of products (`elimination`) is worth finding. On one and two cores it takes as long as
+# reverse mode for one row of d = 512, or 16 of d = 192. On an H200, one row of d = 5120 took 38 ms in TF32, whose products take
+# 3: the rest is launching.
+WORTHWHILE = {True: 1 << 27, False: 1 << 39}
 PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 

@@ -5,7 +5,7 @@ read some of the older ones when the newer ones disagree. So switches that have 
 others are restored through the set that they belong to.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -72,21 +72,20 @@ class Roundings(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))
         with torch._C.DisableTorchFunction():  # other modes would be called for each attribute that is read here
-            given = max(_sizes((arguments, keywords)), default=0)
             # An operation that returns None writes to its first argument, which rounds as well.
-            rounded = [size for size in _sizes(arguments[:1] if result is None else result) if size < given]
-        self.seen |= bool(rounded)
-        self.least = min([self.least, *rounded])
+            least = min(_sizes(arguments[:1] if result is None else (result,)), default=torch.float64.itemsize)
+            if least < torch.float64.itemsize and least < max(_sizes((*arguments, keywords)), default=0):
+                self.seen, self.least = True, min(self.least, least)
         return result
 
 
-def _sizes(values: Any) -> Iterator[int]:
-    """Yield the bytes per number of each floating tensor in nested tuples, lists and dictionaries."""
-    if isinstance(values, Tensor):
-        if values.is_floating_point():
-            yield values.dtype.itemsize
-    elif isinstance(values, dict):
-        yield from _sizes(list(values.values()))
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _sizes(value)
+def _sizes(values: Iterable[Any]) -> list[int]:
+    """Return the bytes per number of each floating tensor among values and what tuples, lists and dictionaries hold."""
+    sizes = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                sizes.append(value.dtype.itemsize)
+        elif isinstance(value, (tuple, list, dict)):
+            sizes += _sizes(value.values() if isinstance(value, dict) else value)
+    return sizes
