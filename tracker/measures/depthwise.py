@@ -47,18 +47,18 @@ def depthwise_couplings(
     jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], plan: Plan
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`."""
-    L, extras = plan.L, plan.extras
-    halves = HalfJacobians(jacobians) if "halves" in extras else None
+    L, measures = plan.L, plan.measures
+    halves = HalfJacobians(jacobians) if "halves" in measures else None
     for group in _groups(selected, plan.rows):
         calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
         blocks = [list(selections) for selections in zip(*calls, strict=True)]
         layers = layers_of(jacobians, blocks, plan)
-        values = pairs(layers, plan.ks, extras, L=L)
+        values = pairs(layers, plan.ks, measures, L=L)
         of_calls = {"": layers[:L]} | ({NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
         for end, chosen in of_calls.items():
             values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
-        head = heads(group) if "directions" in extras else None
-        values |= measure_blocks(layers[:L], blocks[:L], extras, head, plan.memory // 2, halves, min(plan.ks))
+        head = heads(group) if "directions" in measures else None
+        values |= measure_blocks(layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks))
         arrays = to_arrays(values)
         for end, chosen in of_calls.items():
             arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
@@ -104,14 +104,14 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
 def pairs(
     layers: Sequence[Layer],
     ks: Sequence[int],
-    extras: Sequence[str] = (),
+    measures: Sequence[str] = (),
     bases: Sequence[Triplets] | None = None,
     L: int | None = None,
 ) -> dict[str, Tensor]:
     """Return all couplings, over (row, k, layer, layer_other).
 
     Args:
-        extras: "vju" adds the mis-couplings with U and V of the bases swapped; "matrices" adds A for the smallest K, over
+        measures: "vju" adds the mis-couplings with U and V of the bases swapped; "matrices" adds A for the smallest K, over
             (row, layer, layer_other, row, column).
         bases: the triplets whose singular vectors are the bases; None: those of the layers.
         L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_normed`.
@@ -120,7 +120,7 @@ def pairs(
     U, V, S_bases = (torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS")
     S = torch.stack([layer.triplets.S for layer in layers], 1)
     A = _coupling_matrices(layers, U, V)
-    swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in extras else None
+    swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in measures else None
     parts = []
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
         rows = slice(r, r + at_once)
@@ -132,7 +132,7 @@ def pairs(
             values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
         parts.append(values)
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
-    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in extras else {})
+    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
 
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:

@@ -217,13 +217,13 @@ def _coupling(case: _Case) -> float:
     jacobians, plan = case.jacobians, case.plan
     rows = case.rows.subset(slice(0, case.timed))
     repeats = max(1, case.timed // len(rows))
-    rest = [choice for choice in plan.extras if choice not in ("products", "directions")]
+    rest = [choice for choice in plan.measures if choice not in ("products", "directions")]
     halves = HalfJacobians(jacobians)
 
     def measure(calls: Sequence[BlockCall]) -> Layer:
         blocks = [[(call, rows)] * repeats for call in calls]
         layers = layers_of(jacobians, blocks, plan)
-        pairs(layers, plan.ks, plan.extras, [layers[0].triplets] * plan.of_row)
+        pairs(layers, plan.ks, plan.measures, [layers[0].triplets] * plan.of_row)
         measure_blocks(layers, blocks, rest, None, plan.memory // 2, halves, min(plan.ks))
         return layers[0]
 
@@ -237,12 +237,12 @@ def _coupling(case: _Case) -> float:
     groups = case.total / (repeats * len(rows))
     every = _timed(lambda: measure(calls))[0] if groups > 1 else once
     seconds = plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
-    if "products" in plan.extras:  # decomposed at a few depths
+    if "products" in plan.measures:  # decomposed at a few depths
         multiply, _ = _timed_again(lambda: Chain().multiply(layer.jacobian()))
         whole, _ = _timed_again(lambda: block_products.of_matrices([layer.jacobian()], 1))
         decompositions = 2 * len(block_products.depths(plan.L, plan.d)) - 1
         seconds += groups * ((2 * plan.L - 1) * multiply + decompositions * max(0.0, whole - multiply))
-    head = heads([(case.recording, rows)] * repeats) if "directions" in plan.extras else None
+    head = heads([(case.recording, rows)] * repeats) if "directions" in plan.measures else None
     if head is not None:  # random directions are taken once, not for each block
         words, _ = _timed_again(lambda: measure_directions(head, [layer.triplets], plan.memory // 2))
         seconds += groups * words * (plan.L * 2 * DIRECTIONS + RANDOM) / (2 * DIRECTIONS + RANDOM)

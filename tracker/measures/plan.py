@@ -40,7 +40,7 @@ class Plan:
     Attributes:
         ks: the numbers of singular vectors.
         svd: the algorithm that was asked for.
-        extras: measures of pairs of Jacobians, and of each, in addition to the mis-couplings.
+        measures: measures of pairs of Jacobians, and of each, in addition to the mis-couplings.
         keep: what is returned itself, as in `layers.kept_arrays`.
         d: the width.
         L: the number of blocks.
@@ -53,7 +53,7 @@ class Plan:
 
     ks: tuple[int, ...]
     svd: Method
-    extras: tuple[str, ...]
+    measures: tuple[str, ...]
     keep: tuple[str, ...]
     d: int
     L: int
@@ -97,8 +97,10 @@ class Plan:
         """
         if self.passes == 1:
             return 2 * self.of_row
-        again = self.L * bool((FORMING | {"depth_use"}) & set(self.extras)) + (self.L - 1) * ("products" in self.extras)
-        return (3 + ("vju" in self.extras)) * self.of_row + again
+        again = self.L * bool((FORMING | {"depth_use"}) & set(self.measures)) + (self.L - 1) * (
+            "products" in self.measures
+        )
+        return (3 + ("vju" in self.measures)) * self.of_row + again
 
     def samples(self, links: int) -> int:
         """Return how many samples are measured together whose token pairs have so many Jacobians in each block."""
@@ -111,7 +113,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
     plan = Plan(
         settings.ks(x.shape[-1]),
         settings.svd,
-        settings.extras(),
+        settings.measures_of_jacobians(),
         settings.keep,
         x.shape[-1],
         len(recording.calls),
@@ -123,7 +125,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
     )
     memory, jacobian, of_all = plan.memory, plan.bytes_of_jacobian, plan.of_row * plan.bytes_of_jacobian
     host = 0 if device.type == "cpu" else host_memory()
-    beside = ARRAYS * jacobian * bool(FORMING & set(plan.extras))
+    beside = ARRAYS * jacobian * bool(FORMING & set(plan.measures))
     if _is_matrix_free(plan, x.dtype, device, fits=of_all <= max(memory, host)):
         column = plan.d * plan.itemsize
         rows = memory // ((3 * plan.of_row * plan.K + 2 * basis_size(plan.d, plan.K)) * column)

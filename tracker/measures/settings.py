@@ -239,8 +239,8 @@ class Settings:
         """Return the options as keywords."""
         return {name: getattr(self, name) for name in OPTIONS}
 
-    def identity(self, named: Sequence[str]) -> dict[str, Any]:
-        """Return, as JSON values, the options that identify a store: those in `named`, and those not at their default.
+    def identity(self, always: Sequence[str]) -> dict[str, Any]:
+        """Return, as JSON values, the options that identify a store: those in `always`, and those not at their default.
 
         The memory budget is never part of it; `pair_layers` is, with tokenwise alone.
         """
@@ -248,7 +248,7 @@ class Settings:
         identity = {}
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if name in named or value != option.default or (name == "pair_layers" and tokenwise):
+            if name in always or value != option.default or (name == "pair_layers" and tokenwise):
                 identity[name] = _jsonable(value)
         identity.pop("memory_budget", None)
         if not tokenwise:
@@ -264,7 +264,7 @@ class Settings:
         """Whether a requested measure needs Jacobians."""
         return self.includes("coupling") or self.includes("tokenwise")
 
-    def extras(self) -> tuple[str, ...]:
+    def measures_of_jacobians(self) -> tuple[str, ...]:
         """Return the measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
         names = ("vju", "matrices", *(option.name for option in CHOICES if option.of_jacobians))
         return tuple(measure for measure in names if self.includes(measure))

@@ -166,7 +166,7 @@ def _couplings(
     kinds = _links_by_kind(len(samples[0].tokens))
     links = _all_links(kinds)
     at_once = plan.samples(len(samples))  # links of all samples
-    extras = tuple(extra for extra in plan.extras if extra == "matrices")
+    measures = [name for name in plan.measures if name == "matrices"]
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
@@ -175,7 +175,7 @@ def _couplings(
         for kind in KINDS:
             if chosen := [link for link in layers if link in kinds[kind]]:
                 kind_bases = [bases[basis_layers[l]][link] for link in kinds[kind]]
-                values = pairs([layers[link] for link in chosen], plan.ks, extras, bases=kind_bases)
+                values = pairs([layers[link] for link in chosen], plan.ks, measures, bases=kind_bases)
                 named = {f"{{}}_{name}": value for name, value in values.items()}
                 parts.setdefault((l, kind, "pairs"), []).append((chosen, named))
 
