@@ -208,11 +208,8 @@ def test_the_cheaper_method_by_device(pretend, d, K, on_cpu, on_accelerator):
 def test_matrices_at_once_by_device(pretend):
     cpu = torch.device("cpu")
     of_float32 = partial(matrices_at_once, dtype=torch.float32)
-    assert (
-        matrices_at_once(1024, 10, torch.float32, cpu, 1)
-        == matrices_at_once(1024, 10, torch.float32, cpu, 1 << 40)
-        == GROUP // 1024**2
-    )
+    assert matrices_at_once(1024, 10, torch.float32, cpu, 1) == 1
+    assert matrices_at_once(1024, 10, torch.float32, cpu, 1 << 40) == GROUP // 1024**2
     assert of_float32(5120, 10, device=pretend.device, memory=1) == 1
     memory = 80 * 2**30 // 4  # a quarter of 80 GB
     assert of_float32(5120, 10, device=pretend.device, memory=memory) >= 36, "all layers of Pythia 12b"

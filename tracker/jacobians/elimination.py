@@ -204,13 +204,14 @@ class Elimination:
             run: returns the function with an attention of rows, as `restriction.restrict` takes it.
             x: the rows.
             known_heads: how attentions of a size depend on a layer; filled in, and used again for other blocks.
-            memory: bytes that the merged layers of an MLP may take.
+            memory: bytes that merged layers may take.
             buffers: memory for copies of weights.
 
         Raises:
             NotSliceable: if the block's code raises on sequences of length one.
         """
         self._x, self._known_heads, self._memory = x.detach().clone().requires_grad_(), known_heads, memory
+        self._merged = 0  # bytes of the merged layers
         self._nodes: list[Layer | Attention] = []
         f = run(partial(by_formula, evaluate=self._attention))
         with running_rows(buffers) as roundings, torch.enable_grad(), GradientsStayOn(), _Cut(self._nodes, len(x)):
@@ -390,10 +391,18 @@ class Elimination:
             if source != ARGUMENT and isinstance(node := self._nodes[source], Layer):
                 by_input.setdefault(node.first, []).append((source, node.weight))
         for first, layers in by_input.items():
-            size = map.target.numel() * layers[0][1].shape[1] * self._x.itemsize
-            if sum(map.diagonals[source].parts for source, _ in layers) > 1 and size <= self._memory:
+            several = sum(map.diagonals[source].parts for source, _ in layers) > 1
+            if several and self._may_merge(map.target, layers[0][1]):
                 parts = [(map.diagonals.pop(source), W) for source, W in layers]
                 map.merges.append(Merge(first, partial(_merged_diagonals, parts)))
+
+    def _may_merge(self, target: Tensor, weight: Tensor) -> bool:
+        """Whether there is memory for merged layers, which are kept, and for the two arrays of their size that make them."""
+        size = target.numel() * weight.shape[-1] * self._x.itemsize
+        if self._merged + 3 * size > self._memory:
+            return False
+        self._merged += size
+        return True
 
     def _merges_of_heads(self, node: Attention, i: int) -> list[Merge]:
         """Return the merges of the layers of query, key and value; none if they are not of layers, head by head."""
@@ -419,6 +428,8 @@ class Elimination:
             else:
                 left, S = expansion.by_value, None if heads.selects else B.repeat_interleave(H // part.shape[1], dim=1)
             by_input.setdefault(layer.first, []).append((left, S, layer.weight[heads.entries]))
+        if not all(self._may_merge(node.target, parts[0][2]) for parts in by_input.values()):
+            return []
         return [Merge(first, partial(_merged_heads, parts)) for first, parts in by_input.items()]
 
     def _heads(self, name: str, part: Tensor, u: Tensor, source: int, of_u: Tensor) -> "Heads | None":

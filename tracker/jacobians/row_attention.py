@@ -234,15 +234,15 @@ class HeadProduct(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the constant
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Compute the product with M^T, itself differentiable."""
-        (M,) = ctx.saved_tensors
-        return HeadProduct.apply(cotangents[0], M.mT), None
+        (g,), (M,) = gradients, ctx.saved_tensors
+        return None if g is None else HeadProduct.apply(g, M.mT), None
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:
+    def jvp(ctx: Any, x: Tensor | None, *_: Any) -> Tensor | None:
         """Compute the same product of the tangent."""
-        return HeadProduct.apply(x, ctx.saved_tensors[0])
+        return None if x is None else HeadProduct.apply(x, ctx.saved_tensors[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, M: Tensor) -> Any:

@@ -73,7 +73,10 @@ def matrices_at_once(d: int, K: int, dtype: torch.dtype, device: torch.device, m
     """Return how many (d, d) matrices to decompose together.
 
     Args:
-        memory: bytes that an accelerator may take for them. A CPU gains nothing from larger groups than `GROUP`.
+        memory: bytes that may be taken for them. Each of a CPU's cores decomposes a group, and gains nothing from groups larger
+            than `GROUP`.
     """
-    each = MATRICES * d**2 + BASES * d * max(0, basis_size(d, K))
-    return max(1, GROUP // d**2 if device.type == "cpu" else memory // (each * dtype.itemsize))
+    each = (MATRICES * d**2 + BASES * d * max(0, basis_size(d, K))) * dtype.itemsize
+    if device.type == "cpu":
+        return max(1, min(GROUP // d**2, memory // torch.get_num_threads() // each))
+    return max(1, memory // each)

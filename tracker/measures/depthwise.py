@@ -47,25 +47,34 @@ def depthwise_couplings(
     jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], plan: Plan
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`."""
-    L, measures = plan.L, plan.measures
-    halves = HalfJacobians(jacobians) if "halves" in measures else None
+    halves = HalfJacobians(jacobians) if "halves" in plan.measures else None
     for group in _groups(selected, plan.rows):
-        calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
-        blocks = [list(selections) for selections in zip(*calls, strict=True)]
-        layers = layers_of(jacobians, blocks, plan)
-        values = pairs(layers, plan.ks, measures, L=L)
-        of_calls = {"": layers[:L]} | ({NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
-        for end, chosen in of_calls.items():
-            values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
-        head = heads(group) if "directions" in measures else None
-        values |= measure_blocks(layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks))
-        arrays = to_arrays(values)
-        for end, chosen in of_calls.items():
-            arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
-        arrays |= kept_arrays(layers[:L], plan.keep)
-        jacobians.without_halves |= halves.missing if halves else {}
-        for r in range(len(layers[0].triplets.S)):
+        # In a function, so that the Jacobians of a group are freed before those of the next are formed.
+        arrays = _couplings(jacobians, group, plan, halves)
+        for r in range(sum(len(rows) for _, rows in group)):
             yield {name: value[r] for name, value in arrays.items()}
+
+
+def _couplings(
+    jacobians: Jacobians, group: Sequence[tuple[Recording, Rows]], plan: Plan, halves: HalfJacobians | None
+) -> dict[str, np.ndarray]:
+    """Return the coupling measures of rows that are measured together, by row."""
+    L, measures = plan.L, plan.measures
+    calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
+    blocks = [list(selections) for selections in zip(*calls, strict=True)]
+    layers = layers_of(jacobians, blocks, plan)
+    values = pairs(layers, plan.ks, measures, L=L)
+    of_calls = {"": layers[:L]} | ({NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
+    for end, chosen in of_calls.items():
+        values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
+    head = heads(group) if "directions" in measures else None
+    values |= measure_blocks(layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks))
+    arrays = to_arrays(values)
+    for end, chosen in of_calls.items():
+        arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
+    arrays |= kept_arrays(layers[:L], plan.keep)
+    jacobians.without_halves |= halves.missing if halves else {}
+    return arrays
 
 
 def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:

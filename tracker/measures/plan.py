@@ -29,6 +29,7 @@ from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.measures.settings import CHOICES, Settings
 
 SQUARES = 16  # random products J z that estimate the trace of J^2
+MERGED = 6  # Jacobians whose memory a row takes while it is formed: three arrays of merged layers (`elimination`) in half of it
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
 FORMING = {option.name for option in CHOICES if option.of_jacobians == "formed"}  # measures that need the Jacobians
 
@@ -124,6 +125,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
         rows=1,
     )
     memory, jacobian, of_all = plan.memory, plan.bytes_of_jacobian, plan.of_row * plan.bytes_of_jacobian
+    forming = MERGED * jacobian
     host = 0 if device.type == "cpu" else host_memory()
     beside = ARRAYS * jacobian * bool(FORMING & set(plan.measures))
     if _is_matrix_free(plan, x.dtype, device, fits=of_all <= max(memory, host)):
@@ -131,8 +133,8 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
         rows = memory // ((3 * plan.of_row * plan.K + 2 * basis_size(plan.d, plan.K)) * column)
         return replace(plan, kept="not formed", rows=max(1, min(rows, memory // beside) if beside else rows))
     if of_all <= memory:
-        return replace(plan, rows=max(1, memory // (of_all + plan.bytes_of_pairs + beside)))
-    rows = max(1, memory // (jacobian + beside))
+        return replace(plan, rows=max(1, memory // (max(of_all, forming) + plan.bytes_of_pairs + beside)))
+    rows = max(1, memory // (forming + beside))
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
     return replace(plan, kept="nowhere", rows=rows)

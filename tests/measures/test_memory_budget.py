@@ -1,0 +1,50 @@
+"""The peak of memory of a measurement in a fresh process, against its `memory_budget`."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+BUDGET = 192 << 20
+OPTIONS = {"k": 4, "final_norm": "exclude"}
+CASES = {  # with more bytes of Jacobians than the budget
+    "wide": {"width": 1024, "blocks": 2, "prompts": 32, "n": 16, "tokens": "last", "measures": "coupling"},
+    "narrow": {"width": 96, "blocks": 8, "prompts": 16, "n": 64, "tokens": "all", "measures": "coupling"},
+    "across tokens": {"width": 192, "blocks": 3, "prompts": 20, "n": 24, "tokens": "last", "measures": "tokenwise"},
+}
+
+
+def peak_of_measurement(
+    width: int, blocks: int, prompts: int, n: int, tokens: str, measures: str
+) -> tuple[list[str], int]:
+    """Return the measured variables, and the largest number of bytes in use above those before the measurement."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    import tracker
+    from benchmarks import machine
+
+    def model(width: int, blocks: int) -> torch.nn.Module:
+        config = GPTNeoXConfig(vocab_size=64, num_attention_heads=4, num_hidden_layers=blocks)
+        config.update({"hidden_size": width, "intermediate_size": 4 * width})
+        return GPTNeoXForCausalLM(config).eval()
+
+    torch.set_num_threads(1)
+    chosen = {**OPTIONS, "tokens": tokens, "measures": measures}
+    tracker.measure(model(32, 2), torch.zeros(1, 4, dtype=torch.long), **chosen)  # loads libraries
+    measured, inputs = model(width, blocks), torch.randint(64, (prompts, n))
+    before = machine.reset_peak("cpu")
+    ds = tracker.measure(measured, inputs, memory_budget=BUDGET, **chosen)
+    return list(ds.data_vars), machine.peak("cpu") - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_memory_is_in_use(name, monkeypatch):
+    # Freed arrays go back to the system at once: otherwise the C library keeps them for later ones.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(1 << 16))
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", str(1 << 16))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        variables, peak = process.submit(peak_of_measurement, **CASES[name]).result()
+    assert any("miscoupling" in variable for variable in variables)
+    assert BUDGET / 4 < peak <= BUDGET
