@@ -15,8 +15,7 @@ BIN := .venv/bin
 # Where bytecode is not written, every test process compiles the tests again: 12 s.
 export PYTHONDONTWRITEBYTECODE =
 
-# One process more than two cores: a third of the time of the tests they wait for other processes.
-PYTEST := -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-vit test test-all test-shapes test-oldest sweep-tenth lint docs package gpu .venv
 
