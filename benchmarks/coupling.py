@@ -114,7 +114,6 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
-    hand = timing.by_hand(model, settings, machine.Clock(settings.device)) if settings.by_hand else None
     other = replace(settings, svd=settings.beside) if settings.beside else None
     other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
     result: dict[str, Any] = {
@@ -125,6 +124,8 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     if reference is not None:
         result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
     jacobians.clear()
+    if settings.by_hand:
+        of_hand = agreement.errors(dataset, [], *timing.by_hand(model, settings, machine.Clock(settings.device)))
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
     our_runs, other_runs, published_runs, runs_by_hand, products = [], [], [], [], []
     for repeat in range(settings.repeats):
@@ -134,7 +135,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
             other_runs.append(timing.timed(timing.ours, model, other))
         if reference is not None:
             published_runs.append(timing.timed(timing.published, model, settings))
-        if hand is not None:
+        if settings.by_hand:
             runs_by_hand.append(timing.timed(timing.by_hand, model, settings))
         products.append(machine.gemm_seconds(linear, d, settings.device, settings.precision))
         result["gemm"] = {
@@ -151,13 +152,9 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         if reference is not None:
             theirs = result["published"] = timing.medians(published_runs)
             result["ratio"] = _ratios(ours, theirs, settings.prompts)
-        if hand is not None:
-            seconds = timing.medians(runs_by_hand)
-            result["by_hand"] = {
-                **seconds,
-                "ratio": seconds["seconds"] / ours["seconds_per_prompt"],
-                "errors": agreement.errors(dataset, [], *hand),
-            }
+        if settings.by_hand:
+            hand = result["by_hand"] = timing.medians(runs_by_hand)
+            hand |= {"ratio": hand["seconds"] / ours["seconds_per_prompt"], "errors": of_hand}
         if settings.out:  # what is measured so far outlives a run that is stopped
             machine.save(result, settings.out)
     if settings.memory:

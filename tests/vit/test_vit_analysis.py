@@ -331,14 +331,14 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
 
 
 @pytest.mark.slow
-def test_16_cells_of_17_units_are_analysed_in_12_seconds(tmp_path):
+def test_64_cells_of_17_units_are_analysed_in_40_seconds(tmp_path):
     """Of CPU time, which other processes on the machine change less."""
-    measured = write_grid_of(16, [0, *(2**i for i in range(15)), 20_000], tmp_path)
+    measured = write_grid_of(64, [0, *(2**i for i in range(15)), 20_000], tmp_path)
     started = time.process_time()
     assert main([str(measured), "--out", str(measured / "analysis")]) == 0
-    assert time.process_time() - started < 12
+    assert time.process_time() - started < 40
     grid = read_grid(measured)
-    assert grid.sizes["cell"] == 16 and grid.sizes["step"] == 17 and grid["token"].values.tolist() == ["last patch"]
+    assert grid.sizes["cell"] == 64 and grid.sizes["step"] == 17 and grid["token"].values.tolist() == ["last patch"]
 
 
 def test_command_line_reports_missing_cells(tmp_path, capsys):

@@ -317,18 +317,18 @@ def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
     half = torch.arange(len(x)) < len(x) // 2
     sets = torch.stack([half, ~half])
     masks, members = to_device(x.device, sets)[0][..., None, None], sets.int().argmax(1).tolist()
+
+    def error(K: Tensor, given: Tensor) -> Tensor:
+        # Both are 0, so without error, on the samples outside K.
+        f, reference = (torch.where(K, change, 0.0) for change in (call(given) - x, y - x))
+        return relative_error(f, reference, y, x.dtype)
+
+    def other_states(K: Tensor, member: int) -> Tensor:
+        """Return x with all tokens outside K close to one of K, so that they compete for the same limited capacity."""
+        row = x[member, -1]
+        return torch.where(K, x, row + 1e-3 * row.square().mean().sqrt() * noise)
+
     with torch.no_grad(), recording_kernels(x.dtype), Roundings() as roundings:
-
-        def error(K: Tensor, given: Tensor) -> Tensor:
-            # Both are 0, so without error, on the samples outside K.
-            f, reference = (torch.where(K, change, 0.0) for change in (call(given) - x, y - x))
-            return relative_error(f, reference, y, x.dtype)
-
-        def other_states(K: Tensor, member: int) -> Tensor:
-            """Return x with all tokens outside K close to one of K, so that they compete for the same limited capacity."""
-            row = x[member, -1]
-            return torch.where(K, x, row + 1e-3 * row.square().mean().sqrt() * noise)
-
         errors = read([error(K, other_states(K, member)) for K, member in zip(masks, members, strict=True)])
         for i, found in enumerate(errors):
             # A block that gives another output on the same states is random, which another check reports.

@@ -37,6 +37,7 @@ from tracker.linalg.linear import FreeBuffers, inner_products, linear_layer, row
 from tracker.linalg.transfer import read, standard_normal
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}  # largest relative error of a derivative that is taken as diagonal
+MERGING = 3  # arrays of the size of merged layers, which they take while they are made
 ARGUMENT = -1  # the source that is the function's own argument
 
 
@@ -397,9 +398,9 @@ class Elimination:
                 map.merges.append(Merge(first, partial(_merged_diagonals, parts)))
 
     def _may_merge(self, target: Tensor, weight: Tensor) -> bool:
-        """Whether there is memory for merged layers, which are kept, and for the two arrays of their size that make them."""
+        """Whether there is memory for merged layers, which are kept, and for what makes them."""
         size = target.numel() * weight.shape[-1] * self._x.itemsize
-        if self._merged + 3 * size > self._memory:
+        if self._merged + MERGING * size > self._memory:
             return False
         self._merged += size
         return True

@@ -45,9 +45,8 @@ def undefined_values(
     if "token_position" in variables:
         expected["token"] = variables["token_position"].notnull()
     if pair_layers is not None:
-        t = variables["pair_position"].notnull()
-        other = xr.Variable([{"pair_token": "pair_token_other"}.get(dim, dim) for dim in t.dims], t.values)
-        expected["pair_token"] = t & other & pair_layers.notnull()
+        other = dataset["pair_position"].rename(pair_token="pair_token_other").variable
+        expected["pair_token"] = variables["pair_position"].notnull() & other.notnull() & pair_layers.notnull()
     counts = {}
     for measure in MEASURES:
         for dim in measure.dims:
@@ -79,7 +78,7 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
         listed = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
         rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
         by_layer = next((undefined for undefined, _ in most.values() if "layer" in undefined.dims), None)
-        block = None if by_layer is None else _first(by_layer)
+        block = None if by_layer is None else _first(by_layer, dataset)
         first = "" if block is None else f", first at block {block} ({blocks[block - 1]})"
         sentences.append(f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}")
     if sentences:
@@ -90,11 +89,10 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
         )
 
 
-def _first(undefined: xr.Variable) -> int:
+def _first(undefined: xr.Variable, dataset: xr.Dataset) -> int:
     """Return the first block with an undefined value; in pairs of blocks, with itself, so that the cause is not in the other."""
     if "layer_other" in undefined.dims:
-        layer, other = (xr.Variable(dim, np.arange(undefined.sizes[dim])) for dim in ("layer", "layer_other"))
-        itself = undefined & (layer == other)
+        itself = undefined & ~compared_layers(dataset)
         undefined = itself if itself.any() else undefined
     return 1 + int(undefined.any([dim for dim in undefined.dims if dim != "layer"]).values.argmax())
 

@@ -24,12 +24,12 @@ import torch
 
 from tracker.capture.recording import BlockCall, Recording, host_memory
 from tracker.common.values import Method
+from tracker.jacobians.elimination import MERGING
 from tracker.jacobians.rows import PROBES
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 from tracker.measures.settings import CHOICES, Settings
 
 SQUARES = 16  # random products J z that estimate the trace of J^2
-MERGED = 6  # Jacobians whose memory a row takes while it is formed: three arrays of merged layers (`elimination`) in half of it
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
 FORMING = {option.name for option in CHOICES if option.of_jacobians == "formed"}  # measures that need the Jacobians
 
@@ -98,9 +98,8 @@ class Plan:
         """
         if self.passes == 1:
             return 2 * self.of_row
-        again = self.L * bool((FORMING | {"depth_use"}) & set(self.measures)) + (self.L - 1) * (
-            "products" in self.measures
-        )
+        again = self.L * bool((FORMING | {"depth_use"}) & set(self.measures))
+        again += (self.L - 1) * ("products" in self.measures)
         return (3 + ("vju" in self.measures)) * self.of_row + again
 
     def samples(self, links: int) -> int:
@@ -125,7 +124,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
         rows=1,
     )
     memory, jacobian, of_all = plan.memory, plan.bytes_of_jacobian, plan.of_row * plan.bytes_of_jacobian
-    forming = MERGED * jacobian
+    forming = 2 * MERGING * jacobian  # half of this memory is for what forms Jacobians
     host = 0 if device.type == "cpu" else host_memory()
     beside = ARRAYS * jacobian * bool(FORMING & set(plan.measures))
     if _is_matrix_free(plan, x.dtype, device, fits=of_all <= max(memory, host)):
