@@ -38,14 +38,19 @@ def _answer(row: dict[str, Any]) -> str:
 
 
 def _power(row: dict[str, Any]) -> str:
-    power = f"{row['n']} settings find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
+    detectable, true = row["detectable"], row["detectable_true"]
+    if detectable != detectable:
+        power = f"{row['n']} settings are too few for 80 % power, whatever r is"
+    else:
+        power = f"{row['n']} settings find a measured |r| ≥ {detectable:.2f} with 80 % power"
     of = {LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}") for axis in ("x", "y")}
     if not all(of.values()):
         return f"Reliability is unknown, because no setting has several seeds. {power}."
     reliable = ", ".join(f"{name} {text}" for name, text in of.items() if name != LABELS["drop_path"])
-    true = row["detectable_true"]
-    of_true = f"a true |r| ≥ {true:.2f}" if true <= 1 else "not even a true |r| of 1"
-    return f"Reliability: {reliable}. {power}, and at these reliabilities {of_true}."
+    if detectable == detectable:
+        of_true = f"a true |r| ≥ {true:.2f}" if true <= 1 else "not even a true |r| of 1"
+        power += f", and at these reliabilities {of_true}"
+    return f"Reliability: {reliable}. {power}."
 
 
 def reliable_measures(table: "pd.DataFrame") -> list[str]:

@@ -243,6 +243,16 @@ def test_a_question_about_unreliable_values_could_not_be_tested():
     assert slightly.detectable_true == pytest.approx(slightly.detectable / slightly.attainable) and slightly.p < 0.05
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_four_settings_are_too_few_to_state_a_power(seeds):
+    grid = with_seeds(seeds, effect=0.01)
+    grid = grid.isel(cell=np.isin(grid.weight_decay, np.unique(grid.weight_decay)[:2]))
+    texts = answers(named_tests(grid.isel(cell=np.isin(grid.drop_path, np.unique(grid.drop_path)[:2]))))
+    assert len(texts) == 4
+    for text in texts:
+        assert text.endswith("4 settings are too few for 80 % power, whatever r is.") and "nan" not in text
+
+
 def test_reliable_measures_are_listed():
     grid = noisy_seeds("accuracy", 1.0)
     table = reliabilities(grid)
