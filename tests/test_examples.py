@@ -13,7 +13,7 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import ROOT
-from tracker.statistics import curves
+from tracker import curves
 
 STEPS = {
     "transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256],

@@ -15,6 +15,7 @@ _MODULES = {
     "CouplingCallback": "training.callback",
     "TransformersCallback": "training.transformers",
     "coupling_penalty": "training.penalty",
+    "curves": "analysis.curves",
     "Watch": "training.watch",
     "Store": "store",
     "measure": "measurement",
@@ -23,6 +24,7 @@ _MODULES = {
     "find_blocks": "blocks.find",
     "open_results": "store",
     "plot": "figures.selection",
+    "scalars": "analysis.curves",
     "summary": "analysis.summary",
     "to_frame": "analysis.summary",
     "prompts": "walk.prompts",
@@ -31,7 +33,6 @@ _SUBMODULES = {
     "figures": "figures",
     "report": "report",
     "schedules": "training.schedule",
-    "statistics": "statistics",
 }
 __all__ = [
     "CouplingCallback",
@@ -40,18 +41,21 @@ __all__ = [
     "Watch",
     "__version__",
     "coupling_penalty",
+    "curves",
     "find_blocks",
     "measure",
     "null_level",
     "null_spread",
     "open_results",
     "plot",
+    "scalars",
     "summary",
     "to_frame",
     "prompts",
 ]
 
 if TYPE_CHECKING:
+    from tracker.analysis.curves import curves, scalars
     from tracker.analysis.null_levels import null_level, null_spread
     from tracker.analysis.summary import summary, to_frame
     from tracker.blocks.find import find_blocks

@@ -206,7 +206,7 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
         if not known and not pattern.startswith(SOMETIMES):
             raise UsageError(
                 f"log={list(log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
-                "tracker.statistics.scalars(unit) returns them"
+                "tracker.scalars(unit) returns them"
             )
     names = tuple(name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in log))
     return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
