@@ -15,7 +15,7 @@ from tracker.capture.replica import Replica
 from tracker.jacobians import checks
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
-from tracker.linalg.comparison import TOLERANCE
+from tracker.linalg.precision import TOLERANCE
 
 CPU = torch.device("cpu")
 

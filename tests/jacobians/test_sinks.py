@@ -10,7 +10,7 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import measured_jacobians
 from tests.models import Size, build
 from tracker.blocks.find import find_blocks
-from tracker.linalg.comparison import FLOOR
+from tracker.linalg.precision import FLOOR
 
 SINK = 3  # the id of the token with large states
 FAMILIES = (

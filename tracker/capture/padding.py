@@ -25,7 +25,7 @@ from tracker.capture.inputs import Batch
 from tracker.capture.random_numbers import noise_like
 from tracker.capture.recording import Recording
 from tracker.common.errors import warn_caller
-from tracker.linalg.comparison import TOLERANCE, relative_error
+from tracker.linalg.precision import TOLERANCE, relative_error
 
 HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
 OTHER_MASKS = ("memory", "cross", "encoder", "context")  # in the names of masks of what a decoder reads

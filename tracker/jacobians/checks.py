@@ -58,9 +58,8 @@ from tracker.jacobians.restriction import (
     slicing_errors,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
-from tracker.linalg.comparison import FLOOR, TOLERANCE, is_finite, relative_error, tolerance
 from tracker.linalg.jacobian import Linearization, LinearOperator, linearize
-from tracker.linalg.precision import Roundings
+from tracker.linalg.precision import FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, standard_normal, to_device
 
 WINDOW = 16  # tokens

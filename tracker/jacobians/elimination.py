@@ -31,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 from tracker.devices import raise_device_errors
 from tracker.jacobians.restriction import RowAttention, running_rows
 from tracker.jacobians.row_attention import Expansion, by_formula
-from tracker.linalg.comparison import relative_error
 from tracker.linalg.jacobian import GradientsStayOn, RowFunction, for_each
 from tracker.linalg.linear import FreeBuffers, inner_products, linear_layer, rows_of_identity
+from tracker.linalg.precision import relative_error
 from tracker.linalg.transfer import read, standard_normal
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}  # largest relative error of a derivative that is taken as diagonal

@@ -26,7 +26,7 @@ from tracker.capture.spans.calls import SpanCall
 from tracker.common.errors import UsageError
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
-from tracker.linalg.comparison import tolerance
+from tracker.linalg.precision import tolerance
 
 ATTENTION = ("attn", "attention", "self_attn", "self_attention", "attention_layer")
 MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe")

@@ -45,8 +45,8 @@ from tracker.jacobians.restriction import (
     replay_errors,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.comparison import FAST, FLOOR, tolerance
 from tracker.linalg.jacobian import GradientsStayOn, RowFunction, linearize
+from tracker.linalg.precision import FAST, FLOOR, tolerance
 from tracker.linalg.transfer import read, standard_normal
 
 PROBES = 4  # cotangents

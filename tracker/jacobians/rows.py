@@ -49,7 +49,6 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.comparison import FAST, is_finite, relative_error, tolerance
 from tracker.linalg.jacobian import (
     LinearOperator,
     converting_operator,
@@ -61,6 +60,7 @@ from tracker.linalg.jacobian import (
     tf32_operator,
 )
 from tracker.linalg.linear import FreeBuffers
+from tracker.linalg.precision import FAST, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
 
 

@@ -12,7 +12,6 @@ J V and J^T U, and their top K singular triplets, with residuals and a certifica
 - `products`: singular values of products of many matrices.
 - `krylov`: block Golub-Kahan and block Lanczos iterations.
 - `linear`: products with frozen weights, on CPUs by the faster library; with rows of an identity, without arithmetic.
-- `precision`: switches of float32 products; detection of rounding inside a block.
-- `comparison`: relative error of a residual function, and tolerances; whether entries are finite.
+- `precision`: switches of float32 products; rounding inside a block; the error of a residual function, and tolerances.
 - `transfer`: copies between the host and a device, with few waits.
 """

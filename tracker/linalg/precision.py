@@ -1,4 +1,4 @@
-"""Precision of arithmetic: switches of a device's float32 products, and detection of rounding inside a block's code.
+"""Precision of arithmetic: switches of a device's float32 products, rounding inside a block's code, errors and tolerances.
 
 PyTorch has an older and a newer set of switches that let a device multiply float32 numbers less exactly, and it refuses to
 read some of the older ones when the newer ones disagree. So switches that have the right value are not touched, and the
@@ -7,13 +7,21 @@ others are restored through the set that they belong to.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 OLDER = {"ieee": "highest", "tf32": "high"}
+
+# Tolerances of a residual function f = block - 1.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+ROUNDED = 1e-5  # in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
+FAST = 5e-2  # of products in TF32 or bfloat16
+FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
 
 
 @contextmanager
@@ -89,3 +97,28 @@ def _sizes(values: Iterable[Any]) -> list[int]:
         elif isinstance(value, (tuple, list, dict)):
             sizes += _sizes(value.values() if isinstance(value, dict) else value)
     return sizes
+
+
+def tolerance(dtype: torch.dtype, rounded: bool) -> float:
+    """Return the largest allowed error on another path.
+
+    Args:
+        rounded: whether the block's own code, or the recording, may round to less than this dtype.
+    """
+    return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
+
+
+def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype: torch.dtype) -> Float[Tensor, ""]:
+    """Return the maximum over the rows of |f - reference| / max(|reference|, floor |scale|); 0 for equal rows.
+
+    The floor is `FLOOR[reference_dtype]`, the precision of the reference, whatever the dtype of the comparison.
+    """
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
+    size = torch.maximum(norm(reference), FLOOR[reference_dtype] * norm(scale))
+    difference = norm(f - reference)
+    return torch.where(difference == 0, 0.0, difference / size).max()
+
+
+def is_finite(J: Tensor) -> Bool[Tensor, ""]:
+    """Whether all entries are finite."""
+    return torch.isfinite(torch.stack(J.aminmax())).all()  # NaN where one entry is

@@ -31,13 +31,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tracker.linalg.comparison import is_finite
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
 from tracker.linalg.costs import MEMORY, costs_of, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
-from tracker.linalg.precision import float32_products
+from tracker.linalg.precision import float32_products, is_finite
 from tracker.linalg.transfer import moved
 
 COMPLETENESS_MARGIN = 1e-4

@@ -30,7 +30,7 @@ from tracker.capture.hidden_state import hidden_state
 from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
 from tracker.capture.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 from tracker.common.errors import UsageError
-from tracker.linalg.comparison import TOLERANCE, relative_error
+from tracker.linalg.precision import TOLERANCE, relative_error
 from tracker.linalg.transfer import SEED
 
 NOISE = 0.5  # of the root mean square of what it is added to
