@@ -22,9 +22,9 @@ def differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
     """Return the largest difference of each mis-coupling and, relative to s_1, of the singular values."""
     from tracker.measures.registry import MISCOUPLINGS
 
-    found = {name: float(abs(dataset[name] - other[name]).max()) for name in MISCOUPLINGS}
+    largest = {name: float(abs(dataset[name] - other[name]).max()) for name in MISCOUPLINGS}
     s, t = dataset["singular_value"], other["singular_value"]
-    return found | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
+    return largest | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
 
 
 def errors(
@@ -36,9 +36,9 @@ def errors(
     first = dataset.isel(prompt=0, token=0, k=0)
     measured = torch.from_numpy(first["singular_value"].values).to(s)
     norm = torch.linalg.matrix_norm
-    found = {"singular_value": float(((measured - s).abs() / s[:, :1]).max())}
+    largest = {"singular_value": float(((measured - s).abs() / s[:, :1]).max())}
     if J:
-        found["jacobian"] = float((norm(torch.stack(J) - expected) / norm(expected)).max())
+        largest["jacobian"] = float((norm(torch.stack(J) - expected) / norm(expected)).max())
     for name, values in by_name.items():
-        found[name] = float((torch.from_numpy(first[name].values) - values).abs().max())
-    return found
+        largest[name] = float((torch.from_numpy(first[name].values) - values).abs().max())
+    return largest

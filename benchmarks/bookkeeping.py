@@ -18,12 +18,12 @@ from tracker.common.command_line import OK, reports_errors
 def cpu_seconds(function: Callable[[], Any], repeats: int) -> float:
     """Return the median CPU time of calls, after one to warm up."""
     function()
-    found = []
+    seconds = []
     for _ in range(repeats):
         started = time.process_time()
         function()
-        found.append(time.process_time() - started)
-    return median(found)
+        seconds.append(time.process_time() - started)
+    return median(seconds)
 
 
 def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: int = 9) -> dict[str, float]:
@@ -46,7 +46,7 @@ def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: in
     along = open_results(out).load()
     unit = along.isel(step=-1)
     row = Row.from_unit(unit)
-    found = {
+    seconds = {
         "curves, 1 unit": cpu_seconds(lambda: curves(unit), repeats),
         "curves of all measures, 1 unit": cpu_seconds(lambda: curves(unit, CURVES), repeats),
         "summary, 1 unit": cpu_seconds(lambda: reduced(unit), repeats),
@@ -55,9 +55,9 @@ def measure_bookkeeping(out: Path, steps: Sequence[int] = (11, 154), repeats: in
     }
     for count in steps:
         many = along.isel(step=np.arange(count) % along.sizes["step"])
-        found[f"curves of all measures, {count} steps"] = cpu_seconds(lambda: curves(many, CURVES), 3)  # noqa: B023
-        found[f"summary, {count} steps"] = cpu_seconds(lambda: reduced(many), 3)  # noqa: B023
-    return found
+        seconds[f"curves of all measures, {count} steps"] = cpu_seconds(lambda: curves(many, CURVES), 3)  # noqa: B023
+        seconds[f"summary, {count} steps"] = cpu_seconds(lambda: reduced(many), 3)  # noqa: B023
+    return seconds
 
 
 @reports_errors()

@@ -230,10 +230,10 @@ def table(result: dict[str, Any]) -> str:
 
 def _comparison_table(result: dict[str, Any]) -> str:
     mine, theirs = result["ours"], result.get("published", {"stages": {}})
-    given = result["settings"]
+    settings = result["settings"]
     lines = [
-        f"{given['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {given['k']}, "
-        f"{given['prompts']} prompt(s), {given['device']}, {result['environment']['threads']} threads",
+        f"{settings['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {settings['k']}, "
+        f"{settings['prompts']} prompt(s), {settings['device']}, {result['environment']['threads']} threads",
         f"{'stage':10}{'ours, s':>10}{'published, s':>14}{'ratio':>8}{'of GEMM rate':>14}",
     ]
     for stage in ("whole", *mine["stages"]):
@@ -260,7 +260,7 @@ def _comparison_table(result: dict[str, Any]) -> str:
     if "beside" in result:
         beside = result["beside"]
         lines.append(
-            f"{given['svd']} takes {beside['ratio']:.2f} of the time of {given['beside']} ({beside['seconds']:.3f} s)"
+            f"{settings['svd']} takes {beside['ratio']:.2f} of the time of {settings['beside']} ({beside['seconds']:.3f} s)"
         )
         lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
     if "by_hand" in result:
@@ -269,7 +269,7 @@ def _comparison_table(result: dict[str, Any]) -> str:
             f"torch.func.jacrev by hand takes {hand['ratio']:.2f} times as long ({hand['seconds']:.3f} s); "
             f"largest difference {max(hand['errors'].values()):.1e}"
         )
-    if given["prompts"] > 1:
+    if settings["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
     return "\n".join(lines)
 

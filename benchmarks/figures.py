@@ -82,11 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("."), help="directory for cost.png")
     parsed = parser.parse_args(arguments)
     everything = [json.loads(file.read_text()) for file in sorted(parsed.results.glob("*.json"))]
-    found = [result for result in everything if result.get("what") in ("coupling", "scaling")]
+    measurements = [result for result in everything if result.get("what") in ("coupling", "scaling")]
     wanted = {"k": parsed.k, "device": parsed.device, "precision": "float32"}
-    chosen = [result for result in found if result["settings"] | wanted == result["settings"]]
+    chosen = [result for result in measurements if result["settings"] | wanted == result["settings"]]
     if not chosen:
-        have = sorted({(r["settings"]["k"], r["settings"]["device"]) for r in found})
+        have = sorted({(r["settings"]["k"], r["settings"]["device"]) for r in measurements})
         settings = f"--k {parsed.k} --device {parsed.device}"
         print(f"error: no results in {parsed.results} for {settings}; there are (k, device): {have}", file=sys.stderr)
         return 2

@@ -77,31 +77,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help=f"JSON file (default: {RESULT}, in small {SMALL_RESULT})")
     parser.add_argument("--table", action="store_true", help="print the results in --out, and run nothing")
     parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # a step, in its process
-    given = parser.parse_args(arguments)
-    if given.run:
-        return MEASUREMENTS[given.run](given.device, given.small, given.out)
-    given.out = given.out or (SMALL_RESULT if given.small else RESULT)
-    record = {"device": given.device, "small": given.small, "steps": {}}
-    if given.out.exists():
-        found = json.loads(given.out.read_text())
-        if not given.table and {**found, "steps": {}} != record:
-            parser.error(f"{given.out} holds other results than those of these options; give another --out")
-        record = found
-    if given.table:
+    options = parser.parse_args(arguments)
+    if options.run:
+        return MEASUREMENTS[options.run](options.device, options.small, options.out)
+    options.out = options.out or (SMALL_RESULT if options.small else RESULT)
+    record = {"device": options.device, "small": options.small, "steps": {}}
+    if options.out.exists():
+        stored = json.loads(options.out.read_text())
+        if not options.table and {**stored, "steps": {}} != record:
+            parser.error(f"{options.out} holds other results than those of these options; give another --out")
+        record = stored
+    if options.table:
         print(table(record["steps"]))
         return 0
-    deadline = time.monotonic() + given.limit
+    deadline = time.monotonic() + options.limit
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        if given.wheels:
-            files = sorted(given.wheels.glob("*.whl"))
+        if options.wheels:
+            files = sorted(options.wheels.glob("*.whl"))
             if not files:
-                parser.error(f"there are no wheels in --wheels {given.wheels}")
+                parser.error(f"there are no wheels in --wheels {options.wheels}")
             _install(files, directory / "wheels")
-        outcome = run_limited(["-c", CHECK, given.device], IMPORTS, directory)
+        outcome = run_limited(["-c", CHECK, options.device], IMPORTS, directory)
         if outcome["status"] != "ok":
             parser.error(f"{outcome['status']}: {_last_line(outcome)}")
-        return _run(given, record, deadline, directory)
+        return _run(options, record, deadline, directory)
 
 
 def _install(wheels: list[Path], target: Path) -> None:
@@ -110,20 +110,20 @@ def _install(wheels: list[Path], target: Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", "install", *options.split(), "--target", target, *wheels], check=True)
 
 
-def _run(given: argparse.Namespace, record: dict[str, Any], deadline: float, directory: Path) -> int:
+def _run(options: argparse.Namespace, record: dict[str, Any], deadline: float, directory: Path) -> int:
     """Run each step for which there is time, and write its outcome."""
     git = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)  # "" without git
     done = True
-    for name in given.steps or [name for name in STEPS if name not in record["steps"]]:
+    for name in options.steps or [name for name in STEPS if name not in record["steps"]]:
         limit, command = STEPS[name]
         if deadline - time.monotonic() < limit:
             print(f"{name}: not run, {limit} s are not left")
             done = False
             continue
         result = directory / f"{name}.json"
-        arguments = [*command.split(), *(SMALL[command.split()[0]].split() if given.small else ())]
+        arguments = [*command.split(), *(SMALL[command.split()[0]].split() if options.small else ())]
         print(f"{name} ... ", end="", flush=True)
-        outcome = run_limited(["-m", *arguments, "--device", given.device, "--out", str(result)], limit, directory)
+        outcome = run_limited(["-m", *arguments, "--device", options.device, "--out", str(result)], limit, directory)
         print(f"{outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
         if outcome["status"] != "ok":
             print(f"    {_last_line(outcome)}")
@@ -133,9 +133,9 @@ def _run(given: argparse.Namespace, record: dict[str, Any], deadline: float, dir
         if result.exists():
             outcome["result"] = json.loads(result.read_text())
         record["steps"][name] = {"commit": git.stdout.strip(), "command": command, **outcome}
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(given.out, (json.dumps(record, indent=1) + "\n").encode())
-    print(f"\n{table(record['steps'])}\n\n{given.out}")
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(options.out, (json.dumps(record, indent=1) + "\n").encode())
+    print(f"\n{table(record['steps'])}\n\n{options.out}")
     return 0 if done else 1
 
 

@@ -102,11 +102,11 @@ def counted_products() -> Iterator[list[int]]:
         count(2 * X.numel() * Y.shape[-2])
         return inner(X, Y)
 
-    def formed(*given: Any) -> Tensor:
+    def formed(*operands: Any) -> Tensor:
         nonlocal forming
         forming = True
         try:
-            return form(*given)
+            return form(*operands)
         finally:
             forming = False
 

@@ -64,8 +64,8 @@ def length(shape: str, tokens: int) -> int:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's blocks in order."""
-    found = model.get_submodule("blocks" if hasattr(model, "blocks") else "gpt_neox.layers")
-    return list(found.children())
+    modules = model.get_submodule("blocks" if hasattr(model, "blocks") else "gpt_neox.layers")
+    return list(modules.children())
 
 
 def position(shape: str) -> int:

@@ -58,18 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tests.stores import generated
 
     sizes = [int(count) for count in settings.units.split(",")]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.work.split(",")}
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.work.split(",")}
     with tempfile.TemporaryDirectory() as directory:
         for count in sizes:
             path = Path(directory, str(count))
             steps = [1000 * i for i in range(count)]
             shape = {"layers": settings.layers, "ks": (10, 30, 50), "prompts": settings.prompts}
             generated(path, steps, **shape, model_name="generated", device="cpu")
-            for name, results in found.items():
+            for name, results in costs.items():
                 results.append(_timed(name, path))
     print("|" + "|".join(["", *(f"{count:,} units" for count in sizes), "exponent"]) + "|")
     print("|---" * (len(sizes) + 2) + "|")
-    for name, results in found.items():
+    for name, results in costs.items():
         cells = [f"{seconds:.2f} s, {peak / 1e6:,.0f} MB" for seconds, peak in results]
         growth = math.nan
         if len(sizes) > 1:

@@ -177,10 +177,11 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Format the result for a terminal."""
-    given, ways = result["settings"], result["ways"]
+    settings, ways = result["settings"], result["ways"]
     lines = [
-        f"{given['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {given['prompts']} prompts of "
-        f"{given['tokens']} tokens, K = {given['k']}, {given['device']}, {given['memory_budget'] / 1e9:.2f} GB memory budget",
+        f"{settings['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {settings['prompts']} prompts of "
+        f"{settings['tokens']} tokens, K = {settings['k']}, {settings['device']}, "
+        f"{settings['memory_budget'] / 1e9:.2f} GB memory budget",
         f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'device, GB':>12}{'difference':>12}",
     ]
     for name, way in ways.items():

@@ -124,10 +124,10 @@ def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts
             count(-file.size)
             if attempt == 1:
                 attempts.notify(
-                    f"{attempts.what}: the content does not match the hash that the hub lists; downloading it again"
+                    f"{attempts.subject}: the content does not match the hash that the hub lists; downloading it again"
                 )
         raise CheckpointError(
-            f"{attempts.what} was downloaded twice and does not match its {'SHA-256' if file.sha256 else 'git hash'} "
+            f"{attempts.subject} was downloaded twice and does not match its {'SHA-256' if file.sha256 else 'git hash'} "
             f"{blob.name}; the copy on the hub or the connection is damaged: try again later, or leave this revision out"
         )
 
@@ -146,7 +146,7 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
             sha.update(block)
             have += len(block)
         if have:
-            attempts.notify(f"{attempts.what}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
+            attempts.notify(f"{attempts.subject}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
@@ -161,7 +161,7 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
                 with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
                     hf_raise_for_status(response)
                     if response.status_code not in (200, 206):
-                        raise unexpected(attempts.what, f"answers {response.status_code} {response.reason_phrase}")
+                        raise unexpected(attempts.subject, f"answers {response.status_code} {response.reason_phrase}")
                     if have and response.status_code != 206:  # the server ignored the range: start over
                         handle.truncate(0)
                         count(-have)
@@ -177,7 +177,7 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
                         count(len(block))
                         have += len(block)
                         if attempts.stop.is_set():
-                            raise Unreachable(f"stopped while fetching {attempts.what}")
+                            raise Unreachable(f"stopped while fetching {attempts.subject}")
                         if have > file.size:  # it would not match the hash, and might never end
                             break
                 if have < file.size:
@@ -198,12 +198,12 @@ def _new_hash(file: File) -> "hashlib._Hash":
     return hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
 
 
-def _describe_error(error: OSError, what: str, cache: Path) -> str:
+def _describe_error(error: OSError, subject: str, cache: Path) -> str:
     if error.errno in NO_SPACE:
         return (
-            f"{what} does not fit on the disk of {cache} ({first_line(error)}); free some space, set HF_HUB_CACHE to a larger "
+            f"{subject} does not fit on the disk of {cache} ({first_line(error)}); free some space, set HF_HUB_CACHE to a larger "
             "disk, or limit the cache with --disk_budget"
         )
     if error.errno in NOT_ALLOWED:
-        return f"{what} is not in the cache {cache}, which can't be written to; set HF_HUB_CACHE to a directory of your own"
-    return f"{what} can't be downloaded ({type(error).__name__}: {first_line(error)})"
+        return f"{subject} is not in the cache {cache}, which can't be written to; set HF_HUB_CACHE to a directory of your own"
+    return f"{subject} can't be downloaded ({type(error).__name__}: {first_line(error)})"

@@ -181,12 +181,12 @@ def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Eve
             raise ValueError(f"it is about the commit {info.sha!r}")
         return Listing(commit, tuple(_file(sibling) for sibling in info.siblings or []))
 
-    what = f"the files of {repo} at {commit[:8]}"
+    subject = f"the files of {repo} at {commit[:8]}"
     if not _is(COMMIT, commit):
         raise CheckpointError(f"the hub states {commit!r} as the commit of a branch of {repo}; leave its step out")
     if stop.is_set():
-        raise Unreachable(f"can't get {what}: the hub was not asked, since it failed to list those before it")
-    listing = with_retries(ask, what, notify)
+        raise Unreachable(f"can't get {subject}: the hub was not asked, since it failed to list those before it")
+    listing = with_retries(ask, subject, notify)
     if listing is None:
         return None
     with suppress(OSError):  # a cache that can't be written to: the listing is requested again next time

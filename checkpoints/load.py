@@ -101,7 +101,7 @@ def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
 
 
 @contextmanager
-def readable(directory: Path, what: str, remedy: str) -> Iterator[None]:
+def readable(directory: Path, subject: str, remedy: str) -> Iterator[None]:
     """Turn whatever a library raises for a checkpoint's malformed files into one sentence."""
     try:
         with panics_as_errors():
@@ -120,7 +120,7 @@ def readable(directory: Path, what: str, remedy: str) -> Iterator[None]:
                 "call tracker.measure(model, ...)"
             ) from error
         raise CheckpointError(
-            f"{what} can't be loaded ({type(error).__name__}: {first_line(error)}); {remedy}"
+            f"{subject} can't be loaded ({type(error).__name__}: {first_line(error)}); {remedy}"
         ) from error
 
 

@@ -30,8 +30,8 @@ Notify = Callable[[str], None]
 class Attempts:
     """The attempts at one request; `notify` receives why each further one is made, and `stop` ends a pause."""
 
-    def __init__(self, what: str, notify: Notify = print, stop: threading.Event | None = None):
-        self.what, self.notify, self.stop = what, notify, stop or threading.Event()
+    def __init__(self, subject: str, notify: Notify = print, stop: threading.Event | None = None):
+        self.subject, self.notify, self.stop = subject, notify, stop or threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -49,7 +49,7 @@ class Attempts:
 
         response = getattr(error, "response", None)
         if not isinstance(error, httpx.TransportError) and (response is None or response.status_code not in BUSY):
-            raise _refusal(error, self.what) from error
+            raise _refusal(error, self.subject) from error
         self.failed += 1
         reason = _status(response) if response is not None else f"{type(error).__name__}: {first_line(error)}"
         attempts = ATTEMPTS_TO_CONNECT if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)) else ATTEMPTS
@@ -58,14 +58,14 @@ class Attempts:
         if self.failed >= attempts or self.paused + pause > PATIENCE:
             reason += f", {counted(self.failed, 'attempt')}"
             reason += f"; it asks for a pause of {asked:,.0f} s: run the same command again later" if asked > 0 else ""
-            raise Unreachable(f"can't get {self.what}: the hub can't be reached ({reason})") from error
-        self.notify(f"{self.what}: {reason}; trying again in {pause:.0f} s ({self.failed} of {attempts - 1})")
+            raise Unreachable(f"can't get {self.subject}: the hub can't be reached ({reason})") from error
+        self.notify(f"{self.subject}: {reason}; trying again in {pause:.0f} s ({self.failed} of {attempts - 1})")
         self.paused += pause
         if self.stop.wait(pause):
-            raise Unreachable(f"stopped while waiting for {self.what}") from error
+            raise Unreachable(f"stopped while waiting for {self.subject}") from error
 
 
-def with_retries(ask: Callable[[], T], what: str, notify: Notify = print) -> T:
+def with_retries(ask: Callable[[], T], subject: str, notify: Notify = print) -> T:
     """Call `ask`, a function of huggingface_hub, and again after transient errors.
 
     Raises:
@@ -76,49 +76,49 @@ def with_retries(ask: Callable[[], T], what: str, notify: Notify = print) -> T:
     from huggingface_hub.utils import httpx
 
     get_session().timeout = TIMEOUT  # by default the client waits for ever
-    attempts = Attempts(what, notify)
+    attempts = Attempts(subject, notify)
     while True:
         try:
             return ask()
         except OfflineModeIsEnabled as error:
-            raise Unreachable(f"can't get {what}: offline mode is on (HF_HUB_OFFLINE)") from error
+            raise Unreachable(f"can't get {subject}: offline mode is on (HF_HUB_OFFLINE)") from error
         except httpx.HTTPError as error:
             attempts.wait_or_raise(error)
         except Exception as error:  # the client fails in any way at an answer that it does not expect
-            raise _unreadable(what, error) from error
+            raise _unreadable(subject, error) from error
 
 
-def _refusal(error: Exception, what: str) -> CheckpointError:
+def _refusal(error: Exception, subject: str) -> CheckpointError:
     """Describe why the hub refuses a request, and what to do."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
     response = getattr(error, "response", None)
     if response is None:  # such as redirects in circles
-        return _unreadable(what, error)
+        return _unreadable(subject, error)
     no_repository = isinstance(error, RepositoryNotFoundError)
     if response.status_code == 404 and not no_repository:
-        return CheckpointError(f"{what} is no longer on the hub as it was listed: run the same command again")
+        return CheckpointError(f"{subject} is no longer on the hub as it was listed: run the same command again")
     if not no_repository and response.status_code not in (401, 403):
-        return unexpected(what, f"answers {_status(response)}")
+        return unexpected(subject, f"answers {_status(response)}")
     message = response.headers.get("X-Error-Message", "")[:200] or "no reason is given"
     token = "the token in use does not give access" if get_token() else "no token is in use"
     return CheckpointError(
-        f"can't get {what}: the hub answers {_status(response)} ({message}), and {token}. There is no such repository, or it is "
-        "private or gated: check the name, accept the terms on its page, and log in with `hf auth login` (or HF_TOKEN)"
+        f"can't get {subject}: the hub answers {_status(response)} ({message}), and {token}. There is no such repository, or it "
+        "is private or gated: check the name, accept the terms on its page, and log in with `hf auth login` (or HF_TOKEN)"
     )
 
 
-def _unreadable(what: str, error: Exception) -> Unreachable:
-    return unexpected(what, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})")
+def _unreadable(subject: str, error: Exception) -> Unreachable:
+    return unexpected(subject, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})")
 
 
-def unexpected(what: str, answer: str) -> Unreachable:
+def unexpected(subject: str, answer: str) -> Unreachable:
     """Describe an answer that a hub does not give."""
     from huggingface_hub import constants
 
     remedy = "run the same command again later, and if that does not help, check HF_ENDPOINT and proxies"
-    return Unreachable(f"can't get {what}: {constants.ENDPOINT} {answer}; {remedy}")
+    return Unreachable(f"can't get {subject}: {constants.ENDPOINT} {answer}; {remedy}")
 
 
 def _status(response: "httpx.Response") -> str:

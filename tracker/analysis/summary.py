@@ -146,15 +146,15 @@ def _result(result: Given, k: int | None) -> _Result:
         ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
         k, name = _chosen(ds, k)
         points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
-        found = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
+        dataset = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
         steps, curve = ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps))
     else:
         store = Store(result)
         steps, skipped = require_steps(store), store.skipped()
         k, name = _chosen(store.read(steps[-1]), k)
-        found = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
+        dataset = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
         curve = lambda steps: reduced(store.curve(steps))  # noqa: E731
-    coupling = (found["null"] - found["miscoupling"]).sel(k=k, pairs="mean_offdiag").values if name else ()
+    coupling = (dataset["null"] - dataset["miscoupling"]).sel(k=k, pairs="mean_offdiag").values if name else ()
     return _Result(_by_step(steps, coupling), k, curve, skipped)
 
 

@@ -31,28 +31,28 @@ class Proposal:
     argument: str  # of `blocks=`, as a Python expression
     blocks: Any  # its value
     where: str  # the list that holds them, or their boundaries
-    what: str  # in words
+    description: str  # in words
 
     def __str__(self) -> str:
-        return f"\n  blocks={self.argument}  # {self.what}"
+        return f"\n  blocks={self.argument}  # {self.description}"
 
 
 class BlocksNotFound(UsageError):
     """No blocks, or several lists of blocks, were found.
 
     Args:
-        found: what was found instead, and what blocks need.
+        finding: what was found instead, and what blocks need.
         proposals: blocks that the caller may mean. They have not been tried.
     """
 
-    def __init__(self, found: str, proposals: Sequence[Proposal] = ()) -> None:
-        self.found = found
+    def __init__(self, finding: str, proposals: Sequence[Proposal] = ()) -> None:
+        self.finding = finding
         self.proposals = proposals
         untried = (
             "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries "
             f"them and says which work:{''.join(map(str, proposals))}"
         )
-        super().__init__(f"{found}\n{untried if proposals else HOW_TO_NAME}")
+        super().__init__(f"{finding}\n{untried if proposals else HOW_TO_NAME}")
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)
@@ -63,10 +63,10 @@ class BlocksNotFound(UsageError):
         Args:
             failure: returns why the blocks can't be measured, or None if they can.
         """
-        lines = {one.argument: one for one in self.proposals}
+        lines = {proposal.argument: proposal for proposal in self.proposals}
         pending, work, failed = list(lines), "", ""
         for line in pending:
-            one, error = lines[line], failure(lines[line].blocks)
+            proposal, error = lines[line], failure(lines[line].blocks)
             closer = [
                 other
                 for other in (error.proposals if isinstance(error, BlocksNotFound) else ())
@@ -75,18 +75,18 @@ class BlocksNotFound(UsageError):
             lines |= {other.argument: other for other in closer}
             pending += [other.argument for other in closer]
             if error is None:
-                work += str(one)
+                work += str(proposal)
             elif not closer:
-                failed += f"\n  {one.where} ({one.what}): {_in_one_line(error)}"
-        found = f"{self.found}\nTried on these inputs, and not measurable:{failed}" if failed else self.found
+                failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(error)}"
+        finding = f"{self.finding}\nTried on these inputs, and not measurable:{failed}" if failed else self.finding
         remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
-        return UsageError(f"{found}\n{remedy}")
+        return UsageError(f"{finding}\n{remedy}")
 
 
 def _in_one_line(error: Exception) -> str:
     """Return an error's message without the remedy that it may end with."""
     if isinstance(error, BlocksNotFound):
-        return " ".join(error.found.split())
+        return " ".join(error.finding.split())
     text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
     return " ".join(text.removesuffix(HOW_TO_NAME).split())
 

@@ -86,10 +86,10 @@ class Observed:
         if self.fault or self.tokens < 2 or not 1 < len(starts) < len(run.names) == len(self.order):
             return []
         boundaries = [*starts, f"output of {run.names[-1]}"]
-        what = (
+        contents = (
             f"{len(starts)} blocks; each module that moves no information between tokens belongs to the one before it"
         )
-        return [Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", what)]
+        return [Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", contents)]
 
     def batch_first(self) -> bool:
         """Whether information moves along the second axis of the states, rather than along the first."""
@@ -123,9 +123,9 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
             proposals(model, [run for run, _ in chains]),
         )
     ((run, seen),) = chains
-    found = find_blocks(model, seen.order, batch_first=seen.batch_first())
+    blocks = find_blocks(model, seen.order, batch_first=seen.batch_first())
     how = f"the only list of modules of one class that move information between tokens in a forward pass, {run}"
-    return replace(found, found_by=how, assumed=("blocks", *found.assumed))
+    return replace(blocks, found_by=how, assumed=("blocks", *blocks.assumed))
 
 
 def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch) -> Blocks:
@@ -239,7 +239,7 @@ REMEDY = "Choose the tokens to measure: tokens='last', 'all', or positions such 
 
 
 def check_reachability(
-    found: Blocks,
+    blocks: Blocks,
     new_replica: Callable[[], Replica],
     batch: Batch,
     class_token_by_default: bool,
@@ -247,7 +247,7 @@ def check_reachability(
     """Check the assumptions on the first sample. Call inside `preserve_global_state`, after the inputs were recorded.
 
     Args:
-        found: the blocks and what was assumed about them.
+        blocks: the blocks and what was assumed about them.
         new_replica: makes the replica for one pass: what a pass writes must not reach another one.
         batch: the inputs.
         class_token_by_default: whether the class token is measured because the model has one, not because the caller chose it.
@@ -257,10 +257,10 @@ def check_reachability(
     """
     first = batch.of_first_sample()
     inputs = (first.arguments, first.keywords)
-    token = found.class_token if class_token_by_default and "class token" in found.assumed else None
+    token = blocks.class_token if class_token_by_default and "class token" in blocks.assumed else None
     if token is not None:
-        _check_class_token_position(found, new_replica, inputs, token)
-    elif "blocks" not in found.assumed:
+        _check_class_token_position(blocks, new_replica, inputs, token)
+    elif "blocks" not in blocks.assumed:
         return
     replica = new_replica()
     plain = _run(replica, inputs)
@@ -269,16 +269,16 @@ def check_reachability(
         if _differ(_predictions(plain), _predictions(noisy)):
             return
     if not _differ(_floating(plain), _floating(_run(new_replica(), inputs, noise_at=slice(None)))):
-        others = [run for run in find_runs(replica.module) if not related(run, found.names)]
+        others = [run for run in find_runs(replica.module) if not related(run, blocks.names)]
         raise BlocksNotFound(
-            f"nothing that {type(replica.module).__name__} returns depends on its last block, {found.names[-1]} "
-            f"({found.found_by}): name blocks that reach its output.",
+            f"nothing that {type(replica.module).__name__} returns depends on its last block, {blocks.names[-1]} "
+            f"({blocks.found_by}): name blocks that reach its output.",
             proposals(replica.module, others),
         )
     if token is not None:
         raise UsageError(
             f"{type(replica.module).__name__} has a class token, but its output does not depend on it (position {token} "
-            f"after {found.names[-1]}). {REMEDY}"
+            f"after {blocks.names[-1]}). {REMEDY}"
         )
 
 
@@ -299,10 +299,10 @@ def reads_first_position_alone(new_replica: Callable[[], Replica], batch: Batch)
 
 
 def _check_class_token_position(
-    found: Blocks, new_replica: Callable[[], Replica], inputs: ForwardArguments, token: int
+    blocks: Blocks, new_replica: Callable[[], Replica], inputs: ForwardArguments, token: int
 ) -> None:
     model = new_replica().module
-    parameter = class_token_parameter(model, found.names, find_runs(model))
+    parameter = class_token_parameter(model, blocks.names, find_runs(model))
     if parameter is None:
         return
     before, after = (
@@ -458,7 +458,9 @@ def _without_special_ends(call: BlockCall, batch: Batch, valid: Sequence[list[in
     for row, at in zip(ids.tolist(), valid, strict=True):
         content = [place for place, t in enumerate(at, 1) if row[t] not in batch.special.ends]
         words.append(at[: content[-1]] if content else list(at))
-    shortened = [(b, len(some)) for b, (some, at) in enumerate(zip(words, valid, strict=True)) if len(some) < len(at)]
+    shortened = [
+        (b, len(inner)) for b, (inner, at) in enumerate(zip(words, valid, strict=True)) if len(inner) < len(at)
+    ]
     if not shortened:
         return None
     b, count = shortened[0]

@@ -54,8 +54,8 @@ def _generator(original: Callable, thread: int, *arguments: Any, **keywords: Any
     """Replace the generator that runs before and after a checkpointed function: only the caller's own context is entered."""
     if threading.get_ident() != thread:
         return original(*arguments, **keywords)
-    given = inspect.signature(original).bind(*arguments, **keywords).arguments.get("context_fn")
-    return _within_context(given)
+    factory = inspect.signature(original).bind(*arguments, **keywords).arguments.get("context_fn")
+    return _within_context(factory)
 
 
 def _within_context(context_fn: Callable | None) -> Iterator[None]:

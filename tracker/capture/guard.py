@@ -177,8 +177,8 @@ class WriteGuard(TorchDispatchMode):
         """Protect the tensors that the operation writes to, then run it."""
         kwargs = kwargs or {}
         for position, name in _written(func):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in _tensors(given):
+            argument = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in _tensors(argument):
                 self.shared.before_write(tensor)
         return func(*args, **kwargs)
 

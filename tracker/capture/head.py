@@ -194,8 +194,8 @@ class HeadHooks:
             logits: their number, as `logits` returns it.
         """
         states = last_state if self.norm is None else self.norm[2]
-        found = (name for name, width, x in reversed(self._heads) if width == logits and _is_part(x, states))
-        return next(found, None)  # reversed: a module ends after the modules inside it
+        names = (name for name, width, x in reversed(self._heads) if width == logits and _is_part(x, states))
+        return next(names, None)  # reversed: a module ends after the modules inside it
 
     def _of_each_token(self, rows: Tensor, B: int, n: int) -> bool:
         m, rest = divmod(len(rows), B)
@@ -240,16 +240,16 @@ class HeadHooks:
             self._heads.append((name, output.shape[-1], self._batch_first(x) if x.dim() == 3 else x))
 
     def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
-        given = next(iter((*args, *keywords.values())), None)
-        if not isinstance(given, Tensor) or not isinstance(output, Tensor) or given.shape != output.shape:
+        argument = next(iter((*args, *keywords.values())), None)
+        if not isinstance(argument, Tensor) or not isinstance(output, Tensor) or argument.shape != output.shape:
             return False
-        return given.dim() == 3 and is_last_state(self._batch_first(given))
+        return argument.dim() == 3 and is_last_state(self._batch_first(argument))
 
     def _is_norm(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
         self._trying = True
-        found = is_norm(module, args, keywords, output)
+        answer = is_norm(module, args, keywords, output)
         self._trying = False
-        return found
+        return answer
 
     def _batch_first(self, state: Tensor) -> Tensor:
         return state if self.replica.description.batch_first else state.transpose(0, 1)

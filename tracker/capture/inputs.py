@@ -84,14 +84,14 @@ class Batch:
         tensors = [
             leaf for leaf in (self.ids, *tree_leaves((self.arguments, self.keywords))) if isinstance(leaf, Tensor)
         ]
-        given = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
-        if given is None:
+        samples = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
+        if samples is None:
             return [0] * B
         if (
-            given.dim() > 1 and given.shape[1] % n == 0
+            samples.dim() > 1 and samples.shape[1] % n == 0
         ):  # tokens; several inputs for each where a model downsamples them
-            given = [x[:: len(x) // n][at] for x, at in zip(given, valid, strict=True)]
-        return [seed_of([x], {}) for x in given]
+            samples = [x[:: len(x) // n][at] for x, at in zip(samples, valid, strict=True)]
+        return [seed_of([x], {}) for x in samples]
 
 
 def select_samples(values: Any, samples: slice, B: int) -> Any:

@@ -66,11 +66,11 @@ def _from_arguments(recording: Recording, batch: Batch, blocks: "_Blocks") -> tu
     """Do the same from arguments of the first block and of the model."""
     first = recording.calls[0]
     B, n, _ = first.x.shape
-    given = inspect.signature(first.replica.module.forward).bind(*batch.arguments, **batch.keywords).arguments
+    bound = inspect.signature(first.replica.module.forward).bind(*batch.arguments, **batch.keywords).arguments
     arguments = [(name, value) for name, value in first.arguments.arguments.items() if name != first.state]
     masks = [
         (name, leaf)
-        for name, value in [*arguments, *given.items()]
+        for name, value in [*arguments, *bound.items()]
         for leaf in tree_leaves(value)
         if isinstance(leaf, Tensor) and leaf.dim() > 1
     ]
@@ -106,18 +106,18 @@ class _Blocks:
 
         Neither does a mask of a memory of the same length state padding, nor one that sparse attention computes from the state.
         """
-        call, found = self.recording.calls[0], []
+        call, masks = self.recording.calls[0], []
 
         def collect(
             attention: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
         ) -> Any:
-            found.append((key, mask))
+            masks.append((key, mask))
             return attention(query, key, value, mask, causal)
 
         with call.replica.materialize(call.block), intercept_attention(collect):
             for x in (self.x, self.x + noise_like(self.x)):
                 call.to(call.replica.dtype, call.replica.device)(x)
-        (keys, mask), (other_keys, other_mask) = found[i], found[len(found) // 2 + i]
+        (keys, mask), (other_keys, other_mask) = masks[i], masks[len(masks) // 2 + i]
         return keys.shape == other_keys.shape and not torch.equal(keys, other_keys) and torch.equal(mask, other_mask)
 
     def confirm(self, rows: Bool[Tensor, "B n"]) -> bool:

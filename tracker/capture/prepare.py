@@ -76,11 +76,11 @@ def prepare(
     """
     with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
         new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
-        found = _find(model, blocks, new_replica, calls[0])
+        model_blocks = _find(model, blocks, new_replica, calls[0])
         if tokens == "cls":
-            found = with_class_token(found, calls, partial(new_replica, found))
-        of_found = partial(new_replica, found)
-        yield Prepared(model, found, calls, of_found(), of_found, class_token_by_default=tokens is None)
+            model_blocks = with_class_token(model_blocks, calls, partial(new_replica, model_blocks))
+        of_blocks = partial(new_replica, model_blocks)
+        yield Prepared(model, model_blocks, calls, of_blocks(), of_blocks, class_token_by_default=tokens is None)
 
 
 def _find(
@@ -88,5 +88,7 @@ def _find(
 ) -> Blocks:
     if blocks is None and not recognises_blocks(model):
         return choose_blocks(model, new_replica, batch)
-    found = find_blocks(model, blocks)
-    return confirm_blocks(found, model, new_replica, batch) if "attention" in found.assumed else found
+    model_blocks = find_blocks(model, blocks)
+    return (
+        confirm_blocks(model_blocks, model, new_replica, batch) if "attention" in model_blocks.assumed else model_blocks
+    )

@@ -86,9 +86,9 @@ class _Recorder:
         state = next(iter(bound.arguments))
         x = bound.arguments[state]
         if not (isinstance(x, Tensor) and x.dim() == 3):
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            argument = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
-                f"block {name} takes {given}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
+                f"block {name} takes {argument}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
             )
         batch_first = self.replica.description.batch_first
         streams = residual_pair.passed_on(bound, self.states)
@@ -111,8 +111,8 @@ class _Recorder:
         if second is not None:
             residual_pair.set_argument(bound, second, None)
         memo: dict[int, Any] = {}
-        given = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
-        bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
+        copies = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
+        bound = inspect.BoundArguments(bound.signature, OrderedDict(copies))
         layer = len(self.calls) + 1
         self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
         self.running.second_argument, self.running.second_output = second, place
@@ -122,16 +122,16 @@ class _Recorder:
         """Return the error for blocks between which the model changes the state; it proposes that each begins where the one
         before ended.
         """
-        found = (
+        finding = (
             f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
             "output of the one before, or spans that include the change"
         )
         description = self.replica.description
         spans = chain(description.names)
-        what = f"{len(spans)} spans, each from where the one before ended; what changes the state belongs to the next block"
+        contents = f"{len(spans)} spans, each from where the one before ended; what changes the state belongs to the next block"
         line = as_python(spans)
         where = f"spans from the {spans[0][0]} to the {spans[-1][1]}"
-        return BlocksNotFound(found, [Proposal(line, description.between_boundaries(spans), where, what)])
+        return BlocksNotFound(finding, [Proposal(line, description.between_boundaries(spans), where, contents)])
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
@@ -154,13 +154,13 @@ class _Recorder:
             y = self.outputs[0] + self.outputs[place]
             before.second_output = place
             before.y = self.spill.keep(y if before.batch_first else y.transpose(0, 1))
-            given = None if second is None else residual_pair.get_argument(before.arguments, second)
-            if isinstance(given, Tensor) and given.shape == self.outputs[0].shape:
+            argument = None if second is None else residual_pair.get_argument(before.arguments, second)
+            if isinstance(argument, Tensor) and argument.shape == self.outputs[0].shape:
                 assert second is not None
                 before.second_argument = second
                 residual_pair.set_argument(before.arguments, second, None)
-                given = given if before.batch_first else given.transpose(0, 1)
-                before.x = self.spill.keep(before.x.to(given.device) + given)
+                argument = argument if before.batch_first else argument.transpose(0, 1)
+                before.x = self.spill.keep(before.x.to(argument.device) + argument)
         return place, second
 
     def record_attention(
@@ -215,9 +215,9 @@ class _Recorder:
             UsageError: if it does.
         """
         if self.stream is not None:
-            place, given = self.stream
+            place, argument = self.stream
             returned = self.states.get(place)
-            if returned is not None and returned.shape == given.shape and not torch.equal(returned, given):
+            if returned is not None and returned.shape == argument.shape and not torch.equal(returned, argument):
                 raise residual_pair.two_streams(call.name, y, returned)
         others = residual_pair.states_in(call.arguments.arguments).values()
         returned = [state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape]
@@ -232,12 +232,12 @@ class _Recorder:
         call = call.to(self.replica.dtype, self.replica.device)  # from a file
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         after = ModuleState(call.block)
-        found = call(x)
+        again = call(x)
         with self.replica.materialize(call.block):
             before.restore()
             expected = call(x)
         after.restore()
-        if not torch.allclose(found, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
+        if not torch.allclose(again, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
             raise irreproducible(f"block {call.layer} ({call.name}) does not reproduce its own output")
 
     def is_last_output(self, x: Tensor) -> bool:

@@ -150,8 +150,8 @@ class BlockCall:
         recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
         bound.arguments.update(copy_nested(recorded, clone_if_tensor, {}) | dict(arguments))
-        given = x if self.input_dtype in (None, self.replica.dtype) else x.to(self.input_dtype)
-        bound.arguments[self.state] = given if self.batch_first else given.transpose(0, 1)
+        argument = x if self.input_dtype in (None, self.replica.dtype) else x.to(self.input_dtype)
+        bound.arguments[self.state] = argument if self.batch_first else argument.transpose(0, 1)
         if self.second_argument is not None:
             second = torch.zeros_like(x) if second is None else second
             second = second if self.batch_first else second.transpose(0, 1)

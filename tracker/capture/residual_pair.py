@@ -86,8 +86,8 @@ def states_in(values: Mapping[Any, Any]) -> dict[Any, Tensor]:
 
 def passed_on(arguments: BoundArguments, states: Mapping[int, Tensor]) -> list[int]:
     """Return the indices of the previous block's `states_in` that are among these arguments."""
-    given = states_in(_flat(arguments)).values()
-    return [i for i, y in states.items() if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in given)]
+    inputs = states_in(_flat(arguments)).values()
+    return [i for i, y in states.items() if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in inputs)]
 
 
 def two_streams(name: str, *states: Tensor) -> UsageError:

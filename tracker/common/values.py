@@ -115,15 +115,15 @@ def _layer_pairs(value: Any) -> int | list[tuple[int, int]]:
         pairs: Any = (
             [_integers(pair.replace(":", ",")) for pair in value.split(",")] if isinstance(value, str) else value
         )
-        found = [(l, other) for l, other in map(_integers, pairs)]
+        layers = [(l, other) for l, other in map(_integers, pairs)]
     except (TypeError, ValueError):
-        found = []
-    if not found or len(dict(found)) < len(found):
+        layers = []
+    if not layers or len(dict(layers)) < len(layers):
         raise ValueTypeError(
             f"{value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of pairs (l, l') of "
             "blocks counted from 1, each l once, such as 1:3,2:3"
         )
-    return found
+    return layers
 
 
 def _byte_size(value: Any) -> int:

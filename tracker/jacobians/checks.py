@@ -84,10 +84,10 @@ def derivative_error(
     in_windows = [
         _derivative_error_in_window(call, place, row_attention, compared and place is places[-1]) for place in places
     ]
-    errors = iter(read([found.error for found in in_windows if found is not None]))
+    errors = iter(read([result.error for result in in_windows if result is not None]))
     passed, failed = [], []
-    for place, found in zip(places, in_windows, strict=True):
-        if found is not None and (error := next(errors)) <= tolerance(call.x.dtype, found.rounded):
+    for place, result in zip(places, in_windows, strict=True):
+        if result is not None and (error := next(errors)) <= tolerance(call.x.dtype, result.rounded):
             passed.append(error)
         else:
             failed.append(place)
@@ -95,7 +95,7 @@ def derivative_error(
     again = [_derivative_error_at(call, place, row_attention, compared and place is places[-1]) for place in failed]
     last = again[-1] if failed and failed[-1] is places[-1] else in_windows[-1]
     assert last is not None
-    return _largest(passed + read([found.error for found in again])), last.comparison
+    return _largest(passed + read([result.error for result in again])), last.comparison
 
 
 def _places(rows: Rows, n: int) -> list[Rows]:
@@ -143,14 +143,14 @@ def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttentio
     with slicing_errors():
         if compared:
             comparison = compare_rows(restrict_to, rows, x)
-            (u, found), rounded = comparison.pulled_back, comparison.rounded
+            (u, gradient), rounded = comparison.pulled_back, comparison.rounded
         else:
             block, u = linearize_rows(restrict_to(rows), x), standard_normal(x.shape, x)
-            found, rounded = block.pullback(u[None])[0], block.rounded
+            gradient, rounded = block.pullback(u[None])[0], block.rounded
     with replay_errors(call):
         expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
-    error = relative_error(found - identity, expected - identity, u, x.dtype)
+    error = relative_error(gradient - identity, expected - identity, u, x.dtype)
     return _DerivativeCheck(error, rounded or call.recorded_coarser, comparison)
 
 
@@ -246,9 +246,9 @@ def require_finite(finite: bool, call: BlockCall) -> None:
 
 def check_key(call: BlockCall) -> Any:
     """Return the key of a check's validity: the block, with or without final norm, its dtype, arguments and attention masks."""
-    given = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
+    types = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.layer, call.final_norm is None, call.x.dtype, given, attention
+    return call.layer, call.final_norm is None, call.x.dtype, types, attention
 
 
 NARROWEST = 2  # tokens of a window
@@ -296,10 +296,10 @@ def _mixing_by_derivative(call: BlockCall, block: Linearization) -> str:
     u, sets = standard_normal(shape, call.x), separating_sets(len(call.x))
     (masks,) = to_device(u.device, sets)
     cotangents = (u * masks[..., None, None]).flatten(1, 2).split(max(1, AT_ONCE // (shape[0] * shape[1])))
-    gradients = torch.cat([block.pullback(some) for some in cotangents]).unflatten(1, shape[:2])
+    gradients = torch.cat([block.pullback(part) for part in cotangents]).unflatten(1, shape[:2])
     # NaN is 0 times the infinite derivative of a row that attends to nothing: no mixing.
-    found = gradients.nan_to_num(0, 0, 0).abs().amax((2, 3)).cpu()
-    for K, largest in zip(sets, found, strict=True):
+    maxima = gradients.nan_to_num(0, 0, 0).abs().amax((2, 3)).cpu()
+    for K, largest in zip(sets, maxima, strict=True):
         leaked = largest.masked_fill(K, 0)
         if leaked.any():
             size = float(leaked.max() / largest[K].max())
@@ -317,9 +317,9 @@ def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
     sets = torch.stack([half, ~half])
     masks, members = to_device(x.device, sets)[0][..., None, None], sets.int().argmax(1).tolist()
 
-    def error(K: Tensor, given: Tensor) -> Tensor:
+    def error(K: Tensor, state: Tensor) -> Tensor:
         # Both are 0, so without error, on the samples outside K.
-        f, reference = (torch.where(K, change, 0.0) for change in (call(given) - x, y - x))
+        f, reference = (torch.where(K, change, 0.0) for change in (call(state) - x, y - x))
         return relative_error(f, reference, y, x.dtype)
 
     def other_states(K: Tensor, member: int) -> Tensor:
@@ -329,12 +329,12 @@ def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
 
     with torch.no_grad(), recording_kernels(x.dtype), Roundings() as roundings:
         errors = read([error(K, other_states(K, member)) for K, member in zip(masks, members, strict=True)])
-        for i, found in enumerate(errors):
+        for i, size in enumerate(errors):
             # A block that gives another output on the same states is random, which another check reports.
-            if found > tolerance(x.dtype, roundings.seen) and error(masks[i], x.clone()) < found / 2:
+            if size > tolerance(x.dtype, roundings.seen) and error(masks[i], x.clone()) < size / 2:
                 return (
                     f"outputs of {_format_samples(sets[i])} change with the states of the others "
-                    f"(relative error {found:.1e})"
+                    f"(relative error {size:.1e})"
                 )
     return ""
 

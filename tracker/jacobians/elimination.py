@@ -82,7 +82,7 @@ class Diagonal:
         """Return S W."""
         by_part = self._by_part()
         entries, rows = by_part.unbind(self._axis), W.unflatten(0, by_part.shape[1:]).unbind(int(self.interleaved))
-        return _sum([part.mT[..., None] * some[:, None] for part, some in zip(entries, rows, strict=True)])
+        return _sum([part.mT[..., None] * row[:, None] for part, row in zip(entries, rows, strict=True)])
 
     def rows_times(self, W: Float[Tensor, "p m"], rows: slice) -> Float[Tensor, "_ C m"]:
         """Return some rows of S W."""
@@ -280,8 +280,8 @@ class Elimination:
         if not map.others:
             return
         leaves = [self._leaf(source) for source in map.others]
-        found = _gradients(map.target, leaves, P.expand(len(self._x), -1, -1))
-        for source, gradient in zip(map.others, found, strict=True):
+        gradients = _gradients(map.target, leaves, P.expand(len(self._x), -1, -1))
+        for source, gradient in zip(map.others, gradients, strict=True):
             sums.setdefault(source, Cotangents()).add(gradient)
 
     def _formed(self, cotangents: Cotangents, source: int, rows: slice | None) -> Float[Tensor, "R C m"]:
@@ -329,8 +329,8 @@ class Elimination:
             return {}
         sources = range(ARGUMENT, before)
         leaves = [self._leaf(source) for source in sources]
-        found = torch.autograd.grad(target, leaves, u, retain_graph=True, allow_unused=True)
-        return {source: gradient for source, gradient in zip(sources, found, strict=True) if gradient is not None}
+        gradients = torch.autograd.grad(target, leaves, u, retain_graph=True, allow_unused=True)
+        return {source: gradient for source, gradient in zip(sources, gradients, strict=True) if gradient is not None}
 
     def _differentiate(self) -> list[Map]:
         """Return the maps to the input of each node, and to the value."""
@@ -349,9 +349,9 @@ class Elimination:
             of_ones = self._gradients_of(target, torch.ones_like(target), i)
             map.others = list(of_ones)
             for source, entries in of_ones.items():
-                found = map.probed[source]
+                product = map.probed[source]
                 for diagonal in _guesses(u.flatten(1), entries.flatten(1), is_value=node is None):
-                    error = _largest_error(diagonal.pull(u.flatten(1)[:, None])[:, 0], found)
+                    error = _largest_error(diagonal.pull(u.flatten(1)[:, None])[:, 0], product)
                     is_identity = (diagonal.entries == 1).all() & (diagonal.parts == 1)
                     guesses.append((map, source, diagonal, error, is_identity.to(error)))
         outcomes = read([torch.stack(guess[3:]) for guess in guesses])
@@ -443,8 +443,8 @@ class Elimination:
         if key not in self._known_heads:
             G = part.shape[1]
             alone = u * torch.eye(G, dtype=u.dtype, device=u.device).view(G, 1, G, 1, 1)
-            (found,) = _gradients(part, [z], alone.flatten(2).transpose(0, 1))  # (R, G, m)
-            depends = found.ne(0).any(0).cpu()
+            (gradient,) = _gradients(part, [z], alone.flatten(2).transpose(0, 1))  # (R, G, m)
+            depends = gradient.ne(0).any(0).cpu()
             sizes = depends.sum(1)
             separate = bool((depends.sum(0) <= 1).all() and (sizes == sizes[0]).all() and sizes[0] > 0)
             entries = depends.nonzero()[:, 1].view(G, -1).to(z.device) if separate else None
@@ -465,8 +465,8 @@ class Heads:
         eye = torch.eye(e, dtype=part.dtype, device=part.device)
         if self.selects:
             return eye.expand(1, G, -1, -1)
-        (found,) = _gradients(part, [z], eye[None, :, None].expand(len(part), -1, G, -1).flatten(2))  # (R, e, *)
-        return found.index_select(2, self.entries.flatten()).unflatten(2, self.entries.shape).transpose(1, 2)
+        (gradient,) = _gradients(part, [z], eye[None, :, None].expand(len(part), -1, G, -1).flatten(2))  # (R, e, *)
+        return gradient.index_select(2, self.entries.flatten()).unflatten(2, self.entries.shape).transpose(1, 2)
 
 
 def _selects(entries: Int[Tensor, "G m"], u: Float[Tensor, "R G 1 e"], of_u: Tensor) -> bool:
@@ -529,8 +529,8 @@ def _probe(like: Float[Tensor, "R ..."]) -> Tensor:
     return standard_normal(like.shape[1:], like).expand_as(like)
 
 
-def _largest_error(found: Float[Tensor, "R m"], expected: Float[Tensor, "R m"]) -> Tensor:
-    return ((found - expected).norm(dim=1) / expected.norm(dim=1)).amax()
+def _largest_error(value: Float[Tensor, "R m"], expected: Float[Tensor, "R m"]) -> Tensor:
+    return ((value - expected).norm(dim=1) / expected.norm(dim=1)).amax()
 
 
 def _times(cotangents: Cotangents, W: Float[Tensor, "o p"], rows: slice | None) -> Float[Tensor, "_ C p"]:

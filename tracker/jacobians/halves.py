@@ -59,11 +59,11 @@ class HalfJacobians:
         call = selections[0][0]
         if isinstance(call, SpanCall):
             return self._none(call.layer, "it is no module")
-        found = {"attention": _child(call.block, ATTENTION), "mlp": _child(call.block, MLP)}
-        if absent := [name for name, child in found.items() if child is None]:
+        children = {"attention": _child(call.block, ATTENTION), "mlp": _child(call.block, MLP)}
+        if absent := [name for name, child in children.items() if child is None]:
             names = {"attention": ATTENTION, "mlp": MLP}
             return self._none(call.layer, f"no module of it is named {' or '.join(names[absent[0]])}")
-        held = {"attention": found["mlp"], "mlp": found["attention"]}
+        held = {"attention": children["mlp"], "mlp": children["attention"]}
         parts = {}
         for name, jacobians in self._of.items():
             try:

@@ -191,7 +191,7 @@ def _settle_in_full_sequence(call: BlockCall, rows: Rows, at_rows: Comparison | 
         return Independent("none", nan, reason)
     attached, seen = _with_detached(f, x, v)
     if DETACH in seen.names and exact.forward_agrees and attached is not None:
-        if any(_distance(attached, found, v) <= exact.allowed[1] for found in differences):
+        if any(_distance(attached, difference, v) <= exact.allowed[1] for difference in differences):
             return Independent("differences, detached", exact.forward, "its code detaches tensors")
     raise _refusal(call, exact, sorted(seen.names | set(_custom_functions(f, x))))
 
@@ -213,8 +213,8 @@ def _comparison(
         differences = [torch.where(x.any(-1, keepdim=True), one, forward) for one in differences]
     elif differences and not x.any(-1).all():
         differences = []
-    found = ([] if forward is None else [forward]) + (differences if precision in STEPS else [])
-    errors = read([_error(one, u, v, g, residual) for one in found])
+    derivatives = ([] if forward is None else [forward]) + (differences if precision in STEPS else [])
+    errors = read([_error(one, u, v, g, residual) for one in derivatives])
     of_forward = nan if forward is None else errors.pop(0)
     return Comparison(
         of_forward,
@@ -226,17 +226,17 @@ def _comparison(
     )
 
 
-def _error(found: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) -> Tensor:
+def _error(derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) -> Tensor:
     """Return the largest error of J v over the rows, relative to J v without the identity, from products with u."""
     # |J^T u| has the size of |J|_F, as |J v| has.
-    size = torch.maximum(_norm(found - residual * v), _norm(g - residual * u).square().mean(0).sqrt())
+    size = torch.maximum(_norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt())
     size = torch.maximum(size, FLOOR[v.dtype] * _norm(v))
-    difference = (u * found).sum(-1, dtype=torch.float64) - (g * v).sum(-1, dtype=torch.float64)
+    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(-1, dtype=torch.float64)
     return (difference.square().mean(0).sqrt() / size).max()
 
 
-def _distance(found: Tensor, expected: Tensor, v: Tensor) -> float:
-    return float((_norm(found - expected) / torch.maximum(_norm(expected), FLOOR[v.dtype] * _norm(v))).max())
+def _distance(value: Tensor, expected: Tensor, v: Tensor) -> float:
+    return float((_norm(value - expected) / torch.maximum(_norm(expected), FLOOR[v.dtype] * _norm(v))).max())
 
 
 _norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)

@@ -61,13 +61,13 @@ def by_formula(
         for past, rows in frozen:
             at = rows.on(query.device)
             for first in range(0, len(rows), size := _rows_at_once(past, query.shape[1])):
-                some = at.subset(slice(first, first + size))
-                K, V = past.key[some.sample_in(past.key)], past.value[some.sample_in(past.value)]
-                row, these = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
-                K[row, :, some.live] = at_k[these, :, 0]
-                V[row, :, some.live] = at_v[these, :, 0]
-                expanded = expand(attention.formula, at_q[these], K, V, some.live, mask_rows(past, some))
-                expansion.fill(these, expanded)
+                part = at.subset(slice(first, first + size))
+                K, V = past.key[part.sample_in(past.key)], past.value[part.sample_in(past.value)]
+                row, span = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
+                K[row, :, part.live] = at_k[span, :, 0]
+                V[row, :, part.live] = at_v[span, :, 0]
+                expanded = expand(attention.formula, at_q[span], K, V, part.live, mask_rows(past, part))
+                expansion.fill(span, expanded)
             start += len(rows)
         return attention.format_output(evaluate(expansion, query, key, value))
 

@@ -136,9 +136,9 @@ class CheckCache:
         layer, _, *arguments = check_key(call)  # independent of the dtype
         if len(call.x) == 1 or (layer, *arguments) in self._independent:
             return
-        if found := find_mixing(call, rows):
+        if mixing := find_mixing(call, rows):
             raise UsageError(
-                f"block {call.layer} ({call.name}) mixes the samples of a batch: {found}. Its Jacobians would depend on what "
+                f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
             )
         self._independent.add((layer, *arguments))
@@ -226,8 +226,8 @@ class Jacobians:
         """
         dtype = selections[0][0].x.dtype
         results = []
-        for operator, some, checks in self._operators(dtype, selections, formed=True):
-            J = operator.dense().split([len(rows) for _, rows in some])
+        for operator, part, checks in self._operators(dtype, selections, formed=True):
+            J = operator.dense().split([len(rows) for _, rows in part])
             results += zip(J, checks, strict=True)
         for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
@@ -273,7 +273,7 @@ class Jacobians:
         operator = stacked_operator(operators, [sum(len(rows) for _, rows in part) for part in parts])
         dtype = selections[0][0].x.dtype
         converted = operator if compute_dtype == dtype else converting_operator(operator, compute_dtype, dtype)
-        return converted, [of_one for some in checks for of_one in some]
+        return converted, [of_row for of_call in checks for of_row in of_call]
 
     def _operators(
         self, dtype: torch.dtype, selections: Sequence[CallRows], formed: bool

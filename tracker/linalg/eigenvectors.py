@@ -49,13 +49,13 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
     name, scalar = ROUTINES[A.dtype]
     B, d, _ = A.shape
     values, vectors = A.new_empty(B, d), A.new_empty(B, count, d)  # LAPACK's columns are rows here
-    n, first, found, info = (ctypes.c_int(value) for value in (d, d - count + 1, 0, 0))
+    n, first, computed, info = (ctypes.c_int(value) for value in (d, d - count + 1, 0, 0))
     bound = scalar(0)  # not read, or LAPACK's default
     support, of_work, of_integers = (ctypes.c_int * (2 * count))(), ctypes.c_int(-1), ctypes.c_int(-1)
 
     def run(matrix: int, W: int, Z: int, work: Any, integers: Any) -> None:
-        given = (b"V", b"I", b"L")
-        flags = [ctypes.cast(ctypes.c_char_p(flag), ctypes.c_void_p) for flag in given]
+        options = (b"V", b"I", b"L")
+        flags = [ctypes.cast(ctypes.c_char_p(flag), ctypes.c_void_p) for flag in options]
         interval = (ctypes.byref(bound), ctypes.byref(bound), ctypes.byref(first), ctypes.byref(n), ctypes.byref(bound))
         _routine(name)(
             *flags,
@@ -63,7 +63,7 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
             matrix,
             ctypes.byref(n),
             *interval,
-            ctypes.byref(found),
+            ctypes.byref(computed),
             W,
             Z,
             ctypes.byref(n),
@@ -74,8 +74,8 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
             ctypes.byref(of_integers),
             ctypes.byref(info),
         )
-        if info.value or (of_work.value > 0 and found.value != count):
-            raise RuntimeError(f"LAPACK's {name} failed (info {info.value}, {found.value} of {count} eigenvectors)")
+        if info.value or (of_work.value > 0 and computed.value != count):
+            raise RuntimeError(f"LAPACK's {name} failed (info {info.value}, {computed.value} of {count} eigenvectors)")
 
     size, integers = scalar(0), ctypes.c_int(0)
     run(A.data_ptr(), values.data_ptr(), vectors.data_ptr(), size, integers)  # asks for the sizes of the workspaces

@@ -109,8 +109,8 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] |
     try:
         with torch.enable_grad(), GradientsStayOn(), nullcontext() if v is None else forward_ad.dual_level():
             leaf = x.detach().clone().requires_grad_()
-            given = leaf if v is None else forward_ad.make_dual(leaf, v)
-            y = f(given.clone())  # a block may work in place, which a leaf does not allow
+            argument = leaf if v is None else forward_ad.make_dual(leaf, v)
+            y = f(argument.clone())  # a block may work in place, which a leaf does not allow
             if v is not None:
                 y, tangent = forward_ad.unpack_dual(y)
                 tangent = torch.zeros_like(x) if tangent is None else tangent.detach()
@@ -189,7 +189,7 @@ def residual_operator(block: Linearization, chunk: int, identity: bool = True) -
 
     def minus_identity(product: Callable[[Tensor], Tensor], X: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
         columns = X.movedim(-1, 0).contiguous()  # on a transposed view the products take five times as long
-        return torch.cat([product(some) - identity * some for some in columns.split(chunk)]).movedim(0, -1)
+        return torch.cat([product(part) - identity * part for part in columns.split(chunk)]).movedim(0, -1)
 
     dense = partial(dense_jacobian, block.pullback, block.y, chunk, identity)
     return LinearOperator(partial(minus_identity, block.pushforward), partial(minus_identity, block.pullback), dense)
@@ -214,8 +214,8 @@ def stacked_operator(operators: Sequence[LinearOperator], sizes: Sequence[int]) 
     if len(operators) == 1:
         return operators[0]
     return LinearOperator(
-        lambda V: torch.cat([o.apply(some) for o, some in zip(operators, V.split(list(sizes)), strict=True)]),
-        lambda U: torch.cat([o.apply_transpose(some) for o, some in zip(operators, U.split(list(sizes)), strict=True)]),
+        lambda V: torch.cat([o.apply(part) for o, part in zip(operators, V.split(list(sizes)), strict=True)]),
+        lambda U: torch.cat([o.apply_transpose(part) for o, part in zip(operators, U.split(list(sizes)), strict=True)]),
         lambda: torch.cat([o.dense() for o in operators]),
     )
 

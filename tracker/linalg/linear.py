@@ -37,15 +37,15 @@ def rows_of_identity(x: Tensor) -> slice | None:
     """Return the rows of an identity that x (C, *B, d) consists of, x[c] being the same row for all B; None if it does not."""
     if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
         return None
-    found = _identities.get(x.untyped_storage().data_ptr())
-    if found is None or x.dtype != found.dtype or x.device != found.device or x.is_neg():
+    identity = _identities.get(x.untyped_storage().data_ptr())
+    if identity is None or x.dtype != identity.dtype or x.device != identity.device or x.is_neg():
         return None
-    if found._version != 0:  # written to
+    if identity._version != 0:  # written to
         return None
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()
     repeated = not any(stride for stride, size in zip(over_B, B, strict=True) if size > 1)
-    if d != len(found) or along_d != 1 or (C > 1 and along_C != d) or not repeated or x.storage_offset() % d:
+    if d != len(identity) or along_d != 1 or (C > 1 and along_C != d) or not repeated or x.storage_offset() % d:
         return None
     start = x.storage_offset() // d
     return slice(start, start + C)
@@ -229,8 +229,10 @@ def _product_arguments(
 
     It can if all are plain tensors of one floating dtype and device, W is a matrix without gradient, and autocast is off.
     """
-    given = [t for t in (input, weight, bias) if t is not None]
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta for t in given)
-    alike = all(t.dtype == input.dtype and t.device == input.device for t in given) and input.is_floating_point()
+    operands = [t for t in (input, weight, bias) if t is not None]
+    plain = all(
+        type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta for t in operands
+    )
+    alike = all(t.dtype == input.dtype and t.device == input.device for t in operands) and input.is_floating_point()
     wanted = plain and alike and weight.dim() == 2 and not weight.requires_grad
     return (input, weight, bias) if wanted and not torch.is_autocast_enabled(input.device.type) else None

@@ -256,22 +256,22 @@ def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
     every = torch.ones(len(J), dtype=torch.bool)
     squares = (_by_eigenvectors, every) if direct else (_by_squares, _can_square(J, K).cpu())
     methods = [squares, *([(_by_golub_kahan, every)] if iterated else []), (_full, every)]
-    missing, found = every.clone(), None
+    missing, triplets = every.clone(), None
     for method, suited in methods:
         chosen = missing & suited
         if not chosen.any():
             continue
         if chosen.all():
-            found = better = method(J, K)
+            triplets = better = method(J, K)
         else:
             at = chosen.nonzero()[:, 0].to(J.device)
             better = method(J[at], K)
-            found = _empty_triplets(better, len(J)) if found is None else found
+            triplets = _empty_triplets(better, len(J)) if triplets is None else triplets
             for field in fields(Triplets):
-                getattr(found, field.name)[at] = getattr(better, field.name)
+                getattr(triplets, field.name)[at] = getattr(better, field.name)
         missing[chosen] = ~better.complete.cpu()
-    assert found is not None
-    return replace(found, S=found.S * unit[..., 0])
+    assert triplets is not None
+    return replace(triplets, S=triplets.S * unit[..., 0])
 
 
 def _empty_triplets(like: Triplets, B: int) -> Triplets:
@@ -376,8 +376,8 @@ def _can_square(J: Tensor, K: int) -> Bool[Tensor, " B"]:
 
 def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration with J and J^T. `complete`: the residual is within bounds, and the certificate holds."""
-    found = _by_products(*_products(J), J[..., 0], K)
-    return replace(found, complete=found.complete & is_complete(J, found.U, found.S, found.V))
+    triplets = _by_products(*_products(J), J[..., 0], K)
+    return replace(triplets, complete=triplets.complete & is_complete(J, triplets.U, triplets.S, triplets.V))
 
 
 def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:

@@ -78,7 +78,7 @@ def to_arrays(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     # Wide types first: a view as a type must begin at a multiple of its size.
     names = sorted(values, key=lambda name: (-values[name].itemsize, str(values[name].dtype)))
     by_type = [
-        [values[name].reshape(-1) for name in some] for _, some in groupby(names, lambda name: values[name].dtype)
+        [values[name].reshape(-1) for name in group] for _, group in groupby(names, lambda name: values[name].dtype)
     ]
     packed = torch.cat([torch.cat(parts).view(torch.uint8) for parts in by_type]).cpu()
     parts = packed.split([values[name].nbytes for name in names])

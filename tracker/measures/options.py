@@ -21,7 +21,7 @@ def refusal(measures: Sequence[Any]) -> str:
     from tracker.measures.registry import BY_NAME
 
     allowed = ("all", *choices())
-    given = f"measures {', '.join(map(str, measures))!r}" if measures else "measures is empty"
+    text = f"measures {', '.join(map(str, measures))!r}" if measures else "measures is empty"
     hints = []
     for name in (str(one) for one in measures if one not in allowed):
         if name in BY_NAME and BY_NAME[name].option:
@@ -30,7 +30,7 @@ def refusal(measures: Sequence[Any]) -> str:
             hints.append(f"did you mean {close[0]!r}?")
     meant = f" ({', '.join(hints)})" if hints else ""
     return (
-        f"{given}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: "
+        f"{text}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: "
         f"{','.join(everything())} adds them)"
     )
 
@@ -51,7 +51,7 @@ def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[
     """
     if unknown := sorted(options.keys() - OPTIONS.keys()):
         own = [name for name in parameters if name not in OPTIONS]
-        close = [name for given in unknown for name in get_close_matches(given, [*own, *OPTIONS], cutoff=0.5)]
+        close = [name for word in unknown for name in get_close_matches(word, [*own, *OPTIONS], cutoff=0.5)]
         raise TypeError(
             f"{caller}() got an unexpected option {', '.join(map(repr, unknown))}; "
             + (f"did you mean {' or '.join(close)}? " if close else "")
@@ -83,8 +83,8 @@ def accepts_options(function: F, keywords: Mapping[str, Keyword] = KEYWORDS) -> 
 
     The docstring's line `**options: ...` is replaced by an entry for each.
     """
-    given: Any = function
-    constructor: Any = getattr(given, "__init__") if isinstance(given, type) else given  # noqa: B009 - pyright knows its type
+    target: Any = function
+    constructor: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009 - pyright knows its type
     signature = inspect.signature(constructor)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     shown += [

@@ -294,9 +294,9 @@ class Settings:
             chosen = dict(self.pair_layers)
             exist = all(l in blocks and other in blocks for l, other in chosen.items())
         if not exist:
-            given = self.pair_layers if isinstance(self.pair_layers, int) else list(self.pair_layers)
+            value = self.pair_layers if isinstance(self.pair_layers, int) else list(self.pair_layers)
             raise UsageError(
-                f"pair_layers={given!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
+                f"pair_layers={value!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
                 f"1 to {L}, or pair_layers=0: each block in its own basis"
             )
         return chosen
@@ -319,8 +319,8 @@ class Settings:
 
     def _refused_k(self, most: str) -> UsageError:
         assert self.k is not None
-        given = self.k[0] if len(self.k) == 1 else list(self.k)
-        return UsageError(f"k={given!r}; each K must be a whole number from 1 to the model's {most}")
+        value = self.k[0] if len(self.k) == 1 else list(self.k)
+        return UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's {most}")
 
 
 class Options(TypedDict, total=False):

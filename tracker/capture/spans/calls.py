@@ -123,17 +123,17 @@ class _TensorReplacement(TorchFunctionMode):
         self.call_hook(boundary, hook, hidden_state(output))
         return type(output)(map(self.current, output)) if type(output) in (tuple, list) else self.current(output)
 
-    def call_hook(self, boundary: Boundary, hook: BoundaryHook, found: Any) -> None:
+    def call_hook(self, boundary: Boundary, hook: BoundaryHook, state: Any) -> None:
         """Call a boundary's hook on the tensor found there, and record the replacement."""
-        if not isinstance(found, Tensor):
+        if not isinstance(state, Tensor):
             raise UsageError(
-                f"the {boundary} is {'no tensor' if found is None else type(found).__name__}; a boundary is where a hidden "
+                f"the {boundary} is {'no tensor' if state is None else type(state).__name__}; a boundary is where a hidden "
                 "state is given or returned"
             )
-        found = self.current(found)
-        new = hook(found)
+        state = self.current(state)
+        new = hook(state)
         if new is not None:
-            self.replaced[id(found)] = found, new
+            self.replaced[id(state)] = state, new
 
 
 class InputDependents(TorchFunctionMode):
@@ -155,18 +155,18 @@ class InputDependents(TorchFunctionMode):
     def ending_with(self, hook: BoundaryHook) -> BoundaryHook:
         """Return a hook that ends the following of values and then does what `hook` does."""
 
-        def last(found: Tensor) -> Tensor | None:
+        def last(state: Tensor) -> Tensor | None:
             self.done = True
-            return hook(found)
+            return hook(state)
 
         return last
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         output = function(*arguments, **(keywords or {}))
-        given = [value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)]
-        if self.done or not any(id(value) in self.followed for value in given):
+        tensors = [value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)]
+        if self.done or not any(id(value) in self.followed for value in tensors):
             return output
-        if any(value is output for value in given):  # in place
+        if any(value is output for value in tensors):  # in place
             self.followed[id(output)] = output
             return output
         return tree_map(self.follow, output) if isinstance(output, (Tensor, tuple, list)) else output

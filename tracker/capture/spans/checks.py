@@ -57,11 +57,11 @@ def check_stateless(
     noisy = _Noise().added(calls[0].x.to(replica.device))
     hooks = {calls[0].span[0]: replace_with(noisy, calls[0].batch_first), calls[-1].span[1]: stop_at}
     after = ModuleState(replica.module)
-    found = run(replica, arguments, calls[0].seed, hooks)
+    again = run(replica, arguments, calls[0].seed, hooks)
     before.restore()
     expected = run(replica, arguments, calls[0].seed, hooks)
     after.restore()
-    if not _relative_difference(found, expected) <= STATELESS:
+    if not _relative_difference(again, expected) <= STATELESS:
         raise irreproducible(NOT_REPRODUCED)
 
 
@@ -133,10 +133,10 @@ class WholeStateCheck:
         hooks = {**before, self.boundary(l): self._recorded(l)}
         if not after:
             hooks[call.span[1]] = stop_at
-        found = self._run_with_noise(hooks) if noisy_inputs else run(self.replica, self.arguments, self.seed, hooks)
+        output = self._run_with_noise(hooks) if noisy_inputs else run(self.replica, self.arguments, self.seed, hooks)
         if after:
-            return _error_of_outputs(found, self.output)
-        y = found if call.batch_first else found.transpose(0, 1)
+            return _error_of_outputs(output, self.output)
+        y = output if call.batch_first else output.transpose(0, 1)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
         return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
 
@@ -147,16 +147,16 @@ class WholeStateCheck:
             UsageError: if one does.
         """
         states = {boundary for call in self.calls for boundary in call.span}
-        found: dict[Boundary, Tensor] = {}
+        captured: dict[Boundary, Tensor] = {}
         hooks: dict[Boundary, BoundaryHook] = {call.span[0]: self.add_noise for call in self.calls}
         for place in self.fixed.keys() - states:
-            hooks[place] = lambda value, place=place: found.__setitem__(place, value.clone())
+            hooks[place] = lambda value, place=place: captured.__setitem__(place, value.clone())
         if hooks.keys() <= states:
             return
         run(self.replica, self.arguments, self.seed, hooks)
         pairs = {
             place: (value.to(self.dtype), self.fixed[place].to(value.device, self.dtype))
-            for place, value in found.items()
+            for place, value in captured.items()
         }
         changed = [place for place, (a, b) in pairs.items() if not _relative_difference(a, b) <= STATELESS]
         if changed:
@@ -221,14 +221,14 @@ class WholeStateCheck:
             "output, or the output of the previous module"
             + (f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}" if beside else "")
         )
-        found = (
+        finding = (
             f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
             f"{'the output of the model' if after else 'the end of the span'} changes by {error:.1e} of its size, so it "
             f"also depends on {' and '.join(map(str, beside)) or 'another tensor'}; {remedy}"
         )
         # The residual around a wrong boundary comes from the state before it.
         if not beside or norm or (l and self.boundary(l - 1) in states):
-            return UsageError(found)
+            return UsageError(finding)
         description = self.replica.description
         line = Proposal(
             f"find_blocks(model, {as_python(description.spans)}, fixed={named})",
@@ -236,16 +236,16 @@ class WholeStateCheck:
             f"{description.names[0]}, fixed={named}",
             f"{len(self.calls)} spans; the tensors at these places stay as they are",
         )
-        return BlocksNotFound(found, [line])
+        return BlocksNotFound(finding, [line])
 
     def _states_beside(self, l: int) -> list[Boundary]:
         """Return the boundaries before l whose states the end of span l depends on, also if all later ones are as recorded."""
-        found = []
+        states = []
         for k in range(l):
             before = {self.boundary(j): self._recorded(j) for j in range(l)} | self.held
             if not self._is_fixed(k) and self._depends(l, before | {self.boundary(k): self.add_noise}, False):
-                found.append(self.boundary(k))
-        return found
+                states.append(self.boundary(k))
+        return states
 
     def _inputs_beside(self, l: int) -> list[Boundary]:
         """Return the earliest outputs of modules through which the end of span l depends on the inputs, if all states before
