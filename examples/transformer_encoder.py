@@ -24,7 +24,8 @@ class MostFrequent(lightning.LightningModule):
         super().__init__()
         self.embed = nn.Embedding(symbols, width)
         layers = [
-            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(depth)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
         ]
         self.encoder = nn.TransformerEncoder(layers[0], depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         # nn.TransformerEncoder copies its layer: blocks with identical weights would be coupled before any training.
