@@ -18,7 +18,8 @@ from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
 from tracker.capture.replica import Replica
-from tracker.jacobians.rows import Jacobians, NotSliceable, Rows, full_sequence_jacobian
+from tracker.jacobians.rows import Jacobians, full_sequence_jacobian
+from tracker.jacobians.slicing import NotSliceable, Rows
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SPEED = Size(width=128, tokens=64)

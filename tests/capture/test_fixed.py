@@ -18,7 +18,7 @@ from tests.nanochat import DEPTH, GPT, norm
 from tracker.blocks.boundaries import as_python, read_spans
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
-from tracker.jacobians.rows import Rows
+from tracker.jacobians.slicing import Rows
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings(

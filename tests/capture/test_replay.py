@@ -21,7 +21,8 @@ from tracker.capture.recorder import record
 from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
 from tracker.jacobians.checks import separating_sets
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,8 @@ from tracker.capture.global_state import preserve_global_state
 from tracker.capture.replica import Replica
 from tracker.capture.spans.recording import record_spans
 from tracker.common.errors import UsageError
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")

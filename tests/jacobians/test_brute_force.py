@@ -18,7 +18,8 @@ from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
 from tracker.capture.replica import Replica
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 
 K = 6
 J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

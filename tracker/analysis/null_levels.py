@@ -1,4 +1,4 @@
-"""The null levels of measured mis-couplings, computed from what a Dataset holds of each block (`measures.null_levels`)."""
+"""The null levels of mis-couplings, from what a Dataset holds of each block (`measures.coupling.null_levels`)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

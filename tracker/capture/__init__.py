@@ -3,6 +3,7 @@
 Input: a model, its `Blocks` (`tracker.blocks`) and its inputs. Output: a `Recording`, with one `BlockCall` per block: its
 arguments, its input and output states, and the keys and values of its attentions.
 
+- `prepare`: blocks, class token and replica of one measurement.
 - `inputs`: prompts, tensors and mappings as checked forward calls.
 - `replica`: the copy of the model that runs; `weights`: how it gets the model's weights; `guard`: what it writes stays its own.
 - `recorder`: the hooks that record a pass; `recording`: the recorded calls; `spans`: blocks that are no modules.

@@ -2,7 +2,8 @@
 
     blocks: given, declared by the config, recognised by name and confirmed by a forward pass where that is a guess, or found by
         a forward pass alone (`tracker.blocks`, `confirm`)
-    class token: where the model is measured at it
+    class token: its position, for `tokens="cls"` where the blocks do not state it; that it is measured by default is for
+        `Settings.chosen_tokens` to say
     replica: the copy of the model that runs
 
 Everything else sees the result alone: the blocks as they are, the forward calls, and the replica. That blocks and class token

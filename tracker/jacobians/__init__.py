@@ -7,7 +7,7 @@ products, checked against the full sequence.
 - `restriction`: a block as a function of single rows, or of rows within full sequences.
 - `elimination`: vector-Jacobian products of single rows in the order of multiplication that costs least.
 - `halves`: Jacobians of attention and MLP apart.
-- `slicing`: token rows, and the parts of a block's arguments that belong to them.
+- `slicing`: token rows, and the parts of a block's arguments and of attention masks that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
 - `checks`: errors of values, derivatives and adjoints, and their tolerances; samples of a batch that mix.
 - `independent`: comparison with derivatives that do not come from reverse mode.

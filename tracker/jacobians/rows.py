@@ -7,9 +7,8 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
 The value is checked at every use, the derivative once per block and way of calling it (`checks.check_key`).
-`CheckResults` states the
-path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the block's weights, where it
-pays in the order that costs least (`elimination`).
+`CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
+block's weights, where it pays in the order that costs least (`elimination`).
 """
 
 from collections.abc import Callable, Sequence

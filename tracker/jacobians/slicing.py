@@ -1,4 +1,4 @@
-"""Token rows, and the parts of a block's arguments that belong to them.
+"""Token rows, and the parts of a block's arguments and of attention masks that belong to them.
 
 A block restricted to R rows runs as a batch of R sequences of length one. Only arguments with known names are sliced, along
 the axis known for that name: an axis of length n need not be the token axis.

@@ -1,4 +1,9 @@
 """The measures and the variables of the Dataset they make.
 
 In: recordings, Jacobians and states. Out: arrays per sample and one labelled Dataset.
+
+- `settings`, `options`: the options; `plan`, `estimate`: how a measurement is computed, and what it takes.
+- `calls`: the course of a measurement; `states`, `depthwise`, `tokenwise`, `layers`: its parts.
+- `coupling`, `trajectory`, `single_blocks`, `block_products`, `block_halves`, `directions`: formulas.
+- `declaration`, `registry`, `dataset`: the variables, and the Dataset.
 """

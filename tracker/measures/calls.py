@@ -24,7 +24,8 @@ from tracker.capture.spans.recording import record_spans
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings

@@ -26,7 +26,8 @@ from torch import Tensor
 from tracker.capture.recording import Recording
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import CallRows
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tracker.capture.recording import Recording
 from tracker.capture.replica import Replica
-from tracker.jacobians.rows import Rows
+from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import drawn, to_device
 from tracker.measures.declaration import LAYER, OURS, Measure

@@ -26,7 +26,8 @@ from tracker.common.errors import UsageError
 from tracker.common.progress import Progress
 from tracker.common.text import counted, duration, entry, size
 from tracker.jacobians.halves import HalfJacobians
-from tracker.jacobians.rows import Jacobians, Rows
+from tracker.jacobians.rows import Jacobians
+from tracker.jacobians.slicing import Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits, basis_size
 from tracker.linalg.products import Chain
