@@ -93,12 +93,17 @@ class Walker:
         model: str = "block-coupling/nano",
         wandb: str = "off",
         cold: bool = False,
+        before: str = "",
         **environment: str,
     ):
+        """Start a walk, after statements if there are any."""
         settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1"}
         settings.pop("WANDB_API_KEY", None)
         settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
         given = self.arguments("--wandb", wandb, *arguments, model=model)
+        if before:
+            code = f"{before}\nimport sys\nfrom tracker.pythia import main\nsys.exit(main({given}))"
+            return processes.start("tests.statements", code, env=settings, cold=cold)
         return processes.start("tracker.pythia", *given, env=settings, cold=cold)
 
     def run(self, *arguments: str, **options) -> tuple[int, str, str]:
