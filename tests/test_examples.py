@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import tracker
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
+from tests import processes
 from tests.conftest import ROOT
 from tracker import curves
 
@@ -35,14 +35,12 @@ def test_help_explains_the_example_and_runs_nothing(name, tmp_path, monkeypatch,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_example(name, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKER_CACHE": str(tmp_path)}
-    process = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+    example = str(ROOT / "examples" / f"{name}.py")
+    code = (
+        f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.argv = [{example!r}]; "
+        f"runpy.run_path({example!r}, run_name='__main__')"
     )
+    process = processes.run("tests.statements", code, env={**os.environ, "TRACKER_CACHE": str(tmp_path)}, timeout=900)
     assert process.returncode == 0, process.stderr
     (directory,) = (tmp_path / "results" / name).iterdir()
     results = tracker.open_results(directory)
