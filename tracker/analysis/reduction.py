@@ -17,7 +17,7 @@ from tracker.analysis.null_levels import READ, levels, levels_of_several
 from tracker.analysis.variables import PAIRS, coordinates, in_float64, mean, median, over_pairs, quartiles
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store import Store, require_steps
+from tracker.store import Store, join, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -66,6 +66,17 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
     return xr.Dataset(summary, coords, results.attrs)
+
+
+def read_reduced(directory: str | Path) -> xr.Dataset:
+    """Return the results of a store along `step`, `reduced` unit by unit.
+
+    Raises:
+        FileNotFoundError: if there are none.
+        ValueError: if a unit is damaged, or the units make no curve.
+    """
+    store = Store(directory)
+    return join([*map(reduced, store.curves(require_steps(store)))], store.path)
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:

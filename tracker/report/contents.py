@@ -1,7 +1,5 @@
 """The values that the page draws, JSON-able, from summaries of results. Undefined values are null.
 
-`Reader` reads each unit once, unless its file is replaced, and keeps the units reduced.
-
 Arrays are quantized: integers over each part's own range, in base64. A part is what the leading axes index: one step's
 matrices, one matrix. Within it, value = low + code * span / (2^bits - 2), and the code 2^bits - 1 is an undefined value. 32
 bits: float32 as they are.
@@ -11,8 +9,7 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -25,48 +22,6 @@ from tracker.figures.drawing import evenly_spaced
 from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-Signature = tuple[int, int, int]
-
-
-class Reader:
-    """A cache of the reduced units of stores."""
-
-    def __init__(self) -> None:
-        self.known: dict[Path, tuple[dict[int, Signature], xr.Dataset]] = {}  # by directory
-
-    def read(self, directory: Path) -> "xr.Dataset":
-        """Return the results of a store, `reduced`, along `step`.
-
-        Raises:
-            FileNotFoundError: if there are none.
-            ValueError: if a unit is damaged, or the units make no curve.
-        """
-        from tracker.analysis.reduction import reduced
-        from tracker.store import Store, join, require_steps
-
-        store = Store(directory)
-        # Taken before reading: a unit that is replaced meanwhile is read again next time.
-        signatures = {step: signature(store.file(step)) for step in require_steps(store)}
-        before, curve = self.known.get(directory, ({}, None))
-        kept = [step for step, of in signatures.items() if before.get(step) == of]
-        changed = [step for step in signatures if step not in kept]
-        if changed or len(kept) < len(before):
-            parts = [] if curve is None or not kept else [curve.sel(step=kept)]
-            curve = join([*parts, *map(reduced, store.curves(changed))], directory)
-            self.known[directory] = signatures, curve
-        assert curve is not None
-        return curve
-
-
-def signature(file: Path) -> Signature:
-    """Return an identifier that changes when a file is replaced."""
-    status = file.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
 
 TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed it are carried in 32
 
