@@ -235,8 +235,8 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         summaries: one summary (`analysis.reduction`) per result.
 
     Returns:
-        models: names of the results compared, in the order of every list; clusters: their labels, independence: a note on
-        them; benchmarks, score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
+        models: names of the results compared, in the order of every list; independence: a note on their clusters; benchmarks,
+        score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
         coupling: by measure, K and pairs, its values, their interval over prompts (for l != l'), fits of the score on it
         (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
 
@@ -271,7 +271,6 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         }
     return {
         "models": list(compared),
-        "clusters": table["cluster"].tolist(),
         "independence": independence_note(compared),
         "benchmarks": benchmarks,
         "score": jsonable(table["score"].to_numpy()),

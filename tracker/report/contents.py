@@ -122,7 +122,6 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "suspect": [reason != "" for reason in suspect(ds)],
-        "tokens_seen": _numbers(_by_step(ds, "tokens_seen")) if "tokens_seen" in ds.coords else None,
         "layers": layers(ds),
         "ks": ks,
         "final_norm": str(ds.attrs["final_norm"]),
@@ -130,7 +129,6 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "curves": {
             name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks} for name in names
         },
-        "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(of_k[k], name) for k in ks} for name in names},
         "most_coupled": {name: {k: _most_coupled(of_k[k], name) for k in ks} for name in names},
         **{
@@ -313,10 +311,6 @@ def _noise(ds: xr.Dataset) -> dict[str, Any]:
         "depths": [int(depth) for depth in similarity["end"].values],
         "values": _numbers(similarity),
     }
-
-
-def _by_step(ds: xr.Dataset, name: str) -> xr.DataArray:
-    return ds.coords[name].broadcast_like(ds["step"])
 
 
 def _numbers(values: xr.DataArray) -> list:
