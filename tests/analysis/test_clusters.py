@@ -120,6 +120,18 @@ def test_the_page_has_both_fits(results):
 
 
 @pytest.mark.slow
+def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
+    unknown = results | {"1b": results["1b"].assign(miscoupling=results["1b"].miscoupling * np.nan)}
+    at = compare_models({name: reduced(ds) for name, ds in unknown.items()})["coupling"]["miscoupling"][4]["mean"]
+    assert at["values"].count(None) == 1
+    fits = [at["fit"], at["fit"]["averaged"], at["controlled"]["averaged"], at["size_fits"]["width"]["averaged"]]
+    assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
+    table = definitions(unknown, 4)[1].set_index(["measure", "k", "pairs"])
+    assert table.loc[("miscoupling", 4, "mean"), ["r2", "cluster_r2"]].isna().all()
+    assert table.loc[("offdiag_normalized", 4, "mean"), ["r2", "cluster_r2"]].notna().all()
+
+
+@pytest.mark.slow
 def test_clusters_on_the_command_lines(stores, tmp_path, capsys):
     given = "70m=a,70m-deduped=b,410m=c,1b=c"
     paths = list(map(str, stores))
