@@ -17,8 +17,7 @@ import xarray as xr
 from tracker.analysis.across_models import jsonable
 from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset, pairs_of_blocks
-from tracker.analysis.variables import PAIRS
-from tracker.figures.drawing import evenly_spaced
+from tracker.analysis.variables import PAIRS, evenly_spaced
 from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
@@ -41,7 +40,7 @@ def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None 
     values = np.asarray(values, dtype=float)
     whole, kept = values, _affordable(values.shape[0], values[:1].size * bits // 8, budget)
     values = values[kept]
-    packed = {"shape": list(values.shape), "parts": parts, "steps": kept.tolist()}
+    packed = {"shape": list(values.shape), "parts": parts, "steps": kept}
     if bits != 32:
         codes, low, span = _quantised(values, bits, parts)
         error = _error(values, unpack_parts(codes, low, span, bits))
@@ -62,12 +61,9 @@ def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
     """Yield every packed array in the page's data."""
     if isinstance(data, MutableMapping) and "codes" in data:
         yield data
-    elif isinstance(data, Mapping):
-        for entry in data.values():
+    elif isinstance(data, (Mapping, list)):
+        for entry in data.values() if isinstance(data, Mapping) else data:
             yield from carried(entry)
-    elif isinstance(data, list):
-        for entry in data:
-            yield from carried(entry) if isinstance(entry, (Mapping, list)) else ()
 
 
 def _quantised(values: np.ndarray, bits: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -89,10 +85,9 @@ def _error(values: np.ndarray, again: np.ndarray) -> float:
     return float((abs(again - flat)[compared] / abs(flat[compared])).max(initial=0))
 
 
-def _affordable(count: int, size: int, budget: int | None) -> np.ndarray:
-    if budget is None or count * size <= budget:
-        return np.arange(count)
-    return np.unique(np.linspace(0, count - 1, max(2, budget // max(size, 1))).round().astype(int))
+def _affordable(count: int, size: int, budget: int | None) -> list[int]:
+    whole = budget is None or count * size <= budget
+    return evenly_spaced(count, count if whole else max(2, budget // max(size, 1)))
 
 
 def _base64(values: np.ndarray) -> str:
