@@ -1,7 +1,5 @@
 """Models of the published shapes with random weights, which need no download."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,29 +18,20 @@ def model(
 ) -> nn.Module:
     """Return the model, with its first `blocks` blocks if given; `weights` is the dtype of its parameters."""
     torch.manual_seed(SEED)
-    with torch.device(device), _default_dtype(weights):  # large models initialise slowly on a CPU
+    dtype = getattr(torch, weights)
+    with torch.device(device):  # large models initialise slowly on a CPU
         if shape in IMAGES:
             import timm
 
             (pixels, patch), depth = IMAGES[shape], blocks or 12
             options: dict[str, Any] = {"img_size": pixels, "patch_size": patch, "num_classes": 10, "depth": depth}
-            return timm.create_model("deit_tiny_patch16_224", **options).eval()
-        from transformers import GPTNeoXForCausalLM
+            return timm.create_model("deit_tiny_patch16_224", **options).to(dtype).eval()
+        from transformers import AutoModelForCausalLM
 
         whole = pythia_shapes()[shape]
         config = replace(whole, layers=blocks or whole.layers, vocabulary=vocabulary).config()
-        return GPTNeoXForCausalLM(config).eval()
-
-
-@contextmanager
-def _default_dtype(name: str) -> Iterator[None]:
-    """Create floating tensors in this dtype: a model converted afterwards would need the memory of both."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, name))
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        # A model converted afterwards would need the memory of both dtypes.
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def inputs(shape: str, tokens: int, prompts: int) -> Tensor:

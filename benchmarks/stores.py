@@ -24,7 +24,7 @@ WORK = {
     "summary": ("import tracker, tracker.analysis.summary", "tracker.summary(path)"),
     "page": ("from tracker.report.write import write_report; import plotly.io", "write_report(path, f'{path}.html')"),
     "replay": (
-        "from pathlib import Path; from tracker.replay import replay; from tracker.loggers import function",
+        "from pathlib import Path; from tracker.replay import replay; from tracker.loggers import protocol",
         "replay(Path(path), 'p', 'n', [], 'workspace')",
     ),
 }

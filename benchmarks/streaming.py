@@ -110,8 +110,7 @@ def write_checkpoint(settings: Streaming, directory: Path) -> int:
 
     from benchmarks import shapes
 
-    torch.set_default_dtype(torch.float16)
-    model: Any = shapes.model(settings.shape, settings.blocks, "cpu", vocabulary=50304)
+    model: Any = shapes.model(settings.shape, settings.blocks, "cpu", vocabulary=50304, weights="float16")
     model.save_pretrained(directory / "safetensors", max_shard_size="2GB")
     model.config.save_pretrained(directory / "bin")
     state = model.state_dict()

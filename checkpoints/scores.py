@@ -1,8 +1,9 @@
 """Benchmark scores of checkpoints, joined exactly on model and step, never interpolated.
 
-Scores come from three sources. `data/pythia_evals.csv` contains the Pythia suite's published results over training
-(EleutherAI/pythia, evals/pythia-v1, commit a19eecb, Apache-2.0), of which the zero-shot accuracies are used. A checkpoint
-may include a `scores.json` (nano does). Users give a table or results of lm-evaluation-harness.
+Scores come from three sources. `data/pythia_evals.csv` contains the Pythia suite's published zero-shot accuracies over training,
+a row for each model and step: the metric `acc` of the nine tasks in the results of EleutherAI/pythia, evals/pythia-v1, commit
+a19eecb (Apache-2.0), where pythia-1b is called pythia-1b-bf16. A checkpoint may include a `scores.json` (nano does). Users give
+a table or results of lm-evaluation-harness.
 """
 
 import csv
@@ -10,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tracker.common.errors import CheckpointError
 from tracker.common.text import join_names
 
 PYTHIA = Path(__file__).parent / "data" / "pythia_evals.csv"
-NAME_IN_TABLE = {"pythia-1b": "pythia-1b-bf16"}
 MEAN = "mean zero-shot accuracy"
 LONGEST = 200  # characters of a task's name
 
@@ -27,19 +26,14 @@ Scores = dict[int, dict[str, float]]  # by step and task
 
 
 def load_published(suite: str) -> Scores:
-    """Return a Pythia model's zero-shot accuracies by step and task, with their mean at steps that have all tasks.
+    """Return a Pythia model's zero-shot accuracies by step and task, with their mean.
 
     Other suites have no published scores: the result is empty.
     """
-    scores: Scores = {}
-    for model, step, task, accuracy in _table():
-        if model == NAME_IN_TABLE.get(suite, suite):
-            scores.setdefault(step, {})[task] = accuracy
-    tasks = set().union(*scores.values()) if scores else set()
-    for of_step in scores.values():
-        if of_step.keys() == tasks:
-            of_step[MEAN] = sum(of_step.values()) / len(tasks)
-    return scores
+    with open(PYTHIA, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.pop("model") == suite]
+    scores = {int(row.pop("step")): {task: float(value) for task, value in row.items()} for row in rows}
+    return {step: {**of_step, MEAN: sum(of_step.values()) / len(of_step)} for step, of_step in scores.items()}
 
 
 def read_from_checkpoint(directory: Path) -> dict[str, float]:
@@ -160,13 +154,3 @@ def describe_coverage(scores: Scores, steps: Iterable[int], where: str) -> str:
     steps = list(steps)
     count = sum(step in scores for step in steps)
     return f"scores: {count} of {len(steps)} checkpoints have benchmark results ({where}); the others get none"
-
-
-@cache
-def _table() -> list[tuple[str, int, str, float]]:
-    with open(PYTHIA, newline="") as file:
-        return [
-            (row["model"], int(row["step"]), row["task"], float(row["value"]))
-            for row in csv.DictReader(file)
-            if row["setting"] == "zero-shot" and row["metric"] == "acc"
-        ]

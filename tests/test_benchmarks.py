@@ -2,13 +2,33 @@
 
 import json
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from benchmarks import callback, coupling, figures, machine, shapes, streaming, timing
+from benchmarks import (
+    beyond,
+    bookkeeping,
+    callback,
+    coupling,
+    dry_run,
+    figures,
+    machine,
+    penalty,
+    shapes,
+    stores,
+    streaming,
+    timing,
+)
+from checkpoints import nano
+from checkpoints.configuration import pythia_shapes
+from tests.conftest import TINY
+from tests.stores import generated
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
 
@@ -182,6 +202,14 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
+def test_the_streamed_checkpoint_has_the_published_dtype_in_both_formats(tmp_path):
+    size = streaming.write_checkpoint(streaming.Streaming("14m", blocks=1), tmp_path)
+    assert size == 2 * replace(pythia_shapes()["14m"], layers=1, vocabulary=50304).parameters
+    shards = [torch.load(file) for file in (tmp_path / "bin").glob("*.bin")]
+    shards.append(load_file(tmp_path / "safetensors" / "model.safetensors"))
+    assert {tensor.dtype for shard in shards for tensor in shard.values()} == {torch.float16}
+
+
 @pytest.mark.slow
 def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
@@ -240,3 +268,53 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
     assert "one measurement" in capsys.readouterr().out
     assert callback.main(["--device", "cuda:99"]) == 2
     assert "--device cuda:99 can't be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", stores.WORK)
+def test_all_that_reads_a_store_is_timed(name, tmp_path, capsys):
+    stores.run(name, str(generated(tmp_path / "store", [0, 1000], model_name="generated", device="cpu")))
+    seconds, growth = map(float, capsys.readouterr().out.splitlines()[-1].split())
+    assert seconds > 0 and growth >= 0
+
+
+@pytest.mark.slow
+def test_stores_are_timed_in_processes_of_their_own(capsys):
+    assert stores.main(["--units", "2,4", "--layers", "3", "--prompts", "2", "--work", "open"]) == 0
+    header, _, row = capsys.readouterr().out.splitlines()
+    assert header == "||2 units|4 units|exponent|" and re.fullmatch(
+        r"\|open(\|[\d.]+ s, [\d,]+ MB){2}\|-?[\d.]+\|", row
+    )
+
+
+def test_choices_of_measures_are_timed_beside_coupling(capsys):
+    small = ["--shape", "14m", "--blocks", "2", "--tokens", "6", "--k", "3", "--repeats", "1"]
+    assert beyond.main([*small, "--choices", "halves", "--together", "products,normality"]) == 0
+    first, *shares = capsys.readouterr().out.splitlines()
+    assert re.match(r"coupling alone: [\d.]+ s, 14m, 2 blocks, K = 3$", first)
+    assert [line.split(":")[0] for line in shares] == ["halves", "products + normality"]
+
+
+def test_dry_runs_are_timed_beside_measurements(capsys):
+    assert dry_run.main(["--shape", "14m", "--blocks", "2", "--tokens", "6", "--repeats", "1"]) == 0
+    assert re.match(r"14m: a dry run takes [\d.]+ s and predicts [\d.]+ s; measuring takes", capsys.readouterr().out)
+
+
+def test_bookkeeping_is_timed(tmp_path, capsys):
+    store = generated(tmp_path / "store", [0, 1000])
+    assert bookkeeping.main(["--out", str(store), "--steps", "[3]", "--repeats", "1"]) == 0
+    found = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
+    assert {"summary, 1 unit", "pictures, 1 unit", "summary, 3 steps"} <= set(found)
+    assert all(re.fullmatch(r"\d+ ms", seconds) for seconds in found.values())
+
+
+@pytest.mark.slow
+def test_the_estimate_of_the_penalty_is_compared_with_the_exact_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
+    monkeypatch.setattr(nano, "load", partial(nano.load, recipe=replace(TINY, layers=5, steps=(0, 1))))
+    out = tmp_path / "penalty.json"
+    small = ["--draws", "10", "--sequences", "2", "--length", "8", "--repeats", "1", "--out", str(out)]
+    assert penalty.main(["--steps", "[0,1]", *small]) == 0
+    result = json.loads(out.read_text())
+    assert [row["step"] for row in result["course"]] == [0, 1] and 0 < result["exact"] < 1
+    assert all(abs(row["bias"]) < 5 * row["standard_error_of_the_bias"] + 0.05 for row in result["estimates"].values())
+    assert "a training step with the penalty takes" in capsys.readouterr().out

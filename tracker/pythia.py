@@ -240,23 +240,24 @@ def _stop_without_device(step: int, error: Exception) -> None:
 
 def _write_page(units: "Units") -> list[str]:
     """Write the page and print the summary; return why there is none, in no line or one."""
+    from tracker.analysis.reduction import read_reduced
     from tracker.analysis.summary import summary_of_reduced
-    from tracker.report.contents import Reader
     from tracker.report.write import write_page
 
-    store, reader = units.store, Reader()
+    store = units.store
     if not units.known:
         return []
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
             require_settings(store, set().union(*(known.likeness["settings"] for known in units.known.values())))
-            page = write_page(reader, [store.path], store.path / "report.html")
+            curve = read_reduced(store.path)
+            page = write_page({store.path: curve}, store.path / "report.html")
         except ValueError as error:  # a unit of another walk, or its settings
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
     with suppress(UsageError):  # neither mis-couplings nor paths were asked for
-        print(summary_of_reduced({"": reader.read(store.path)}), flush=True)
+        print(summary_of_reduced({"": curve}), flush=True)
     return []
 
 

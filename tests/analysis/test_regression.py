@@ -1,15 +1,16 @@
 """Fits and intervals against scipy, statsmodels and simulation."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import statsmodels.api as sm
 from scipy import stats
 
 from tracker.analysis.regression import (
+    cluster_means,
     clustered_mean,
     detectable_correlation,
     exponential_fit,
-    group_means,
     holm,
     linear_fit,
     mean_interval,
@@ -259,7 +260,8 @@ def test_averaged_copies_count_as_one_point():
     random = np.random.default_rng(26)
     label = np.repeat(list("abcdef"), 2)
     x, y = (np.repeat(v, 2) for v in random.standard_normal((2, 6)))
-    fit, oracle = linear_fit(*group_means(label, x, y)), stats.linregress(x[::2], y[::2])
+    means = cluster_means(pd.DataFrame({"x": x, "y": y}), label)
+    fit, oracle = linear_fit(means.x.to_numpy(), means.y.to_numpy()), stats.linregress(x[::2], y[::2])
     assert fit["n"] == 6 and fit["p"] == pytest.approx(oracle.pvalue)
     assert linear_fit(x, y)["p"] < fit["p"]
 

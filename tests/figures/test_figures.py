@@ -463,14 +463,19 @@ def test_subsets_of_models(several, tmp_path):
 
     rng = np.random.default_rng(0)
     made = pd.DataFrame(
-        {"c": rng.normal(size=12), "family": ["a"] * 6 + ["b"] * 5 + ["c"], "parameters": np.arange(12)}
+        {
+            "c": rng.normal(size=12),
+            "architecture": ["a"] * 6 + ["b"] * 5 + ["c"],
+            "parameters": np.arange(12),
+            "cluster": range(12),
+        }
     )
     made["score"] = made["c"] + rng.normal(size=12)
-    table = subset_fits(made, "c", "score", "family", "parameters")
+    table = subset_fits(made, "c")
     names = ["all", "a only", "without a", "b only", "without b", "without c"]
     assert table.subset.tolist()[:6] == names and table.n.tolist() == [12, 6, 6, 5, 7, 11, 6, 6]
     assert (table.p_holm >= table.p).all()
-    fit = stats.linregress(made.c[made.family == "b"], made.score[made.family == "b"])
+    fit = stats.linregress(made.c[made.architecture == "b"], made.score[made.architecture == "b"])
     only = table[table.subset == "b only"].iloc[0]
     close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
 

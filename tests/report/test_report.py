@@ -16,9 +16,9 @@ from tests.models import neox, tokens
 from tests.stores import generated, stored, unit
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.reduction import reduced
+from tracker.analysis.reduction import read_reduced, reduced
 from tracker.measures.registry import MISCOUPLINGS, VARIANTS
-from tracker.report.contents import Reader, contents
+from tracker.report.contents import contents
 from tracker.report.write import main, write_report
 from tracker.store import Store, distinct_names
 
@@ -656,4 +656,4 @@ class TestCommandLine:
 
     @pytest.mark.slow
     def test_read_unit_by_unit_gives_the_same_numbers(self, results):
-        assert contents(Reader().read(results)) == contents(reduced(tracker.open_results(results)))
+        assert contents(read_reduced(results)) == contents(reduced(tracker.open_results(results)))

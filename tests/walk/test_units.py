@@ -20,10 +20,10 @@ from tests.walk.test_walk import commit, snapshots
 from tracker import pythia
 from tracker import store as results
 from tracker.analysis.curves import scalars
-from tracker.analysis.reduction import reduced
+from tracker.analysis.reduction import read_reduced, reduced
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
-from tracker.report.contents import Reader, carried, contents
+from tracker.report.contents import carried, contents
 from tracker.report.texts import provenance
 from tracker.store import Store
 from tracker.walk import units
@@ -118,7 +118,7 @@ def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
     rows = [many.row(step) for step in range(6)]
     assert [row and row.step for row in rows] == list(range(6)) and many.row(0) is None
     assert list(many.known) == list(range(6))
-    pages = [peak(Reader().read, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))]
+    pages = [peak(read_reduced, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))]
     assert pages[0] - pages[1] < size / 2, (pages[0] - pages[1]) / size
 
 
@@ -150,16 +150,15 @@ def numbers(page: str) -> dict:
 
 @pytest.mark.slow
 def test_rows_are_the_same_measured_and_read_together(tmp_path):
-    """The page, whose units are read in parts, has the numbers of the whole store."""
+    """The page, whose units are reduced one by one, has the numbers of the whole store."""
     store = Store(tmp_path)
     store.check_settings({})
-    measured, from_files, reader = Units(store, True), Units(store, True), Reader()
+    measured, from_files = Units(store, True), Units(store, True)
     for step in (1, 2, 3):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
         made = made.assign_coords(step=step, revision=f"step{step}", prompt_source=("prompt", ["web", "a book"]))
         measured.add(step, measured.prepare(made))
-        reader.read(tmp_path)  # in three parts
     from_files.read([1, 2, 3])
     assert measured.known == from_files.known
     for step in (1, 2, 3):
@@ -168,20 +167,8 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
         assert rows[0].headline == rows[1].headline and rows[0].checkpoint == rows[1].checkpoint
         xr.testing.assert_allclose(*(row.matrices.reset_coords(drop=True) for row in rows if row), rtol=1e-14)
     whole = reduced(tracker.open_results(tmp_path))
-    assert contents(reader.read(tmp_path)) == contents(Reader().read(tmp_path)) == contents(whole)
-    assert provenance(reader.read(tmp_path), store) == provenance(whole, store)
-
-
-def test_unit_replaced_by_another_walk_is_read_again(tmp_path, reads):
-    store, reader = stored(tmp_path, {step: large_unit(step) for step in (1, 2)}), Reader()
-    reader.read(tmp_path)
-    store.write(2, large_unit(2).assign(lss=lambda ds: ds["lss"] + 1))  # of the same size
-    reads.clear()
-    read = reader.read(tmp_path)
-    assert reads == {2: 1}
-    assert contents(read) == contents(reduced(tracker.open_results(tmp_path)))
-    store.file(1).unlink()
-    assert reader.read(tmp_path)["step"].values.tolist() == [2]
+    read = read_reduced(tmp_path)
+    assert contents(read) == contents(whole) and provenance(read, store) == provenance(whole, store)
 
 
 def test_row_has_the_values_of_the_whole_unit():

@@ -27,6 +27,7 @@ from tracker.analysis.curves import correlations, sources
 from tracker.analysis.doubts import require_same_conventions
 from tracker.analysis.regression import (
     MIN_POINTS,
+    cluster_means,
     exponential_fit,
     holm,
     linear_fit,
@@ -158,13 +159,6 @@ def final_couplings(points: Results) -> xr.DataArray:
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
 
-def cluster_means(table: pd.DataFrame, cluster: str = "cluster") -> pd.DataFrame | None:
-    """Average the rows of each cluster; None where no two rows share a cluster."""
-    if not table[cluster].duplicated().any():
-        return None
-    return pd.DataFrame(table.groupby(cluster, sort=False).mean(numeric_only=True))
-
-
 def fit_line(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:
     """Fit y on x over the rows (`linear_fit`).
 
@@ -189,38 +183,35 @@ def controlled_fit(table: pd.DataFrame, x: str) -> dict[str, Any]:
 
 
 def _with_averaged(table: pd.DataFrame, fit: Callable[[pd.DataFrame], dict[str, float]]) -> dict[str, Any]:
-    means = cluster_means(table)
+    means = cluster_means(table, table["cluster"])
     return {**fit(table), "averaged": None if means is None else fit(means)}
 
 
-def subset_fits(
-    table: pd.DataFrame, x: str, y: str, architecture: str, size: str, cluster: str | None = None
-) -> pd.DataFrame:
-    """Fit y on x (`linear_fit`) over all rows, over and without each architecture, and over the smaller and larger half.
+def subset_fits(table: pd.DataFrame, x: str) -> pd.DataFrame:
+    """Fit the score on x (`linear_fit`) over all rows, over and without each architecture, and over the halves by parameters.
 
     Args:
-        table: one row per result, with the columns named by the other arguments.
-        cluster: the column of clusters, if any.
+        table: one row per result, with the columns x, score, architecture, parameters and cluster.
 
     Returns:
         One row per subset of at least `MIN_POINTS` rows, and one for the means of the clusters of all rows, if any two share
         a cluster; p_holm is p corrected for the number of subsets.
     """
     chosen = {"all": np.full(len(table), True)}
-    counts = table[architecture].value_counts()
+    counts = table["architecture"].value_counts()
     for name in counts.index if len(counts) > 1 else ():
-        chosen[f"{name} only"] = (table[architecture] == name).to_numpy()
+        chosen[f"{name} only"] = (table["architecture"] == name).to_numpy()
         if len(counts) > 2:  # of two, "without one" is "the other only"
-            chosen[f"without {name}"] = (table[architecture] != name).to_numpy()
-    middle = table[size].median()
-    chosen[f"{size} up to {middle:.3g}"] = (table[size] <= middle).to_numpy()
-    chosen[f"{size} above {middle:.3g}"] = (table[size] > middle).to_numpy()
+            chosen[f"without {name}"] = (table["architecture"] != name).to_numpy()
+    middle = table["parameters"].median()
+    chosen[f"parameters up to {middle:.3g}"] = (table["parameters"] <= middle).to_numpy()
+    chosen[f"parameters above {middle:.3g}"] = (table["parameters"] > middle).to_numpy()
     subsets = {name: table.loc[rows] for name, rows in chosen.items()}
-    if cluster and (means := cluster_means(table, cluster)) is not None:
+    if (means := cluster_means(table, table["cluster"])) is not None:
         subsets = {"all": table, "all, clusters averaged": means} | subsets
     out = pd.DataFrame(
         [
-            {"subset": name, **linear_fit(rows[x].to_numpy(), rows[y].to_numpy())}
+            {"subset": name, **linear_fit(rows[x].to_numpy(), rows["score"].to_numpy())}
             for name, rows in subsets.items()
             if len(rows) >= MIN_POINTS
         ]
@@ -235,8 +226,8 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         summaries: one summary (`analysis.reduction`) per result.
 
     Returns:
-        models: names of the results compared, in the order of every list; clusters: their labels, independence: a note on
-        them; benchmarks, score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
+        models: names of the results compared, in the order of every list; independence: a note on their clusters; benchmarks,
+        score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
         coupling: by measure, K and pairs, its values, their interval over prompts (for l != l'), fits of the score on it
         (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
 
@@ -271,7 +262,6 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         }
     return {
         "models": list(compared),
-        "clusters": table["cluster"].tolist(),
         "independence": independence_note(compared),
         "benchmarks": benchmarks,
         "score": jsonable(table["score"].to_numpy()),
@@ -284,7 +274,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
 
 def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
     values, score = rows["coupling"].to_numpy(), rows["score"].to_numpy()
-    subsets = subset_fits(rows, "coupling", "score", "architecture", "parameters", "cluster")
+    subsets = subset_fits(rows, "coupling")
     return {
         "values": jsonable(values),
         "exponential": jsonable(exponential_fit(values, score)),

@@ -22,7 +22,7 @@ import xarray as xr
 
 from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
-from tracker.analysis.regression import group_means, holm, linear_fit
+from tracker.analysis.regression import cluster_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
 from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens, pair_layers
@@ -173,9 +173,7 @@ def suspect(results: xr.Dataset) -> np.ndarray:
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
 
 
-def correlations(
-    coupling: xr.DataArray, y: np.ndarray, groups: np.ndarray | None = None, clusters: np.ndarray | None = None
-) -> pd.DataFrame:
+def correlations(coupling: xr.DataArray, y: np.ndarray, clusters: np.ndarray | None = None) -> pd.DataFrame:
     """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
 
     p_holm is p corrected for all rows. Where clusters are given and some samples share one, cluster_n, cluster_r, cluster_r2 and
@@ -184,10 +182,11 @@ def correlations(
     stacked = coupling.stack(which=("measure", "k", "pairs"))
     rows = []
     for i, (measure, k, pairs) in enumerate(stacked["which"].values):
-        row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(stacked.values[:, i], y, groups)}
-        if clusters is not None and len(np.unique(clusters)) < len(y):
-            x, of_y, *kinds = group_means(clusters, stacked.values[:, i], y, *([] if groups is None else [groups]))
-            fit = linear_fit(x, of_y, *kinds)
+        x = stacked.values[:, i]
+        row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(x, y)}
+        means = None if clusters is None else cluster_means(pd.DataFrame({"x": x, "y": y}), clusters)
+        if means is not None:
+            fit = linear_fit(means["x"].to_numpy(), means["y"].to_numpy())
             row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
         rows.append(row)
     table = pd.DataFrame(rows)

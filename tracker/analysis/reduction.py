@@ -14,10 +14,19 @@ import xarray as xr
 
 from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
 from tracker.analysis.null_levels import READ, levels, levels_of_several
-from tracker.analysis.variables import PAIRS, coordinates, in_float64, mean, median, over_pairs, quartiles
+from tracker.analysis.variables import (
+    PAIRS,
+    coordinates,
+    evenly_spaced,
+    in_float64,
+    mean,
+    median,
+    over_pairs,
+    quartiles,
+)
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store import Store, require_steps
+from tracker.store import Store, join, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -68,6 +77,17 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     return xr.Dataset(summary, coords, results.attrs)
 
 
+def read_reduced(directory: str | Path) -> xr.Dataset:
+    """Return the results of a store along `step`, `reduced` unit by unit.
+
+    Raises:
+        FileNotFoundError: if there are none.
+        ValueError: if a unit is damaged, or the units make no curve.
+    """
+    store = Store(directory)
+    return join([*map(reduced, store.curves(require_steps(store)))], store.path)
+
+
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:
     return {str(name): part.variables[name] for name in part.data_vars}
 
@@ -108,12 +128,9 @@ def _states(results: xr.Dataset) -> xr.Dataset:
     if "pca" in results:
         plane = results.variables["pca"].isel(prompt=0)
         at = np.flatnonzero(plane.notnull().all([dim for dim in plane.dims if dim != "position"]).values)
-        chosen = at[np.unique(np.linspace(0, len(at) - 1, min(PATHS, len(at))).round().astype(int))] if len(at) else at
+        chosen = at[evenly_spaced(len(at), PATHS)]
         summary["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
-        along = {name: values for name, values in results.coords.variables.items() if "position" in values.dims}
-        for name, values in along.items():  # the positions, and the texts of the first prompt's tokens
-            values = values.isel({"prompt": 0, "position": chosen}, missing_dims="ignore")
-            coords["path" if name == "position" else str(name)] = _renamed(values, "position", "path")
+        coords["path"] = _renamed(results.coords.variables["position"].isel(position=chosen), "position", "path")
     if "noise_similarity" in results:
         ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
         summary["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")

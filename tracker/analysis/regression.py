@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 from scipy import optimize, stats
@@ -69,14 +70,20 @@ def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> 
     return _fit_centred(rest_x, rest_y, len(x) - int(np.linalg.matrix_rank(design)) - 1)
 
 
-def group_means(labels: ndarray, *values: ndarray) -> tuple[ndarray, ...]:
-    """Average each array over the points of each label.
+def cluster_means(table: pd.DataFrame, clusters: ndarray | pd.Series) -> pd.DataFrame | None:
+    """Average the numbers of the rows of each cluster; None where no two rows share one.
 
-    >>> group_means(np.array(["a", "b", "a"]), np.array([1.0, 5.0, 3.0]))[0].tolist()
+    A mean over an undefined value is undefined, as a fit of the rows themselves is: otherwise the means of x and of y might be of
+    different rows.
+
+    >>> cluster_means(pd.DataFrame({"x": [1.0, 5.0, 3.0]}), np.array(["a", "b", "a"]))["x"].tolist()
     [2.0, 5.0]
     """
-    names = np.unique(labels)
-    return tuple(np.array([np.asarray(v, float)[labels == name].mean() for name in names]) for v in values)
+    if len(np.unique(clusters)) == len(table):
+        return None
+    numbers = table.select_dtypes("number")
+    means = numbers.groupby(clusters, sort=False).mean()
+    return means.where(numbers.notna().groupby(clusters, sort=False).all())
 
 
 def _without_rounding(rest: ndarray, of: ndarray) -> ndarray:
@@ -109,8 +116,8 @@ def _correlation_interval(r: float, df: int) -> tuple[float, float]:
     return float(np.tanh(np.arctanh(r) - margin)), float(np.tanh(np.arctanh(r) + margin))
 
 
-def power_of_correlation(r: float, df: int, level: float = 1 - CONFIDENCE) -> float:
-    """Return the probability that the two-sided t test at `level` finds a true correlation r; NaN below 2 df.
+def power_of_correlation(r: float, df: int) -> float:
+    """Return the probability that the two-sided t test at 5 % finds a true correlation r; NaN below 2 df.
 
     By Fisher's z with its bias r / (2 (df + 1)), an approximation.
 
@@ -119,7 +126,7 @@ def power_of_correlation(r: float, df: int, level: float = 1 - CONFIDENCE) -> fl
     """
     if df < 2:
         return float("nan")
-    t = stats.t.ppf(1 - level / 2, df)
+    t = stats.t.ppf((1 + CONFIDENCE) / 2, df)
     critical = np.arctanh(t / np.sqrt(t * t + df))
     shift, scale = np.arctanh(r) + r / (2 * (df + 1)), 1 / np.sqrt(df - 1)
     return float(stats.norm.sf(critical, shift, scale) + stats.norm.cdf(-critical, shift, scale))

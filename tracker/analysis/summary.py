@@ -107,11 +107,11 @@ def _names(results: Sequence[Given]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
 
 
-def summary_of_reduced(results: Mapping[str, xr.Dataset], k: int | None = None) -> Summary:
+def summary_of_reduced(results: Mapping[str, xr.Dataset]) -> Summary:
     """Return the summary of one result or several along `step`, each as `reduction.reduced` returns it."""
 
     def result(curve: xr.Dataset) -> _Result:
-        of, name = _chosen(curve, k)
+        of, name = _chosen(curve, None)
         coupling = curve[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean("prompt").values if name else ()
         return _Result(_by_step(curve["step"].values, coupling), of, lambda steps: curve.sel(step=steps))
 
@@ -279,8 +279,9 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     """Return the last steps of several results, and the differences of each from the first."""
     ks = {name: result.k for name, result in results.items()}
     if len(set(ks.values())) > 1:
+        listed = ", ".join(f"{name}: {k}" for name, k in ks.items())
         raise UsageError(
-            f"the smallest K of the results differ ({_listed(ks)}); choose one that all have: summary(..., k=10)"
+            f"the smallest K of the results differ ({listed}); choose one that all have: summary(..., k=10)"
         )
     k = next(iter(ks.values()))
     units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
@@ -359,10 +360,6 @@ def _of_coupling(
         )
     if any(unit.attrs["post_norm"] for unit in units.values()):
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in values.items())
 
 
 def to_frame(

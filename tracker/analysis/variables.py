@@ -79,6 +79,11 @@ def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, 
     return fitting | {dim: xr.Variable(dim, list(labels)) for dim, labels in LABELS.items() if dim in sizes}
 
 
+def evenly_spaced(size: int, count: int) -> list[int]:
+    """Return at most `count` evenly spaced indices below `size`, the first and the last among them."""
+    return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})
+
+
 def _ordered(values: xr.Variable, over: tuple[str, ...]) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Return the remaining dimensions, the values along the others in ascending order, NaN last, and the number of values."""
     rest = [str(dim) for dim in values.dims if dim not in over]

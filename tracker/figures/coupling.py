@@ -14,10 +14,11 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.curves import curves, labelled_over_pairs, sources, suspect
+from tracker.analysis.curves import SAMPLES, curves, labelled_over_pairs, sources, suspect
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.regression import holm, linear_fit
+from tracker.analysis.variables import evenly_spaced
 from tracker.figures.drawing import (
     BLUE,
     GREEN,
@@ -28,7 +29,6 @@ from tracker.figures.drawing import (
     banded_line,
     colour_map,
     equation,
-    evenly_spaced,
     fitted_line,
     label_y,
     logarithmic_y,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}  # of the measures drawn of a single result
 TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodistance (0: exponential growth)"}
-SAMPLES = ("prompt", "token")
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix
 PLACE = 0.1, 0.12, 0.86, 0.77  # of the matrix and its bar in a picture, which leaves room for longer numbers

@@ -266,8 +266,3 @@ def shades(count: int) -> list[Any]:
     """Return `count` colours from dark to light for ordered things such as steps; distinct in greyscale print."""
     colours = colour_map()
     return [colours(0.9 * i / max(count - 1, 1)) for i in range(count)]
-
-
-def evenly_spaced(size: int, count: int) -> list[int]:
-    """Return at most `count` evenly spaced indices below `size`, the first and the last among them."""
-    return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})

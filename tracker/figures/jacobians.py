@@ -15,7 +15,8 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.curves import inverse_fit, middle_layers
+from tracker.analysis.curves import SAMPLES, inverse_fit, middle_layers
+from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.drawing import (
     BLUE,
@@ -23,7 +24,6 @@ from tracker.figures.drawing import (
     ORANGE,
     at_step,
     colour_map,
-    evenly_spaced,
     logarithmic_y,
     panels,
     shades,
@@ -153,9 +153,6 @@ def singular_values(
             panel.set_xlabel("Block l", fontsize=8)
             panel.legend(fontsize=6)
     return figure, pd.concat(rows, ignore_index=True)
-
-
-SAMPLES = ("prompt", "token")
 
 
 def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":

@@ -121,7 +121,7 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, properties = _coupling_and_score(results, k)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
-    fits = subset_fits(table, coupling, "score", "architecture", "parameters", "cluster")
+    fits = subset_fits(table, coupling)
     figure, (axes,) = panels(1, target)
     if target is None:
         figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
@@ -147,10 +147,8 @@ def definitions(results: Results, _: int, target: "Axes | None" = None) -> "Plot
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     figure = correlation_heatmap(table, "score", target)
-    if target is None:
-        figure.supxlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
-    else:
-        target.set_xlabel(fill(independence_note(results), _letters(figure)), fontsize=7)
+    write = figure.supxlabel if target is None else target.set_xlabel
+    write(fill(independence_note(results), _letters(figure)), fontsize=7)
     return figure, table
 
 

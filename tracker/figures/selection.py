@@ -51,10 +51,6 @@ class Wording:
     scores: str
     several: str
 
-    def measure_again(self, names: Sequence[str]) -> str:
-        """State how to measure with these names of measures."""
-        return self.again.format(names=list(names), flag=",".join(names))
-
 
 COMMAND = Wording(
     beside=("all", "list"),
@@ -209,7 +205,9 @@ def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset, wording: Wordin
             "checkpoints, --revisions '...(?P<tokens>...)'"
         )
     if missing:
-        return f"{name} lacks {', '.join(missing)}; {wording.measure_again(_measures(figure))}"
+        measures = _measures(figure)
+        again = wording.again.format(names=list(measures), flag=",".join(measures))
+        return f"{name} lacks {', '.join(missing)}; {again}"
     first, count = float(ds["step"][0]), ds.sizes["step"]
     if count < figure.steps:
         steps = "one training step" if count == 1 else f"{count} training steps"

@@ -11,13 +11,13 @@ import pandas as pd
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import quartiles, sources
+from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.drawing import (
     BLUE,
     ORANGE,
     at_step,
     axis_label,
-    evenly_spaced,
     label_y,
     mean_line,
     panels,

@@ -1,7 +1,5 @@
 """The values that the page draws, JSON-able, from summaries of results. Undefined values are null.
 
-`Reader` reads each unit once, unless its file is replaced, and keeps the units reduced.
-
 Arrays are quantized: integers over each part's own range, in base64. A part is what the leading axes index: one step's
 matrices, one matrix. Within it, value = low + code * span / (2^bits - 2), and the code 2^bits - 1 is an undefined value. 32
 bits: float32 as they are.
@@ -11,8 +9,7 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -20,53 +17,10 @@ import xarray as xr
 from tracker.analysis.across_models import jsonable
 from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset, pairs_of_blocks
-from tracker.analysis.variables import PAIRS
-from tracker.figures.drawing import evenly_spaced
+from tracker.analysis.variables import PAIRS, evenly_spaced
 from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
-
-if TYPE_CHECKING:
-    import xarray as xr
-
-Signature = tuple[int, int, int]
-
-
-class Reader:
-    """A cache of the reduced units of stores."""
-
-    def __init__(self) -> None:
-        self.known: dict[Path, tuple[dict[int, Signature], xr.Dataset]] = {}  # by directory
-
-    def read(self, directory: Path) -> "xr.Dataset":
-        """Return the results of a store, `reduced`, along `step`.
-
-        Raises:
-            FileNotFoundError: if there are none.
-            ValueError: if a unit is damaged, or the units make no curve.
-        """
-        from tracker.analysis.reduction import reduced
-        from tracker.store import Store, join, require_steps
-
-        store = Store(directory)
-        # Taken before reading: a unit that is replaced meanwhile is read again next time.
-        signatures = {step: signature(store.file(step)) for step in require_steps(store)}
-        before, curve = self.known.get(directory, ({}, None))
-        kept = [step for step, of in signatures.items() if before.get(step) == of]
-        changed = [step for step in signatures if step not in kept]
-        if changed or len(kept) < len(before):
-            parts = [] if curve is None or not kept else [curve.sel(step=kept)]
-            curve = join([*parts, *map(reduced, store.curves(changed))], directory)
-            self.known[directory] = signatures, curve
-        assert curve is not None
-        return curve
-
-
-def signature(file: Path) -> Signature:
-    """Return an identifier that changes when a file is replaced."""
-    status = file.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
 
 TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed it are carried in 32
 
@@ -86,7 +40,7 @@ def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None 
     values = np.asarray(values, dtype=float)
     whole, kept = values, _affordable(values.shape[0], values[:1].size * bits // 8, budget)
     values = values[kept]
-    packed = {"shape": list(values.shape), "parts": parts, "steps": kept.tolist()}
+    packed = {"shape": list(values.shape), "parts": parts, "steps": kept}
     if bits != 32:
         codes, low, span = _quantised(values, bits, parts)
         error = _error(values, unpack_parts(codes, low, span, bits))
@@ -107,12 +61,9 @@ def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
     """Yield every packed array in the page's data."""
     if isinstance(data, MutableMapping) and "codes" in data:
         yield data
-    elif isinstance(data, Mapping):
-        for entry in data.values():
+    elif isinstance(data, (Mapping, list)):
+        for entry in data.values() if isinstance(data, Mapping) else data:
             yield from carried(entry)
-    elif isinstance(data, list):
-        for entry in data:
-            yield from carried(entry) if isinstance(entry, (Mapping, list)) else ()
 
 
 def _quantised(values: np.ndarray, bits: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -134,10 +85,9 @@ def _error(values: np.ndarray, again: np.ndarray) -> float:
     return float((abs(again - flat)[compared] / abs(flat[compared])).max(initial=0))
 
 
-def _affordable(count: int, size: int, budget: int | None) -> np.ndarray:
-    if budget is None or count * size <= budget:
-        return np.arange(count)
-    return np.unique(np.linspace(0, count - 1, max(2, budget // max(size, 1))).round().astype(int))
+def _affordable(count: int, size: int, budget: int | None) -> list[int]:
+    whole = budget is None or count * size <= budget
+    return evenly_spaced(count, count if whole else max(2, budget // max(size, 1)))
 
 
 def _base64(values: np.ndarray) -> str:
@@ -167,7 +117,6 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "suspect": [reason != "" for reason in suspect(ds)],
-        "tokens_seen": _numbers(_by_step(ds, "tokens_seen")) if "tokens_seen" in ds.coords else None,
         "layers": layers(ds),
         "ks": ks,
         "final_norm": str(ds.attrs["final_norm"]),
@@ -175,7 +124,6 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "curves": {
             name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks} for name in names
         },
-        "sources": None if (of := sources(ds)) is None else len(set(of)),
         "onset": {name: {k: _onset(of_k[k], name) for k in ks} for name in names},
         "most_coupled": {name: {k: _most_coupled(of_k[k], name) for k in ks} for name in names},
         **{
@@ -358,10 +306,6 @@ def _noise(ds: xr.Dataset) -> dict[str, Any]:
         "depths": [int(depth) for depth in similarity["end"].values],
         "values": _numbers(similarity),
     }
-
-
-def _by_step(ds: xr.Dataset, name: str) -> xr.DataArray:
-    return ds.coords[name].broadcast_like(ds["step"])
 
 
 def _numbers(values: xr.DataArray) -> list:

@@ -20,8 +20,6 @@ from tracker.common.text import counted
 if TYPE_CHECKING:
     import xarray as xr
 
-    from tracker.report.contents import Reader
-
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (
     "numbers",
@@ -46,33 +44,29 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        ValueError: if a unit is damaged, or the units of one store make no curve.
+        ValueError: if a directory is given twice, a unit is damaged, or the units of one store make no curve.
         ImportError: without the extra `report`.
     """
     require("plotly", "tracker.report")
-    from tracker.report.contents import Reader
+    from tracker.analysis.reduction import read_reduced
+    from tracker.store import distinct_names
 
-    directories = [results] if isinstance(results, (str, Path)) else list(results)
-    return write_page(Reader(), [Path(directory) for directory in directories], Path(out), clusters=clusters)
-
-
-def write_page(
-    reader: "Reader",
-    directories: Sequence[Path],
-    out: Path,
-    clusters: str | None = None,
-) -> Path:
-    """Write the page of these stores."""
+    directories = [Path(directory) for directory in ([results] if isinstance(results, (str, Path)) else results)]
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
+    distinct_names(directories)  # before the units are read, which takes long
+    return write_page({directory: read_reduced(directory) for directory in directories}, Path(out), clusters)
+
+
+def write_page(curves: "Mapping[Path, xr.Dataset]", out: Path, clusters: str | None = None) -> Path:
+    """Write the page of stores, given their results, `reduced`, by directory."""
     from tracker.analysis.across_models import assign_clusters
     from tracker.store import distinct_names
 
-    names = distinct_names(directories)
-    read = {name: reader.read(directory) for name, directory in zip(names, directories, strict=True)}
-    summaries = assign_clusters(read, clusters)
+    directories = dict(zip(distinct_names(list(curves)), curves, strict=True))
+    summaries = assign_clusters({name: curves[directory] for name, directory in directories.items()}, clusters)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, _page(summaries, dict(zip(names, directories, strict=True))).encode())
+    write_atomic(out, _page(summaries, directories).encode())
     return out
 
 
@@ -226,8 +220,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    from tracker.store import distinct_names
-
     if parsed.out is None and len(parsed.results) > 1:
         raise ValueError(
             f"{len(parsed.results)} directories of results make one page; say where it goes: --out page.html"
@@ -235,6 +227,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = parsed.out or parsed.results[0] / "report.html"
     if out.is_dir():
         raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
-    distinct_names(parsed.results)
     print(write_report(parsed.results, out, parsed.clusters))
     return OK

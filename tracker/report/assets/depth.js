@@ -74,10 +74,8 @@ function threeBlocks({ defined }) {
 const CHARTS = { training: [overTraining, "scores"], depth: [byDepth, "noise"], blocks: [atBlocks, "noise"] };
 for (const chart of data.texts.charts) {
   const [of, following] = CHARTS[chart.chart];
-  const figure = Object.assign(document.createElement("figure"), { id: `${chart.id}-figure` });
-  figure.append(Object.assign(document.createElement("div"), { id: chart.id, className: "chart" }), Object.assign(
-    document.createElement("figcaption"), { textContent: chart.caption }));
-  $(`${following}-figure`).before(figure);
+  $(`${following}-figure`).before(element("figure", { id: `${chart.id}-figure` },
+    element("div", { id: chart.id, className: "chart" }), element("figcaption", {}, chart.caption)));
   figures[chart.id] = of(chart);
 }
 

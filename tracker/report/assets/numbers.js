@@ -1,5 +1,5 @@
 "use strict";
-// The page's data, and its arrays unpacked when they are first drawn (in the format of tracker/report/quantize.py).
+// The page's data, and its arrays unpacked when they are first drawn (in the format of tracker/report/contents.py).
 const data = JSON.parse(document.getElementById("data").textContent);
 
 const bytes = (base64) => Uint8Array.from(atob(base64), (c) => c.charCodeAt(0)).buffer;

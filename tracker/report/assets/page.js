@@ -1,5 +1,5 @@
 // The page put together: choices filled in, listened to, and kept; figures framed, observed and drawn.
-const CHOICES = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against", "l", "m", "block"];
+const CHOICES = [...WORDS, ...NUMBERS];
 
 function fill(id, values, labels = values) {
   $(id).replaceChildren(...values.map((value, i) => new Option(labels[i], value)));
@@ -57,14 +57,10 @@ function show(ids) {
 }
 
 for (const id of Object.keys(figures)) {
-  const title = Object.assign(document.createElement("h3"), { id: `${id}-title` });
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv",
-    textContent: "CSV" });
+  const button = element("button", { type: "button", className: "csv" }, "CSV");
   button.setAttribute("aria-label", "Numbers of this chart as CSV");
   button.addEventListener("click", () => download(id));
-  const head = Object.assign(document.createElement("div"), { className: "head" });
-  head.append(title, button);
-  $(`${id}-figure`).prepend(head);
+  $(`${id}-figure`).prepend(element("div", { className: "head" }, element("h3", { id: `${id}-title` }), button));
   if ($(id).matches(".chart:not([role])")) $(id).setAttribute("role", "img");
 }
 
@@ -72,7 +68,7 @@ $("controls").addEventListener("submit", (event) => event.preventDefault());
 for (const id of [...CHOICES, "step"]) {
   $(id).addEventListener("input", () => {
     if (id === "step") state.step = model().steps[Number($("step").value)];
-    else state[id] = ["l", "m", "block"].includes(id) ? Number($(id).value) : $(id).value;
+    else state[id] = NUMBERS.includes(id) ? Number($(id).value) : $(id).value;
     if (id === "model") { settle();
       offer(); }
     show();

@@ -3,12 +3,14 @@ const $ = (id) => document.getElementById(id);
 const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
 
+// What the reader chooses in lists, besides the step and the theme.
+const WORDS = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against"];
+const NUMBERS = ["l", "m", "block"];
+
 const asked = new URLSearchParams(location.hash.slice(1));
 const state = {};
-for (const name of ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against",
-  "theme"]) state[
-  name] = asked.get(name) || "";
-for (const name of ["step", "l", "m", "block"]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
+for (const name of [...WORDS, "theme"]) state[name] = asked.get(name) || "";
+for (const name of ["step", ...NUMBERS]) state[name] = asked.has(name) ? Number(asked.get(name)) : null;
 
 function remember() {
   const kept = Object.entries(state).filter(([, value]) => value !== "" && value !== null);

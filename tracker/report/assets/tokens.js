@@ -23,21 +23,12 @@ figures.token_curves = {
     `Coupling across tokens over training, ${state.kind.replace("_", " ")}: ${MEASURES[baseMeasure()].label}, K = ${state.k}` +
     (tokenLayers().length > 1 ? "" : `, ${tokenLayers()[0]}`),
   draw() {
-    const layers = tokenLayers();
-    const lines = shown(hasTokens).flatMap(([m, i]) => {
-      const c = tokensOf(m).curves[baseMeasure()][state.k],
-        name = labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
-      return [traces.band(m.steps.map(at), c.q25, c.q75, i),
-        traces.training(m, c.value, name, i),
-        traces.null(m, c.null, i)
-      ];
-    });
-    return { traces: lines,
+    const layers = tokenLayers(),
+      curve = (m) => tokensOf(m).curves[baseMeasure()][state.k],
+      name = (m) => labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
+    return { traces: shown(hasTokens).flatMap(([m, i]) => withNull(m, curve(m), name(m), i)),
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } },
-      table: () => shown(hasTokens).flatMap(([m]) => {
-        const { value, q25, q75, null: null_level } = tokensOf(m).curves[baseMeasure()][state.k];
-        return records({ model: m.name, ...acrossTokens() }, { step: m.steps, mean: value, q25, q75, null_level });
-      }),
+      table: () => shown(hasTokens).flatMap(([m]) => curveRows(m, acrossTokens(), curve(m))),
     };
   },
 };

@@ -1,21 +1,19 @@
 // Over training: curves of every model on one axis.
 const shown = (has) => data.models.map((m, i) => [m, i]).filter(([m]) => has(m));
 const labelled = (m, label) => (several ? m.name : label);
+// Of a curve over training with a null level: its lines, and its numbers.
+const withNull = (m, { value, q25, q75, null: level }, name, i) =>
+  [traces.band(m.steps.map(at), q25, q75, i), traces.training(m, value, name, i), traces.null(m, level, i)];
+const curveRows = (m, fixed, { value, q25, q75, null: null_level }, more = {}) =>
+  records({ model: m.name, ...fixed }, { step: m.steps, mean: value, q25, q75, null_level, ...more });
 const chosen = () => `${MEASURES[state.measure].label}, K = ${state.k}`;
 
 figures.coupling = {
   has: () => data.models.some(coupled),
   title: () => `How coupled blocks are over training: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
-    const lines = shown(coupled).flatMap(([m, i]) => {
-      const c = m.curves[state.measure][state.k][state.pairs],
-        x = m.steps.map(at);
-      return [
-        traces.band(x, c.q25, c.q75, i),
-        traces.training(m, c.value, labelled(m, "mean over prompts"), i),
-        traces.null(m, c.null, i),
-      ];
-    });
+    const curve = (m) => m.curves[state.measure][state.k][state.pairs];
+    const lines = shown(coupled).flatMap(([m, i]) => withNull(m, curve(m), labelled(m, "mean over prompts"), i));
     const scored = state.score ? shown((m) => m.score[state.score]).map(([m, i]) =>
       traces.training(m, m.score[state.score], several ? `${m.name}, ${state.score}` : state.score, several ? i
         : i + 1, { yaxis: "y2", line: { width: 1.5, dash: "dashdot" }, marker: { symbol: "diamond-open",
@@ -41,12 +39,8 @@ figures.coupling = {
         yaxis: { rangemode: "tozero", title: { text: "mis-coupling" } },
         ...(scored.length ? { yaxis2: { title: { text: state.score } } } : {})
       },
-      table: () => shown(coupled).flatMap(([m]) => {
-        const { value, q25, q75, null: null_level } = m.curves[state.measure][state.k][state.pairs],
-          score = m.score[state.score];
-        return records({ model: m.name, ...coupledBy(), pairs: state.pairs }, { step: m.steps, mean: value, q25, q75,
-          null_level, ...(score ? { [state.score]: score } : {}) });
-      }),
+      table: () => shown(coupled).flatMap(([m]) => curveRows(m, { ...coupledBy(), pairs: state.pairs }, curve(m),
+        m.score[state.score] && { [state.score]: m.score[state.score] })),
     };
   },
 };
