@@ -17,7 +17,7 @@ from tracker.common.errors import warn_caller
 from tracker.jacobians.independent import Independent
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
-from tracker.measures.settings import choices
+from tracker.measures.settings import CHOICE_NAMES
 
 NAMED = 3  # measures that the warning names
 VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block
@@ -104,7 +104,7 @@ HEADLINE, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in th
 def labelled(dataset: xr.Dataset) -> xr.Dataset:
     """Return a measured Dataset with its variables in order and described; others keep their attributes."""
     asked = str(dataset.attrs.get("measures", "")).split(", ")
-    asked = [*(name for name in asked if name in choices()), *choices()]
+    asked = [*(name for name in asked if name in CHOICE_NAMES), *CHOICE_NAMES]
     in_registry = {name: i for i, name in enumerate(BY_NAME)}
 
     def place(name: str) -> tuple[int, int, int]:

@@ -180,9 +180,10 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, normed: bool = True
     Args:
         normed: also return the variable with the final norm applied to the last state, NAME_normed.
     """
+    more.setdefault("option", "trajectory")
     if "dashboard" in more:
         more |= {"curve": "quartiles", "counted": True, "metric": f"trajectory/{name}", "logged": ("",)}
-    measure = Measure(name, dims, label, **{"option": "trajectory"} | more)
+    measure = Measure(name, dims, label, **more)
     if not normed:
         return (measure,)
     with_norm = replace(
