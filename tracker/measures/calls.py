@@ -237,10 +237,12 @@ def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) ->
         else:
             progress.advance(len(of_batch))
         i += 1
+    checks = {layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()}
+    notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks, "independent_checks": checks}
+    if settings.includes("halves"):
+        notes["without_halves"] = jacobians.without_halves
     for sample in samples:
-        sample.fallbacks |= jacobians.fallbacks
-        sample.independent |= jacobians.independent
-        sample.without_halves |= jacobians.without_halves
+        sample.notes = notes
         sample.decode = None  # samples are sent between processes
     return samples
 
