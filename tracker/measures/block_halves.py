@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.jacobians.halves import Halves
+from tracker.jacobians.halves import Matrices
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
 from tracker.measures.coupling import moments, null_level, overlap
@@ -29,7 +29,7 @@ from tracker.measures.single_blocks import jacobian_gain
 Values = Float[Tensor, " R"]
 
 
-def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Tensor]:
+def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> dict[str, Tensor]:
     """Return the measures of the halves of a block, over (row, ...)."""
     R, d, _ = block.U.shape
     U, S, V = block.U[..., :K], block.S[..., :K], block.V[..., :K]
@@ -39,10 +39,10 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
         values = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
         matrix = missing[:, None, None].expand(R, K, K)
         return values | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
-    triplets = {half: top_singular_triplets(getattr(halves, half), K) for half in ("attention", "mlp")}
+    triplets = {half: top_singular_triplets(J, K) for half, J in halves.items()}
     values = {}
     for half, other in (("attention", "mlp"), ("mlp", "attention")):
-        J, basis, s = getattr(halves, half), triplets[other], triplets[half].S
+        J, basis, s = halves[half], triplets[other], triplets[half].S
         norm = torch.linalg.matrix_norm(J)
         A = U.mT @ (J @ V)
         in_basis = coupling.in_bases(basis.U[:, None], J @ basis.V)
