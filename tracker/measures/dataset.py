@@ -17,6 +17,7 @@ from tracker.common.errors import warn_caller
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
 from tracker.measures.settings import CHOICE_NAMES
+from tracker.measures.states import NOISE
 
 NAMED = 3  # measures that the warning names
 VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block
@@ -150,7 +151,6 @@ class Sample:
 
     Attributes:
         label: the text of a prompt; "" if there is none.
-        noise: the levels of noise.
         token_texts: the text of each token of a prompt; empty if there is none.
         ids: the token ids that the model received; None if it received none.
         attributes: the resolved conventions, equal for all samples of a measurement.
@@ -167,7 +167,6 @@ class Sample:
     length: int
     tokens: list[int]
     ks: tuple[int, ...]
-    noise: tuple[float, ...]
     attributes: dict[str, Any]
     valid: Sequence[int]
     values: dict[str, Any] = field(default_factory=dict)
@@ -200,7 +199,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         if name in first.values
     }
     dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
-    named = {"k": list(first.ks), "noise": list(first.noise)}
+    named = {"k": list(first.ks), "noise": list(NOISE)}
     counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
     dataset = dataset.assign_coords({dim: named.get(str(dim), count) for dim, count in counted.items()})
     if any(sample.token_texts for sample in samples):
