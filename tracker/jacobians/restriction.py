@@ -210,8 +210,8 @@ def replay_errors(call: BlockCall) -> Iterator[None]:
         raise_device_errors(error)
         raise UsageError(
             f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run again on what the model gave "
-            f"it, with gradients ({_format(error)}), so its Jacobian can't be measured; change what fails in its code, or name other "
-            "blocks"
+            f"it, with gradients ({_format(error)}), so its Jacobian can't be measured; change what fails in its "
+            "code, or name other blocks"
         ) from error
 
 
