@@ -14,11 +14,11 @@ import tracker
 from tests import processes
 from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
-from tracker.blocks.find import find_blocks
 from tracker.capture.inputs import batches
+from tracker.capture.prepare import prepare
 from tracker.common import progress
 from tracker.common.progress import Progress
-from tracker.measurement import measure_samples
+from tracker.measures.calls import measure_calls
 from tracker.measures.options import settings_from
 from tracker.walk import display as of_walks
 
@@ -63,7 +63,8 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
     settings = settings_from(METHODS[method], "test")
     calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
     shown = Recorded()
-    measure_samples(model, find_blocks(model), calls, settings, torch.device("cpu"), shown)
+    with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as prepared:
+        measure_calls(prepared, settings, shown)
     jumps = [after - before for before, after in pairwise(shown.shares)]
     assert shown.shares[-1] == pytest.approx(1)
     assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34

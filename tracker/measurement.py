@@ -130,19 +130,14 @@ def measure(
 
 
 def measure_samples(
-    model: nn.Module,
-    blocks: Blocks,
-    calls: Sequence[Batch],
-    settings: Settings,
-    device: torch.device,
-    progress: Progress | None = None,
+    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
 ) -> list[Sample]:
     """Measure each sample of some forward calls; other processes may measure other calls of the same inputs.
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
     with _prepared(model, blocks, calls, settings, device) as prepared:
-        return measure_calls(prepared, settings, progress or Progress())
+        return measure_calls(prepared, settings, Progress())
 
 
 def measure_with_less_memory(

@@ -313,10 +313,6 @@ class Store:
         """Read the attributes of a unit."""
         return self._content(step, ()).attrs
 
-    def revision(self, step: int) -> str:
-        """Read the revision that a unit was measured from."""
-        return str(self.curve([step], ["revision"])["revision"].item())
-
     def curve(self, steps: Sequence[int], names: Collection[str] | None = None) -> xr.Dataset:
         """Read units, joined along `step` as `join` does.
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def _coupling(recipe: Recipe, data: Data) -> "tuple[TrainingLoss, CouplingCallba
     last = recipe.epochs * recipe.steps_per_epoch(len(data.train))
     loss = TrainingLoss(data, recipe)
     coupling = CouplingCallback(
-        schedule=schedules.AndStep(schedules.choose(**recipe.schedule), last),
+        schedule=partial(schedules.with_step, schedules.choose(**recipe.schedule), last),
         probe=data.probe(recipe.probe_size),
         **recipe.settings.as_options(),
         weights="raw" if recipe.ema is None else "averaged",

@@ -1,9 +1,11 @@
 """Which blocks are found: the right tower and the right token against brute force, or a refusal whose lines work."""
 
 import re
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -405,15 +407,38 @@ def test_blocks_among_other_modules_are_offered_by_their_names():
 class Unread(nn.Module):
     """The only blocks in a list feed an output that is thrown away."""
 
-    def __init__(self, read: bool):
+    def __init__(self, read: bool, returned: Callable[[Tensor], Any] = lambda scores: scores):
         super().__init__()
-        self.encoder, self.read = Encoder(), read
+        self.encoder, self.read, self.returned = Encoder(), read, returned
         self.head = nn.Linear(WIDTH, 3)
         nn.init.zeros_(self.head.weight)  # an untrained head must not hide what reaches it
 
     def forward(self, ids):
         seen = self.encoder(ids)
-        return self.head((seen if self.read else self.encoder.embed(ids)).mean(1))
+        return self.returned(self.head((seen if self.read else self.encoder.embed(ids)).mean(1)))
+
+
+@dataclass(slots=True)
+class Output:
+    scores: Any
+
+
+class NamedOutput(NamedTuple):
+    scores: Any
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "dataclass": Output,
+    "a dataclass in another": lambda scores: {"nested": [Output({"of": Output(scores)})]},
+    "named tuple": NamedOutput,
+    "mapping": lambda scores: UserDict(scores=scores),
+    "object": lambda scores: SimpleNamespace(scores={"of": scores}),
+}
+WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "generator": lambda scores: (score for score in scores),
+    "NoneType": lambda scores: None,
+    "Tensor": lambda scores: scores.argmax(-1),
+}
 
 
 def test_blocks_that_do_not_reach_the_output_are_refused():
@@ -421,6 +446,22 @@ def test_blocks_that_do_not_reach_the_output_are_refused():
         tracker.measure(Unread(read=False), tokens(), k=2)
     assert tracker.measure(Unread(read=False), tokens(), k=2, blocks="encoder.encoder.layers").sizes["layer"] == 3
     assert tracker.measure(Unread(read=True), tokens(), k=2).sizes["layer"] == 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
+    with pytest.raises(UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"):
+        tracker.measure(Unread(False, FORMS[form]), tokens(), k=2)
+    assert tracker.measure(Unread(True, FORMS[form]), tokens(), k=2).sizes["layer"] == 3
+
+
+@pytest.mark.parametrize("kind", WITHOUT_TENSORS)
+def test_blocks_are_to_be_named_if_a_model_returns_nothing_that_shows_them(kind):
+    model = Unread(True, WITHOUT_TENSORS[kind])
+    with pytest.raises(UsageError, match=rf"returns a {kind} without a floating tensor") as refusal:
+        tracker.measure(model, tokens(), k=2)
+    names = eval(re.findall(r"say what to measure: blocks=(.*)", str(refusal.value))[0])
+    assert tracker.measure(model, tokens(), k=2, blocks=names).sizes["layer"] == 3
 
 
 class Pooled(nn.Module):

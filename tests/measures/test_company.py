@@ -10,7 +10,7 @@ import torch
 import tracker
 from tests.models import Letters, Size, build
 from tracker.measures import layers, plan
-from tracker.measures import settings as settings_module
+from tracker.measures.settings import EVERYTHING
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
@@ -37,7 +37,7 @@ def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: i
     left_out = (
         {"directions"} if kind == "images" else {"tokenwise", "halves", "eigenvalues"} if svd != "full" else set()
     )
-    names = [name for name in settings_module.everything() if name not in left_out]
+    names = [name for name in EVERYTHING if name not in left_out]
     how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
     how["pair_tokens"] = 3
     return tracker.measure(model, **inputs_of(list(chosen)), **how)

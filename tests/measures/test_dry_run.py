@@ -11,7 +11,7 @@ from tests.models import images, neox, timm_vit, tokens
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.estimate import Cost
-from tracker.measures.settings import choices
+from tracker.measures.settings import CHOICE_NAMES
 
 WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, "num_hidden_layers": 4}
 SHAPES = {  # models and options for which the blocks take most of the time
@@ -63,7 +63,7 @@ def test_the_report_states_what_would_be_measured():
     assert (cost.samples, cost.tokens, cost.rows, cost.k, cost.width) == (4, (7, 7), 8, (2, 4), 32)
     assert cost.final_norm == ("include", "gpt_neox.final_layer_norm")
     assert cost.not_counted == tuple(
-        choice for choice in choices() if choice not in ("coupling", "trajectory", "entropy")
+        choice for choice in CHOICE_NAMES if choice not in ("coupling", "trajectory", "entropy")
     )
     assert not cost.refused and not cost.warnings
     assert 0 < cost.peak_bytes < cost.memory_budget

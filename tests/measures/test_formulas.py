@@ -20,7 +20,7 @@ from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
-from tracker.measures.settings import everything
+from tracker.measures.settings import EVERYTHING
 
 RANDOM = {"noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"}
 WITHOUT_FORMULA = RANDOM | {name for name in BY_NAME if name.startswith("diagnostics_") and "gap" not in name}
@@ -46,7 +46,7 @@ def measured(name, **options):
     if name == SILENT:
         silence(model.gpt_neox.layers[1])
     lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
-    options.setdefault("measures", [choice for choice in everything() if choice not in lacking])
+    options.setdefault("measures", [choice for choice in EVERYTHING if choice not in lacking])
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,7 +121,7 @@ def linear(how):
     ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(2))
     keep = ("jacobian", "singular_vectors")
     return tracker.measure(
-        model, ids, k=(2, 4), tokens=(1, -1), measures=everything(), dtype="float64", keep=keep, pair_tokens=3
+        model, ids, k=(2, 4), tokens=(1, -1), measures=EVERYTHING, dtype="float64", keep=keep, pair_tokens=3
     )
 
 
@@ -187,7 +187,7 @@ def test_certificates_and_counts_where_a_block_adds_nothing():
     assert counts[0] == counts[1] == alone.update_cosine.isnull().sum()
 
 
-@pytest.mark.parametrize("option", ["", *everything(), "keep"])
+@pytest.mark.parametrize("option", ["", *EVERYTHING, "keep"])
 @pytest.mark.parametrize("model", HALVES)
 def test_variables_equal_their_formulas(model, option):
     """Also where they are undefined, and how many undefined values are counted."""

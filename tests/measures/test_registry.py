@@ -14,9 +14,8 @@ from tests.stores import stored
 from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
 from tracker.dashboards import build, dumped
-from tracker.measures import registry
-from tracker.measures import settings as settings_module
-from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, headline_names
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES, UNDEFINED_COUNT, VARIANTS, headline_names
+from tracker.measures.settings import CHOICE_NAMES, CHOICES, EVERYTHING
 from tracker.report.contents import contents
 from tracker.report.texts import texts
 from tracker.report.write import write_report
@@ -32,7 +31,7 @@ def ds():
         neox(),
         tokens(3),
         k=[2, 4],
-        measures=settings_module.everything(),
+        measures=EVERYTHING,
         pair_tokens=3,
         keep=("jacobian", "singular_vectors"),
     )
@@ -46,15 +45,15 @@ def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
 
 @pytest.mark.slow
 def test_each_option_enables_its_variables_and_those_of_no_other():
-    for option in registry.CHOICES:
+    for option in CHOICES:
         measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])
         names = {m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)}
-        names -= {f"{kind}_matrix" for kind in registry.KINDS}  # these need "matrices" too
+        names -= {f"{kind}_matrix" for kind in KINDS}  # these need "matrices" too
         assert set(measured.data_vars) - {"diagnostics_undefined"} == names, option.name
 
 
 def test_entries_refer_to_entries():
-    options = {"", "keep", *registry.choices()}
+    options = {"", "keep", *CHOICE_NAMES}
     for measure in MEASURES:
         assert measure.option in options and (measure.counted or not measure.null), measure.name
         assert not measure.base or measure.base in BY_NAME, measure.name
@@ -120,7 +119,7 @@ def test_old_units_and_new_ones_join(ds, tmp_path):
 
 
 def test_no_measure_is_named_in_the_page_s_scripts():
-    names = {*CURVES, *(m.name for m in MEASURES if m.by_depth), *(f"{k}_" for k in registry.KINDS)}
+    names = {*CURVES, *(m.name for m in MEASURES if m.by_depth), *(f"{k}_" for k in KINDS)}
     for file in sorted(ASSETS.glob("*.js")):
         code = file.read_text(encoding="utf-8")
         named = [name for name in names if re.search(rf"[\"'`.]{name}\b", code)]
@@ -133,4 +132,4 @@ def test_no_measure_is_named_in_the_page_s_scripts():
 def test_each_chart_of_the_page_has_an_id_of_its_own():
     ids = [chart["id"] for chart in texts()["charts"]]
     assert len(ids) == len(set(ids))
-    assert set(texts()["measures"]) == set(registry.VARIANTS)
+    assert set(texts()["measures"]) == set(VARIANTS)

@@ -25,7 +25,7 @@ from tracker.analysis.null_levels import levels
 from tracker.analysis.regression import cluster_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
 from tracker.measures import trajectory
-from tracker.measures.dataset import compared_tokens, pair_layers
+from tracker.measures.dataset import compared_tokens
 from tracker.measures.declaration import Measure, Reduction, point_label
 from tracker.measures.registry import (
     BELOW_NULL,
@@ -122,7 +122,7 @@ def _band(values: xr.Variable, over: Sequence[str]) -> dict[str, xr.Variable]:
 def layers_in_words(results: xr.Dataset) -> str:
     """Describe which layers' Jacobians were compared across tokens, such as l' = l + 1."""
     layers = {int(l) for l in results["layer"].values}
-    other = pair_layers(results).dropna("layer")
+    other = results["pair_layer_other"].dropna("layer")
     pairs = [(int(l), int(m)) for l, m in zip(other["layer"].values, other.values, strict=True)]
     apart = pairs[0][1] - pairs[0][0]
     if pairs != [(l, l + apart) for l in sorted(layers) if l + apart in layers]:
@@ -132,7 +132,7 @@ def layers_in_words(results: xr.Dataset) -> str:
 
 def middle_layers(results: xr.Dataset) -> tuple[int, int]:
     """Return the layers l and l' in the middle of those compared across tokens."""
-    other = pair_layers(results).dropna("layer")
+    other = results["pair_layer_other"].dropna("layer")
     middle = other.isel(layer=(other.sizes["layer"] - 1) // 2)
     return int(middle["layer"]), int(middle)
 

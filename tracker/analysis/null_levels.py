@@ -13,7 +13,7 @@ from tracker.analysis.variables import coordinates, in_float64
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import Moments, Overlap
-from tracker.measures.dataset import compared_layers, compared_tokens, pair_layers
+from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import BY_NAME, KINDS
 
@@ -153,5 +153,5 @@ def _as_measured(levels: xr.Variable, measured: xr.Variable) -> xr.Variable:
 def _basis_blocks(results: xr.Dataset) -> Tensor:
     """Return the index of the basis block of each block; its own where it has none, and no value."""
     layers = results.variables["layer"].values.tolist()
-    bases = pair_layers(results).values.tolist()
+    bases = results["pair_layer_other"].values.tolist()
     return torch.tensor([layers.index(int(m) if m == m else l) for l, m in zip(layers, bases, strict=True)])

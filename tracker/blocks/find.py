@@ -424,8 +424,7 @@ def nothing_found(
         findings: for each candidate, why a forward pass showed that it is no chain of blocks.
         pairs: blocks that a forward pass suggests.
     """
-    parts = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
-    seen = [] if runs else [f"The model has no list of such modules; its parts are {parts}."]
+    seen = [] if runs else [f"The model has no list of such modules; its parts are {_top_level(model)}."]
     if runs and findings is not None:
         lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
         seen.append(f"Its lists of modules of one class are no blocks:{lines}")

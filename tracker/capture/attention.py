@@ -97,11 +97,6 @@ def intercept_attention(handler: AttentionHandler, positions: Tensor | None = No
                 _hooks.close()
 
 
-def is_intercepted() -> bool:
-    """Whether attention is intercepted here."""
-    return _handler.get() is not None
-
-
 def row_positions() -> Tensor | None:
     """Return the position of each single row that runs, (R,); None if sequences run."""
     return _positions.get()
@@ -234,7 +229,7 @@ class _Hooks:
     def calculate_attention_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Note queries, keys and scores."""
         scores = self.own["calculate_attention_scores"](q, k)
-        if is_intercepted():
+        if _handler.get() is not None:
             self.seen = {"q": q, "k": k, "plain": scores.clone()}  # biases are added in place
         return scores
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.find import Blocks, candidate_runs, find_blocks, nothing_found, unwrap
 from tracker.blocks.towers import (
@@ -43,7 +42,14 @@ from tracker.blocks.towers import (
     proposals,
     related,
 )
-from tracker.capture.hidden_state import bind_arguments, check_finite, hidden_state, with_hidden_state
+from tracker.capture.hidden_state import (
+    bind_arguments,
+    check_finite,
+    floating_tensors,
+    hidden_state,
+    named_values,
+    with_hidden_state,
+)
 from tracker.capture.inputs import Batch, positions
 from tracker.capture.random_numbers import noise_like
 from tracker.capture.recording import BlockCall, Recording
@@ -253,7 +259,7 @@ def check_reachability(
         class_token_by_default: whether the class token is measured because the model has one, not because the caller chose it.
 
     Raises:
-        UsageError: if the output does not depend on the last block, or not on the class token in it.
+        UsageError: if the output does not depend on the last block, or not on the class token in it, or has no floating tensor.
     """
     first = batch.of_first_sample()
     inputs = (first.arguments, first.keywords)
@@ -264,11 +270,19 @@ def check_reachability(
         return
     replica = new_replica()
     plain = _run(replica, inputs)
+    if not floating_tensors(plain):
+        stated = [f"blocks={list(blocks.names)}"] if "blocks" in blocks.assumed else []
+        stated += ["tokens='cls'"] if token is not None else []
+        raise UsageError(
+            f"{type(replica.module).__name__} returns a {type(plain).__name__} without a floating tensor, so that nothing shows "
+            f"whether its last block, {blocks.names[-1]}, reaches its output; measure a model, or a part of it, that returns "
+            f"what it computes, or say what to measure: {', '.join(stated)}"
+        )
     if token is not None:  # an assumed token never counts from the end
         noisy = _run(new_replica(), inputs, noise_at=slice(token, token + 1))
         if _differ(_predictions(plain), _predictions(noisy)):
             return
-    if not _differ(_floating(plain), _floating(_run(new_replica(), inputs, noise_at=slice(None)))):
+    if not _differ(floating_tensors(plain), floating_tensors(_run(new_replica(), inputs, noise_at=slice(None)))):
         others = [run for run in find_runs(replica.module) if not related(run, blocks.names)]
         raise BlocksNotFound(
             f"nothing that {type(replica.module).__name__} returns depends on its last block, {blocks.names[-1]} "
@@ -292,7 +306,7 @@ def reads_first_position_alone(new_replica: Callable[[], Replica], batch: Batch)
         return False
     inputs = (first.arguments, first.keywords)
     plain, at_first, elsewhere = (
-        [value for value in _floating(_run(one, inputs, noise_at=at)) if value.dim() == 2]
+        [value for value in floating_tensors(_run(one, inputs, noise_at=at)) if value.dim() == 2]
         for one, at in ((replica, None), (new_replica(), slice(0, 1)), (new_replica(), slice(1, None)))
     )
     return bool(plain) and _differ(plain, at_first) and not _differ(plain, elsewhere)
@@ -367,23 +381,20 @@ def _run(
         return replica.forward(*inputs)
 
 
-def _floating(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
 def _predictions(output: Any) -> list[Tensor]:
     """Return the logits; without logits, the outputs with one vector per sample; without those, all floating outputs."""
-    logits = output.get("logits") if isinstance(output, Mapping) else None
+    named = named_values(output)
+    logits = named.get("logits") if isinstance(named, Mapping) else None
     if isinstance(logits, Tensor):
         return [logits]
-    values = _floating(output)
+    values = floating_tensors(output)
     return [value for value in values if value.dim() == 2] or values
 
 
 def _differ(before: list[Tensor], after: list[Tensor]) -> bool:
-    """Whether any pair of tensors differs; True if there is nothing to compare."""
+    """Whether any pair of tensors differs, or their number."""
     pairs = zip(before, after, strict=False)
-    return not before or len(before) != len(after) or any(not torch.equal(a, b) for a, b in pairs)
+    return len(before) != len(after) or any(not torch.equal(a, b) for a, b in pairs)
 
 
 LAST_WORD = "last non-special"  # attribute `tokens` of results in which special tokens at the end are left out

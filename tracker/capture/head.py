@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracker.capture.hidden_state import check_finite
+from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.replica import Replica
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
@@ -163,11 +165,11 @@ class HeadHooks:
             for name in description.final_norms:
                 self._hook(stack, name, partial(self._leave_norm, is_last_state))
             if description.include_final_norm is None:
-                for name in _matrix_free_modules(self.replica):
-                    if name not in description.final_norms:
+                for name, module in _outside_blocks(self.replica):
+                    if name not in description.final_norms and has_no_matrices(module):
                         self._hook(stack, name, partial(self._leave_module, is_last_state))
-                for name in _modules_with_matrices(self.replica):
-                    self._hook(stack, name, self._leave_head)
+                    if any(parameter.dim() == 2 for parameter in module.parameters()):
+                        self._hook(stack, name, self._leave_head)
                 stack.enter_context(self._operations)
             yield
         self.norm = self.norm or self._unnamed
@@ -180,6 +182,25 @@ class HeadHooks:
         """Note that a block ended, and forget what took an earlier block's output."""
         self._operations.place = "after"
         self.norm, self._unnamed, self._heads, self._operations.products = None, None, [], []
+
+    def recording(self, calls: Sequence[BlockCall], seed: int | None) -> Recording:
+        """Return the recorded calls, with the final norm, the logits and the unembedding that were found.
+
+        Args:
+            seed: of the random numbers that the pass drew; None if it drew none.
+
+        Raises:
+            FloatingPointError: if the final norm returned a value that is not finite.
+        """
+        last = calls[-1].y
+        logits = self.logits(*last.shape[:2])
+        unembedding = self.unembedding(last, logits)
+        if self.norm is None:
+            return Recording(list(calls), None, None, logits, unembedding, seed=seed)
+        name, module, normed = self.norm
+        normed = normed.to(self.replica.dtype)
+        check_finite(normed, f"the final norm ({name}), after block {len(calls)} ({calls[-1].name}),")
+        return Recording(list(calls), (name, module), normed, logits, unembedding, seed=seed)
 
     def logits(self, B: int, n: int) -> int | None:
         """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
@@ -263,14 +284,6 @@ def _is_part(x: Tensor, states: Tensor) -> bool:
         return False
     rows = x.reshape(B, m, d).to(states)
     return torch.equal(rows, states[:, :m]) or torch.equal(rows, states[:, n - m :])
-
-
-def _matrix_free_modules(replica: Replica) -> list[str]:
-    return [name for name, module in _outside_blocks(replica) if has_no_matrices(module)]
-
-
-def _modules_with_matrices(replica: Replica) -> list[str]:
-    return [name for name, module in _outside_blocks(replica) if any(p.dim() == 2 for p in module.parameters())]
 
 
 def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:

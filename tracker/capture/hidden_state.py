@@ -1,4 +1,4 @@
-"""The arguments of a block's call, by name, and the hidden state in what a block returns."""
+"""The arguments of a block's call, by name; the hidden state in what a block returns, and the tensors in what a model returns."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def bind_arguments(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
@@ -41,7 +41,7 @@ def hidden_state(output: Any) -> Any:
     """
     if isinstance(output, (tuple, list)) and output:
         return output[0]
-    entries = _entries(output)
+    entries = named_values(output)
     if not isinstance(entries, Mapping):
         return output
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
@@ -63,7 +63,7 @@ def with_hidden_state(output: Any, state: Tensor) -> Any:
     old = hidden_state(output)
     if _is_record(output):
         changed = copy(output)
-        for name in (name for name, value in _entries(output).items() if value is old):
+        for name in (name for name, value in named_values(output).items() if value is old):
             object.__setattr__(changed, name, state)  # a frozen dataclass as well
         return changed
     return tree_map(lambda leaf: state if leaf is old else leaf, output)
@@ -71,14 +71,27 @@ def with_hidden_state(output: Any, state: Tensor) -> Any:
 
 def describe_output(output: Any) -> str:
     """Describe a block's output for a message: its type, and its entries' types and shapes."""
-    entries = dict(enumerate(output)) if isinstance(output, (tuple, list)) else _entries(output)
+    entries = dict(enumerate(output)) if isinstance(output, (tuple, list)) else named_values(output)
     if not isinstance(entries, Mapping):
         return type(output).__name__
     parts = (f"{name}: {tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for name, v in entries.items())
     return f"{type(output).__name__}({', '.join(parts)})"
 
 
-def _entries(output: Any) -> Any:
+def floating_tensors(output: Any) -> list[Tensor]:
+    """Return the floating tensors in what a model returns: those in nested sequences, mappings and dataclasses; if there are
+    none, those in its attributes. Nothing is taken from an iterator.
+    """
+    leaves = tree_leaves(output)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    for leaf in leaves:
+        if isinstance(leaf, Mapping) or _is_record(leaf):
+            found += floating_tensors(dict(named_values(leaf)))
+    return found or (floating_tensors(vars(output)) if hasattr(output, "__dict__") else [])
+
+
+def named_values(output: Any) -> Any:
+    """Return the fields of a dataclass by name; another output as it is."""
     return {entry.name: getattr(output, entry.name) for entry in fields(output)} if _is_record(output) else output
 
 

@@ -220,7 +220,7 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, encoded: dict
     try:
         _check_ids(model, ids)
     except UsageError as error:
-        raise UsageError(f"prompt {i} ({_short(prompt)}): {error}") from error
+        raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and "input_ids" not in known:
         known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # passed on to it
@@ -306,10 +306,6 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:

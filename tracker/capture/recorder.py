@@ -8,7 +8,6 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         stack.enter_context(recording_kernels(replica.dtype))
         replica.forward(arguments, keywords)
         seed = replica.generators.drawn_seed()
-    return replace(recorder.recording(), seed=seed)
+    return recorder.recording(seed)
 
 
 class _Recorder:
@@ -99,7 +98,7 @@ class _Recorder:
         if not self.calls:
             check_finite(x, f"the model, before its first block ({name}),")
             x = self.spill.keep(x.clone())
-        elif self.is_last_output(x):
+        elif self.is_last_state(x):
             x = self.calls[-1].y
         elif len(streams) > 1:
             raise residual_pair.two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
@@ -240,16 +239,12 @@ class _Recorder:
         if not torch.allclose(again, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
             raise irreproducible(f"block {call.layer} ({call.name}) does not reproduce its own output")
 
-    def is_last_output(self, x: Tensor) -> bool:
-        """Whether x (B, n, d) equals the output recorded last."""
-        last = self.calls[-1].y
-        return x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
-
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last, if there is one."""
-        return bool(self.calls) and self.is_last_output(x)
+        last = self.calls[-1].y if self.calls else None
+        return last is not None and x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
 
-    def recording(self) -> Recording:
+    def recording(self, seed: int | None) -> Recording:
         """Check the recorded calls and return them.
 
         Raises:
@@ -266,12 +261,4 @@ class _Recorder:
         for call in self.calls:
             if call.second_argument is not None:
                 residual_pair.check_sum(call)
-        last = self.calls[-1].y
-        logits = self.head.logits(*last.shape[:2])
-        unembedding = self.head.unembedding(last, logits)
-        if self.head.norm is None:
-            return Recording(self.calls, None, None, logits, unembedding)
-        name, module, normed = self.head.norm
-        normed = normed.to(self.replica.dtype)
-        check_finite(normed, f"the final norm ({name}), after block {len(self.calls)} ({self.calls[-1].name}),")
-        return Recording(self.calls, (name, module), normed, logits, unembedding)
+        return self.head.recording(self.calls, seed)

@@ -131,10 +131,10 @@ class Lock:
         self.file, self.descriptor = file, descriptor
 
     @classmethod
-    def take(cls, file: Path, *, shared: bool = False) -> "Lock | None":
+    def take(cls, file: Path) -> "Lock | None":
         """Lock `file`, creating it if necessary; return None if another process holds the lock."""
         try:
-            return cls._locked(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return cls._locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
 

@@ -19,7 +19,8 @@ from tracker.analysis.across_models import Results, shared_ks
 from tracker.analysis.doubts import describe_differences, require_same_conventions
 from tracker.common.errors import UsageError, require, warn_caller
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
-from tracker.measures.registry import BY_NAME, VARIANTS, choices, defaults
+from tracker.measures.registry import BY_NAME, VARIANTS
+from tracker.measures.settings import CHOICE_NAMES, USUAL
 from tracker.store import distinct_names, open_results, short_name
 
 if TYPE_CHECKING:
@@ -228,8 +229,8 @@ def _others(results: Results, wording: Wording) -> str:
 
 def _measures(figure: FigureSpec) -> list[str]:
     """Return the names of `measures=` that give what the figure needs, with the default ones."""
-    enabled = {*defaults(), *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
-    return [name for name in choices() if name in enabled]
+    enabled = {*USUAL, *(BY_NAME[name].option for name in figure.needs if name in BY_NAME)}
+    return [name for name in CHOICE_NAMES if name in enabled]
 
 
 def availability(results: Mapping[str, xr.Dataset]) -> list[str]:

@@ -518,10 +518,7 @@ def _guesses(u: Float[Tensor, "R p"], entries: Float[Tensor, "R m"], is_value: b
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total
+    return sum(tensors[1:], tensors[0])
 
 
 def _probe(like: Float[Tensor, "R ..."]) -> Tensor:

@@ -15,7 +15,6 @@ products as the block.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,16 +33,8 @@ MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "m
 Matrices = Float[Tensor, "R d d"]
 
 
-@dataclass(frozen=True)
-class Halves:
-    """The Jacobians of attention and MLP."""
-
-    attention: Matrices
-    mlp: Matrices
-
-
 class HalfJacobians:
-    """Jacobians of blocks' halves. `missing` keeps, by layer, why a block has none."""
+    """Jacobians of blocks' halves. `Jacobians.without_halves` keeps, by layer, why a block has none."""
 
     def __init__(self, jacobians: Jacobians) -> None:
         # A half is another function than its block: checks are made and kept for each. It detaches tensors, so its derivative
@@ -52,10 +43,10 @@ class HalfJacobians:
             name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd")
             for name in ("attention", "mlp")
         }
-        self.missing: dict[int, str] = {}
+        self.missing = jacobians.without_halves
 
-    def __call__(self, selections: Sequence[CallRows], J: Matrices) -> Halves | None:
-        """Return the halves of a block whose Jacobians at the same rows are J; None if it does not show them."""
+    def __call__(self, selections: Sequence[CallRows], J: Matrices) -> dict[str, Matrices] | None:
+        """Return "attention" and "mlp" of a block whose Jacobians at the same rows are J; None if it does not show them."""
         call = selections[0][0]
         if isinstance(call, SpanCall):
             return self._none(call.layer, "it is no module")
@@ -75,7 +66,7 @@ class HalfJacobians:
                 )
         if not _add_up(J, parts["attention"], parts["mlp"]):
             return self._none(call.layer, "its Jacobian is neither the sum nor the product of those of the two modules")
-        return Halves(parts["attention"], parts["mlp"])
+        return parts
 
     def _none(self, layer: int, reason: str) -> None:
         self.missing[layer] = reason

@@ -196,7 +196,7 @@ def slicing_errors() -> Iterator[None]:
 
 
 @contextmanager
-def replay_errors(call: BlockCall, how: str = "again on what the model gave it, with gradients") -> Iterator[None]:
+def replay_errors(call: BlockCall) -> Iterator[None]:
     """Raise UsageError, naming the block, for what its code raises when it runs outside its model.
 
     Raises:
@@ -209,8 +209,9 @@ def replay_errors(call: BlockCall, how: str = "again on what the model gave it, 
     except FAILURES as error:
         raise_device_errors(error)
         raise UsageError(
-            f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run {how} "
-            f"({_format(error)}), so its Jacobian can't be measured; change what fails in its code, or name other blocks"
+            f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run again on what the model gave "
+            f"it, with gradients ({_format(error)}), so its Jacobian can't be measured; change what fails in its "
+            "code, or name other blocks"
         ) from error
 
 

@@ -14,7 +14,7 @@ block's weights, where it pays in the order that costs least (`elimination`).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -51,7 +51,6 @@ from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import (
     LinearOperator,
     converting_operator,
-    cotangent_chunk,
     dense_jacobian,
     dense_operator,
     residual_operator,
@@ -62,33 +61,34 @@ from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
 
+Result = TypeVar("Result")
+
 
 class CheckCache:
     """Results of checks of recorded blocks, by block and way of calling it."""
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self._derivative_errors: dict[Any, tuple[float, Comparison | None]] = {}
+        self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
         self._adjoint_errors: dict[Any, float] = {}
-        self._independently: dict[Any, Independent] = {}
-        self._reproduced: dict[Any, bool] = {}
         self._independent: set[Any] = set()
+
+    def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
+        if key not in self._results:
+            self._results[key] = check()
+        return self._results[key]
 
     def derivative_error(
         self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, compared: bool
     ) -> tuple[float, Comparison | None]:
         """Return `checks.derivative_error` of a path."""
-        key = (path, rows.source is None, *check_key(call))
-        if key not in self._derivative_errors:
-            self._derivative_errors[key] = derivative_error(call, rows, row_attention, compared)
-        return self._derivative_errors[key]
+        key = ("derivative", path, rows.source is None, *check_key(call))
+        return self._once(key, lambda: derivative_error(call, rows, row_attention, compared))
 
     def independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
         """Return `independent.settle`; `at_rows` is None for the full sequence."""
-        key = (at_rows is None, rows.source is None, *check_key(call))
-        if key not in self._independently:
-            self._independently[key] = settle(call, rows, at_rows)
-        return self._independently[key]
+        key = ("independent", at_rows is None, rows.source is None, *check_key(call))
+        return self._once(key, lambda: settle(call, rows, at_rows))
 
     def with_adjoint_check(
         self, operator: LinearOperator, path: str, call: BlockCall, rows: Rows, x: Tensor, allowed_error: float
@@ -121,10 +121,8 @@ class CheckCache:
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
-        key = check_key(call)
-        if key not in self._reproduced:
-            self._reproduced[key] = reproduces_recorded_output(call, self.recorded_dtype)
-        return self._reproduced[key]
+        key = ("reproduced", *check_key(call))
+        return self._once(key, lambda: reproduces_recorded_output(call, self.recorded_dtype))
 
     def require_independent_samples(self, call: BlockCall, rows: Rows) -> None:
         """Check that the samples of a batch are independent.
@@ -154,7 +152,6 @@ class CheckResults:
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
     independent_error: float  # against a derivative that does not come from reverse mode; NaN if there is none
-    reason: str = ""  # why the full sequence was used
 
     @property
     def sliced(self) -> bool:
@@ -325,7 +322,7 @@ class Jacobians:
             )
         self.fallbacks[call.layer] = reason
         error = self._check_independently(call, rows)
-        return dense_operator(lambda: J), CheckResults("full sequence", value_error, float("nan"), error, reason)
+        return dense_operator(lambda: J), CheckResults("full sequence", value_error, float("nan"), error)
 
     def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
         """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
@@ -406,7 +403,7 @@ def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) ->
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
     """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
     d = x.shape[-1]
-    return cotangent_chunk(scalars, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)), d)
+    return max(1, min(d, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)) // scalars))
 
 
 def _enough_rows(d: int, device: str) -> int:

@@ -32,11 +32,6 @@ from tracker.linalg.precision import float32_products
 RowFunction = Callable[[Tensor], Tensor]
 
 
-def cotangent_chunk(elements_per_cotangent: int, budget_elements: int, d: int) -> int:
-    """Return how many cotangents fit a budget of scalars: at least one, at most d."""
-    return max(1, min(d, budget_elements // max(1, elements_per_cotangent)))
-
-
 @dataclass(frozen=True)
 class Linearization:
     """A function linearized at x: its value f(x), and products with its Jacobian; entry (c, r) of each belongs to row r.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,6 +38,9 @@ from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products, is_finite
 from tracker.linalg.transfer import moved
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 COMPLETENESS_MARGIN = 1e-4
 PANEL = 256  # rows at once of the Cholesky factor, and on a CPU of symmetric products
@@ -131,6 +134,14 @@ class Triplets:
         return above_rounding(self.S, self.U.shape[-2])
 
 
+Fields = TypeVar("Fields", bound="DataclassInstance")
+
+
+def joined(of: type[Fields], parts: Sequence[Fields]) -> Fields:
+    """Return dataclasses of tensors as one, with the matrices of each after those of the one before."""
+    return of(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(of)))
+
+
 def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
     """Return whether singular values of (d, d) matrices, largest first, differ from 0 by more than rounding."""
     return S > d * torch.finfo(S.dtype).eps * S[..., :1]
@@ -167,20 +178,14 @@ def triplets_of_each(
     Args:
         advance: called with numbers of matrices as they are decomposed.
     """
-    with one_thread_for_scipy():
-        return _triplets_of_each(Js, K, method, memory, advance)
-
-
-def _triplets_of_each(
-    Js: Sequence[Float[Tensor, "_ d d"]], K: int, method: Method, memory: int, advance: Advance
-) -> list[Triplets]:
     device = Js[0].device
     at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)
-    if device.type == "cpu":
-        return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J)))
-    matrices = [matrix for J in Js for matrix in J]
-    stacks = (stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once))
-    together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
+    with one_thread_for_scipy():
+        if device.type == "cpu":
+            return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J)))
+        matrices = [matrix for J in Js for matrix in J]
+        stacks = (stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once))
+        together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
     sizes = [len(J) for J in Js]
     by_batch = zip(*(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True)
     return [Triplets(*parts) for parts in by_batch]
@@ -203,10 +208,7 @@ def _in_turn(
         with float32_products("ieee"):
             parts.append(_certified(J, K, direct, iterated) if direct or iterated else _full(J, K))
         advance(len(J))
-    if len(parts) == 1:
-        return _with_signs(parts[0])
-    joined = (torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets))
-    return _with_signs(Triplets(*joined))
+    return _with_signs(parts[0] if len(parts) == 1 else joined(Triplets, parts))
 
 
 def _with_signs(t: Triplets) -> Triplets:

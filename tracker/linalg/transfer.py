@@ -5,7 +5,6 @@ to it from memory that is not pinned. So values are read together, and copies to
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -76,11 +75,8 @@ def to_arrays(values: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     if all(value.device.type == "cpu" for value in values.values()):
         return {name: value.numpy() for name, value in values.items()}
     # Wide types first: a view as a type must begin at a multiple of its size.
-    names = sorted(values, key=lambda name: (-values[name].itemsize, str(values[name].dtype)))
-    by_type = [
-        [values[name].reshape(-1) for name in group] for _, group in groupby(names, lambda name: values[name].dtype)
-    ]
-    packed = torch.cat([torch.cat(parts).view(torch.uint8) for parts in by_type]).cpu()
+    names = sorted(values, key=lambda name: -values[name].itemsize)
+    packed = torch.cat([values[name].reshape(-1).view(torch.uint8) for name in names]).cpu()
     parts = packed.split([values[name].nbytes for name in names])
     arrays = {
         name: part.view(values[name].dtype).view(values[name].shape).numpy()

@@ -19,17 +19,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.jacobians.halves import Halves
+from tracker.jacobians.halves import Matrices
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
 from tracker.measures.coupling import moments, null_level, overlap
-from tracker.measures.declaration import JACOBIANS, LAYER, OURS, Measure
+from tracker.measures.declaration import LAYER, OURS, Measure, of_each_block
 from tracker.measures.single_blocks import jacobian_gain
 
 Values = Float[Tensor, " R"]
 
 
-def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Tensor]:
+def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> dict[str, Tensor]:
     """Return the measures of the halves of a block, over (row, ...)."""
     R, d, _ = block.U.shape
     U, S, V = block.U[..., :K], block.S[..., :K], block.V[..., :K]
@@ -39,10 +39,10 @@ def half_values(halves: Halves | None, block: Triplets, K: int) -> dict[str, Ten
         values = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
         matrix = missing[:, None, None].expand(R, K, K)
         return values | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
-    triplets = {half: top_singular_triplets(getattr(halves, half), K) for half in ("attention", "mlp")}
+    triplets = {half: top_singular_triplets(J, K) for half, J in halves.items()}
     values = {}
     for half, other in (("attention", "mlp"), ("mlp", "attention")):
-        J, basis, s = getattr(halves, half), triplets[other], triplets[half].S
+        J, basis, s = halves[half], triplets[other], triplets[half].S
         norm = torch.linalg.matrix_norm(J)
         A = U.mT @ (J @ V)
         in_basis = coupling.in_bases(basis.U[:, None], J @ basis.V)
@@ -71,39 +71,28 @@ def _declared() -> tuple[Measure, ...]:
     measures = []
     for half, (words, symbol, other) in _HALF.items():
         shared: dict[str, Any] = {"option": "halves", "reference": OURS}
-        drawn: dict[str, Any] = shared | {
-            "curve": "quartiles",
-            "logged": ("",),
-            "dashboard": JACOBIANS,
-            "charts": ("depth",),
-        }
+        drawn = shared | {"counted": False}
         measures += [
-            Measure(
+            of_each_block(
                 f"{half}_gain",
-                LAYER,
                 f"gain of the {words}",
                 formula=f"‖{symbol}‖ / √d",
-                metric=f"jacobian/{half}_gain",
                 text=f"Root mean square singular value of the Jacobian of the {words} alone.",
                 axis="logarithmic",
                 **drawn,
             ),
-            Measure(
+            of_each_block(
                 f"{half}_share",
-                LAYER,
                 f"share of the {words} in the block's top directions",
                 formula=f"Σₖ uₖ · {symbol} vₖ / Σₖ sₖ, J = U S Vᵀ of the block, k ≤ the smallest K",
-                metric=f"jacobian/{half}_share",
                 text=f"How much of what the block does along its strongest directions the {words} does; where both read the same "
                 "state, the shares add up to 1.",
                 **drawn,
             ),
-            Measure(
+            of_each_block(
                 f"{half}_coupling",
-                LAYER,
                 f"mis-coupling of the {words} in the bases of the {other}",
                 formula=f"‖A − S‖ / ‖s‖₂, A = U′ᵀ {symbol} V′, U′ and V′ of the {other}, for the smallest K",
-                metric=f"jacobian/{half}_coupling",
                 text=f"Mis-coupling m_K of the {words} in the singular bases of the {other} of the same block; about 1 for "
                 "unrelated ones.",
                 **drawn,

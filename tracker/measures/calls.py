@@ -33,7 +33,7 @@ from tracker.measures.directions import in_words
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
-from tracker.measures.states import NOISE, measure_states, warn_of_missing_unembedding
+from tracker.measures.states import measure_states, warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
 
 
@@ -154,7 +154,7 @@ def record_call(
         "blocks": ", ".join(call.name for call in recording.calls),
     }
     of_each = zip(batch.labels, chosen, valid, strict=True)
-    samples = [Sample(label, n, at, ks, NOISE, attributes, present) for label, at, present in of_each]
+    samples = [Sample(label, n, at, ks, attributes, present) for label, at, present in of_each]
     if len(batch.token_texts) == n:  # the blocks may take more positions than the prompt has tokens
         samples[0].token_texts = batch.token_texts
     samples[0].decode = batch.decode
@@ -237,10 +237,12 @@ def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) ->
         else:
             progress.advance(len(of_batch))
         i += 1
+    checks = {layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()}
+    notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks, "independent_checks": checks}
+    if settings.includes("halves"):
+        notes["without_halves"] = jacobians.without_halves
     for sample in samples:
-        sample.fallbacks |= jacobians.fallbacks
-        sample.independent |= jacobians.independent
-        sample.without_halves |= jacobians.without_halves
+        sample.notes = notes
         sample.decode = None  # samples are sent between processes
     return samples
 

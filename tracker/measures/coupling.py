@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.linalg import matrix_norm, vector_norm
 
 from tracker.linalg.svd import above_rounding
 from tracker.measures.declaration import COUPLING, MINOR, NORMED, OURS, WITH_NORM, Measure
@@ -60,27 +61,27 @@ Values = Float[Tensor, "*#pairs"]
 
 def page(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return m_K of the project page."""
-    return _ratio(_frobenius(A - torch.diag_embed(s)), _norm(s))
+    return _ratio(matrix_norm(A - torch.diag_embed(s)), vector_norm(s, dim=-1))
 
 
 def release(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the release's measure with p = 2."""
-    return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), _norm(s))
+    return _ratio(matrix_norm(A.abs() - torch.diag_embed(s)), vector_norm(s, dim=-1))
 
 
 def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the release's measure with p = 1."""
-    return _ratio(_frobenius(A.abs() - torch.diag_embed(s)), s.sum(-1))
+    return _ratio(matrix_norm(A.abs() - torch.diag_embed(s)), s.sum(-1))
 
 
 def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries."""
-    return _frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+    return matrix_norm(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
 
 
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries, relative to |A|_F."""
-    return _ratio(offdiag(A, s), _frobenius(A))
+    return _ratio(offdiag(A, s), matrix_norm(A))
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,6 @@ def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen, m, torch.nan).nanmean((-2, -1))
 
 
-def _norm(s: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(s, dim=-1)
-
-
-def _frobenius(A: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(A)
-
-
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator > 0, numerator / denominator, torch.nan)
 
@@ -327,7 +320,7 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     unit = J / scale[..., None, None]
     isotropic = unit.diagonal(dim1=-2, dim2=-1).mean(-1)
     unit.diagonal(dim1=-2, dim2=-1).sub_(isotropic[..., None])
-    symmetric, antisymmetric = (torch.linalg.matrix_norm(part) / 2 for part in (unit + unit.mT, unit - unit.mT))
+    symmetric, antisymmetric = (matrix_norm(part) / 2 for part in (unit + unit.mT, unit - unit.mT))
     return Moments(isotropic * scale, symmetric * scale, antisymmetric * scale)
 
 
@@ -356,7 +349,7 @@ def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, 
 def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
     """Return the `null_level` of several definitions; what two of them need is computed once."""
     s = torch.where(s[..., :1] > 0, s, torch.nan)
-    norm, entries = torch.linalg.vector_norm(s, dim=-1)[..., None], _Entries(of, basis, d)
+    norm, entries = vector_norm(s, dim=-1)[..., None], _Entries(of, basis, d)
     defined = torch.where(norm > 0, 1.0, torch.nan)
     release: list[Pairs] = []  # the size of the diagonal takes most of the time
 

@@ -14,10 +14,10 @@ import numpy as np
 import xarray as xr
 
 from tracker.common.errors import warn_caller
-from tracker.jacobians.independent import Independent
 from tracker.measures.declaration import COORDINATES, DIAGNOSTICS, Coordinate, Measure
 from tracker.measures.registry import BY_NAME, DIMS, MEASURES, UNDEFINED
-from tracker.measures.settings import choices
+from tracker.measures.settings import CHOICE_NAMES
+from tracker.measures.states import NOISE
 
 NAMED = 3  # measures that the warning names
 VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block
@@ -104,7 +104,7 @@ HEADLINE, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in th
 def labelled(dataset: xr.Dataset) -> xr.Dataset:
     """Return a measured Dataset with its variables in order and described; others keep their attributes."""
     asked = str(dataset.attrs.get("measures", "")).split(", ")
-    asked = [*(name for name in asked if name in choices()), *choices()]
+    asked = [*(name for name in asked if name in CHOICE_NAMES), *CHOICE_NAMES]
     in_registry = {name: i for i, name in enumerate(BY_NAME)}
 
     def place(name: str) -> tuple[int, int, int]:
@@ -151,14 +151,13 @@ class Sample:
 
     Attributes:
         label: the text of a prompt; "" if there is none.
-        noise: the levels of noise.
         token_texts: the text of each token of a prompt; empty if there is none.
         ids: the token ids that the model received; None if it received none.
         attributes: the resolved conventions, equal for all samples of a measurement.
         valid: the positions that are not padding.
-        fallbacks: layer -> why its Jacobians were evaluated over the full sequence.
-        independent: layer -> how its derivative was checked without reverse mode, where not by forward mode and differences both.
-        without_halves: layer -> why its attention and MLP were not measured apart.
+        notes: attribute of the Dataset -> layer -> text. `fallbacks`: why its Jacobians were evaluated over the full sequence;
+            `independent_checks`: how its derivative was checked without reverse mode, where not by forward mode and differences
+            both; `without_halves`: why its attention and MLP were not measured apart.
         decode: token ids -> text, while the sample is measured.
         random_seed: of the random numbers that the sample's forward pass drew; None if it drew none.
         basis_layers: block l -> basis block l', across tokens.
@@ -168,13 +167,10 @@ class Sample:
     length: int
     tokens: list[int]
     ks: tuple[int, ...]
-    noise: tuple[float, ...]
     attributes: dict[str, Any]
     valid: Sequence[int]
     values: dict[str, Any] = field(default_factory=dict)
-    fallbacks: dict[int, str] = field(default_factory=dict)
-    independent: dict[int, Independent] = field(default_factory=dict)
-    without_halves: dict[int, str] = field(default_factory=dict)
+    notes: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
     ids: np.ndarray | None = None
@@ -203,7 +199,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         if name in first.values
     }
     dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
-    named = {"k": list(first.ks), "noise": list(first.noise)}
+    named = {"k": list(first.ks), "noise": list(NOISE)}
     counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
     dataset = dataset.assign_coords({dim: named.get(str(dim), count) for dim, count in counted.items()})
     if any(sample.token_texts for sample in samples):
@@ -218,31 +214,20 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
         dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
-    basis_layers = pair_layers(dataset).variable if "pair_position" in dataset else None
+    basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]
     dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
-    fallbacks = {layer: reason for sample in samples for layer, reason in sample.fallbacks.items()}
-    dataset.attrs = {**first.attributes, "fallbacks": json.dumps(fallbacks)}
-    independent = {layer: check for sample in samples for layer, check in sample.independent.items()}
-    dataset.attrs["independent_checks"] = json.dumps(
-        {l: f"{one.method}: {one.reason}" for l, one in independent.items()}
-    )
-    dataset.attrs["random_draws"] = int(drew)
-    if "attention_gain" in dataset:
-        reasons = {layer: reason for sample in samples for layer, reason in sample.without_halves.items()}
-        dataset.attrs["without_halves"] = json.dumps(reasons)
+    dataset.attrs = {**first.attributes, "random_draws": int(drew)}
+    for name in first.notes:
+        notes = {layer: text for sample in samples for layer, text in sample.notes[name].items()}
+        dataset.attrs[name] = json.dumps(notes)
     formed = [values for name, values in dataset.data_vars.items() if str(name).startswith(f"{DIAGNOSTICS}formed")]
     if formed:  # the Cholesky test of completeness needs the formed Jacobian
         by_products = any(bool((values == 0).any()) for values in formed)
         dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
     warn_of_undefined(dataset, undefined)
     return dataset
-
-
-def pair_layers(results: xr.Dataset) -> xr.DataArray:
-    """Return the basis block l' of each block l in results with token pairs; NaN where a block has none."""
-    return results.coords["pair_layer_other"]
 
 
 def compared_layers(results: xr.Dataset) -> xr.Variable:
@@ -256,7 +241,7 @@ def compared_tokens(results: xr.Dataset) -> xr.Variable:
     The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
     layer, token, other = (results.variables[dim] for dim in ("layer", "pair_token", "pair_token_other"))
-    return ~((pair_layers(results).variable == layer) & (token == other))
+    return ~((results.variables["pair_layer_other"] == layer) & (token == other))
 
 
 def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:

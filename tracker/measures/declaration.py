@@ -159,6 +159,6 @@ COORDINATES = {
 
 def of_each_block(name: str, label: str, **more: Any) -> Measure:
     """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
+    more = {"charts": ("depth",), "counted": True} | more
     more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": JACOBIANS}
-    more.setdefault("charts", ("depth",))
-    return Measure(name, LAYER, label, counted=True, **more)
+    return Measure(name, LAYER, label, **more)

@@ -38,10 +38,8 @@ from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import FORMING, Plan, measured_calls
-from tracker.measures.settings import CHOICES
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
-MEASURED_HERE = tuple(option.name for option in CHOICES if option.of_jacobians)  # of `measures=` that are computed here
 
 
 def depthwise_couplings(
@@ -74,7 +72,6 @@ def _couplings(
     for end, chosen in of_calls.items():
         arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
     arrays |= kept_arrays(layers[:L], plan.keep)
-    jacobians.without_halves |= halves.missing if halves else {}
     return arrays
 
 
@@ -196,11 +193,6 @@ class BlockRows:
     f: Float[Tensor, "R d"]
     forms: bool
 
-    @property
-    def triplets(self) -> Triplets:
-        """The top K singular triplets of J."""
-        return self.layer.triplets
-
     @cached_property
     def J(self) -> Float[Tensor, "R d d"]:
         """The Jacobians."""
@@ -211,11 +203,6 @@ class BlockRows:
         """J x, the change of f to first order if x alone grows."""
         x = self.x[..., None]
         return (self.J @ x if self.forms else self.layer.product(x))[..., 0]
-
-
-def measured(choices: Sequence[str]) -> tuple[str, ...]:
-    """Return those of some choices that are computed here."""
-    return tuple(choice for choice in MEASURED_HERE if choice in choices)
 
 
 def measure_blocks(
@@ -235,7 +222,7 @@ def measure_blocks(
         memory: bytes that logits may take.
         halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
-    if not measured(choices):
+    if set(choices) <= {"vju", "matrices"}:  # of pairs
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V

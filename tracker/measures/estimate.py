@@ -38,7 +38,7 @@ from tracker.measures.depthwise import measure_blocks, pairs
 from tracker.measures.directions import DIRECTIONS, RANDOM, heads, measure_directions
 from tracker.measures.layers import Layer, check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
-from tracker.measures.settings import Settings, choices
+from tracker.measures.settings import CHOICE_NAMES, Settings
 from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 
@@ -155,7 +155,7 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
         tokens=(min(lengths), max(lengths)),
         weights_bytes=bytes_of(prepared.model, settings.torch_dtype)[0],
         memory_budget=settings.memory_budget,
-        not_counted=tuple(measure for measure in choices() if not settings.includes(measure)),
+        not_counted=tuple(measure for measure in CHOICE_NAMES if not settings.includes(measure)),
         refused=refused,
         **of_plan,
     )

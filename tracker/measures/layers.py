@@ -7,7 +7,6 @@ The plan says whether Jacobians are kept on the device or in the host's memory, 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import PROBES, CheckResults, Jacobians, Sketch
 from tracker.linalg.svd import Triplets, triplets_by_products, triplets_of_each
 from tracker.measures.coupling import Moments, declared_parts, moments
-from tracker.measures.declaration import DIAGNOSTICS, NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import DIAGNOSTICS, LAYER, NORMED, OURS, WITH_NORM, Measure
 from tracker.measures.plan import SQUARES, Plan
 from tracker.measures.settings import Settings
 
@@ -36,7 +35,7 @@ class Layer:
         moments: those of J that null levels need.
         checks: the checks of the Jacobian at each row; empty if they are not stored.
         formed: whether the Jacobian at each row was formed entry by entry; empty if that is not stored.
-        dense: the Jacobians (R, d, d), kept or formed again; None: from products.
+        dense: the Jacobians (R, d, d), kept or formed again; None: not asked for.
     """
 
     triplets: Triplets
@@ -48,17 +47,17 @@ class Layer:
 
     def jacobian(self) -> Float[Tensor, "R d d"]:
         """Return the Jacobians, which the layer may not keep."""
-        if self.dense is not None:
-            return self.dense()
-        V = self.triplets.V
-        return self.product(torch.eye(V.shape[-2], dtype=V.dtype, device=V.device).expand(len(V), -1, -1))
+        assert self.dense is not None
+        return self.dense()
 
 
 def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan) -> list[Layer]:
     """Return the layers of some blocks, with their Jacobians kept where the plan says."""
     if plan.kept == "device":
         return _dense_layers(jacobians, blocks, plan)
-    layer_of = {"host": _layer_on_host, "nowhere": _recomputed_layer, "not formed": matrix_free_layer}[plan.kept]
+    if plan.kept == "host":
+        return [_dense_layers(jacobians, [selections], plan, on_host=True)[0] for selections in blocks]
+    layer_of = {"nowhere": _recomputed_layer, "not formed": matrix_free_layer}[plan.kept]
     return [layer_of(jacobians, selections, plan) for selections in blocks]
 
 
@@ -72,13 +71,9 @@ def _dense_layers(
     device = Js[0].device
     kept = [lambda J=J: J.to(device, non_blocking=True) for J in (map(to_host, Js) if on_host else Js)]
     return [
-        Layer(of_block, partial(_product, dense), of_J, checks_of_block, [True] * len(checks_of_block), dense)
+        Layer(of_block, lambda V, dense=dense: dense() @ V, of_J, checks_of_block, [True] * len(checks_of_block), dense)
         for of_block, dense, of_J, checks_of_block in zip(triplets, kept, of_blocks, checks, strict=True)
     ]
-
-
-def _product(dense: Callable[[], Tensor], V: Tensor) -> Tensor:
-    return dense() @ V
 
 
 def triplets_of_jacobians(
@@ -99,11 +94,6 @@ def _form_jacobians(
     Js, checks = zip(*jacobians(selections), strict=True)
     jacobians.advance(sum(map(len, Js)))
     return Js[0] if len(Js) == 1 else torch.cat(Js), _for_each_row(checks, selections)
-
-
-def _layer_on_host(jacobians: Jacobians, selections: Sequence[CallRows], plan: Plan) -> Layer:
-    """Return a layer that keeps its Jacobians in the host's memory."""
-    return _dense_layers(jacobians, [selections], plan, on_host=True)[0]
 
 
 def _recomputed_layer(jacobians: Jacobians, selections: Sequence[CallRows], plan: Plan) -> Layer:
@@ -287,12 +277,11 @@ def _declared() -> tuple[Measure, ...]:
     measures = []
     for end, variant, text in (("", "", ""), (NORMED, "normed", f", last block {WITH_NORM}")):
         shared: dict[str, Any] = {"option": "coupling", "variant": variant}
-        layer, rank = ("token", "layer"), ("token", "layer", "rank")
         gap = "gap to the next singular value, relative to s_1"
         measures += [
             Measure(
                 f"singular_value{end}",
-                rank,
+                (*LAYER, "rank"),
                 f"singular value{text}",
                 formula="sₖ, J = U S Vᵀ",
                 reference="paper, eq. 9",
@@ -300,50 +289,40 @@ def _declared() -> tuple[Measure, ...]:
             ),
             Measure(
                 f"{DIAGNOSTICS}singular_gap{end}",
-                rank,
+                (*LAYER, "rank"),
                 f"{gap}{text}",
                 formula="(sₖ − sₖ₊₁) / s₁",
                 reference=OURS,
                 **shared,
             ),
             *(
-                Measure(f"{DIAGNOSTICS}{name}{end}", layer, f"{label}{text}", formula=formula, reference=OURS, **shared)
+                Measure(f"{DIAGNOSTICS}{name}{end}", LAYER, f"{label}{text}", formula=formula, reference=OURS, **shared)
                 for name, (label, formula) in CERTIFICATE.items()
             ),
-            *declared_parts("", end, layer, text, shared),
+            *declared_parts("", end, LAYER, text, shared),
         ]
     return tuple(measures)
 
 
-def _declared_kept() -> tuple[Measure, ...]:
-    """Return the variables of `keep=`: the Jacobians and singular vectors themselves."""
-    layer = ("token", "layer")
-    return (
+DECLARED = _declared()
+DECLARED_KEPT = (  # the variables of `keep=`
+    Measure(
+        "jacobian",
+        (*LAYER, "output", "input"),
+        "Jacobian of the block's residual function at the token",
+        option="keep",
+        formula="Jˡ = ∂fˡ(x) / ∂x at x = xˡ⁻¹, without the identity of the skip connection",
+        reference="paper, eq. 8",
+    ),
+    *(
         Measure(
-            "jacobian",
-            (*layer, "output", "input"),
-            "Jacobian of the block's residual function at the token",
+            f"{side}_singular_vector",
+            (*LAYER, dim, "rank"),
+            f"{side} singular vector",
             option="keep",
-            formula="Jˡ = ∂fˡ(x) / ∂x at x = xˡ⁻¹, without the identity of the skip connection",
-            reference="paper, eq. 8",
-        ),
-        Measure(
-            "left_singular_vector",
-            (*layer, "output", "rank"),
-            "left singular vector",
-            option="keep",
-            formula="uₖ, column k of U, J = U S Vᵀ",
+            formula=f"{symbol}ₖ, column k of {symbol.upper()}, J = U S Vᵀ",
             reference="paper, eq. 9",
-        ),
-        Measure(
-            "right_singular_vector",
-            (*layer, "input", "rank"),
-            "right singular vector",
-            option="keep",
-            formula="vₖ, column k of V, J = U S Vᵀ",
-            reference="paper, eq. 9",
-        ),
-    )
-
-
-DECLARED, DECLARED_KEPT = _declared(), _declared_kept()
+        )
+        for side, dim, symbol in (("left", "output", "u"), ("right", "input", "v"))
+    ),
+)

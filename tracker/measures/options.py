@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from tracker.common.errors import UsageError
 from tracker.common.values import ValueTypeError
-from tracker.measures.settings import MEASURES, OPTIONS, Options, Settings, choices, everything, expensive
+from tracker.measures.settings import CHOICE_NAMES, EVERYTHING, EXPENSIVE, OPTIONS, Options, Settings
 
 
 def refusal(measures: Sequence[Any]) -> str:
     """Return what is wrong with a value of `measures=` that names no choice, and what may be given."""
     from tracker.measures.registry import BY_NAME
 
-    allowed = ("all", *choices())
+    allowed = ("all", *CHOICE_NAMES)
     text = f"measures {', '.join(map(str, measures))!r}" if measures else "measures is empty"
     hints = []
     for name in (str(one) for one in measures if one not in allowed):
@@ -30,8 +30,8 @@ def refusal(measures: Sequence[Any]) -> str:
             hints.append(f"did you mean {close[0]!r}?")
     meant = f" ({', '.join(hints)})" if hints else ""
     return (
-        f"{text}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(expensive())}, which cost most: "
-        f"{','.join(everything())} adds them)"
+        f"{text}{meant}; choose from {', '.join(allowed)} (all leaves out {', '.join(EXPENSIVE)}, which cost most: "
+        f"{','.join(EVERYTHING)} adds them)"
     )
 
 
@@ -145,6 +145,6 @@ def _measures(value: Any) -> tuple[str, ...]:
     value = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     several = isinstance(value, Iterable) and not isinstance(value, bytes)
     names = tuple(map(str, value)) if several else (str(value),)
-    if not names or set(names) - {*MEASURES, "all"}:
+    if not names or set(names) - {*CHOICE_NAMES, "all"}:
         raise UsageError(refusal(names))
     return names

@@ -30,13 +30,19 @@ from tracker.measures import (
 )
 from tracker.measures.coupling import MISCOUPLINGS, VARIANTS
 from tracker.measures.declaration import DIAGNOSTICS, OURS, Measure
-from tracker.measures.settings import CHOICES, choices, defaults
 from tracker.measures.tokenwise import KINDS
 
 __all__ = [
-    "BY_NAME", "DIMS", "HEADLINES", "KINDS", "MEASURES", "MISCOUPLINGS", "CHOICES", "UNDEFINED", "VARIANTS",
-    "choices", "defaults", "headline_names",
-]  # fmt: skip
+    "BY_NAME",
+    "DIMS",
+    "HEADLINES",
+    "KINDS",
+    "MEASURES",
+    "MISCOUPLINGS",
+    "UNDEFINED",
+    "VARIANTS",
+    "headline_names",
+]
 
 UNDEFINED = f"{DIAGNOSTICS}undefined"  # its counts: how many values of each measure are undefined
 MEASURES: tuple[Measure, ...] = (

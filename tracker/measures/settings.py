@@ -5,7 +5,7 @@ documentation, flags and forms of values from the fields of `Settings`. Static t
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -77,35 +77,14 @@ CHOICES = (
 )
 
 
-def choices() -> tuple[str, ...]:
-    """Return the names that `measures=` takes besides "all"."""
-    return tuple(option.name for option in CHOICES)
-
-
-def expensive() -> tuple[str, ...]:
-    """Return the names that "all" leaves out."""
-    return tuple(option.name for option in CHOICES if option.expensive)
-
-
-def everything() -> tuple[str, ...]:
-    """Return what `measures=` takes to measure all of it."""
-    return ("all", *expensive())
-
-
-def includes(measures: Collection[str], name: str) -> bool:
-    """Whether `measures=` requests a name, itself or by "all"."""
-    return name in measures or ("all" in measures and name not in expensive())
-
-
-def defaults() -> tuple[str, ...]:
-    """Return the names that are measured where `measures=` is not given."""
-    return tuple(option.name for option in CHOICES if option.default)
-
+CHOICE_NAMES = tuple(choice.name for choice in CHOICES)
+EXPENSIVE = tuple(choice.name for choice in CHOICES if choice.expensive)  # "all" leaves them out
+EVERYTHING = ("all", *EXPENSIVE)
+USUAL = tuple(choice.name for choice in CHOICES if choice.default)  # measured where `measures=` is not given
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
 LEAST_MEMORY_BUDGET = 1000  # bytes; who gives fewer means another unit
-USUAL, MEASURES = defaults(), choices()
 
 
 def _option(default: Any, type: ValueType, doc: str, group: str = "measurement") -> Any:
@@ -186,8 +165,8 @@ class Settings:
         USUAL,
         values.NAMES,
         f"any of: {'; '.join(f'{one.name} ({one.text})' for one in CHOICES)}; all means all of them but "
-        f"{', '.join(expensive())}, which cost more than coupling itself and are added by name "
-        f"({','.join(everything())}). Default: {', '.join(USUAL)}.",
+        f"{', '.join(EXPENSIVE)}, which cost more than coupling itself and are added by name "
+        f"({','.join(EVERYTHING)}). Default: {', '.join(USUAL)}.",
         group="most used",
     )
     window: int | None = _option(
@@ -256,8 +235,8 @@ class Settings:
         return identity
 
     def includes(self, measure: str) -> bool:
-        """Whether a measure is requested."""
-        return includes(self.measures, measure)
+        """Whether a measure is requested, by its name or by "all"."""
+        return measure in self.measures or ("all" in self.measures and measure not in EXPENSIVE)
 
     @property
     def forms_jacobians(self) -> bool:

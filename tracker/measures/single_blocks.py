@@ -107,7 +107,7 @@ DECLARED = (
         "mean_alignment",
         "alignment of output and input directions, mean",
         option="normality",
-        compute=lambda block: alignment(block.triplets).mean(-1),
+        compute=lambda block: alignment(block.layer.triplets).mean(-1),
         formula="mean of uₖ · vₖ over k ≤ K, for the largest K, J = U S Vᵀ",
         reference="Li and Papyan (2023); paper, section 3.2",
         text="Mean of uₖ · vₖ: 1 if a block's strongest output directions are its strongest input directions (J = U S Uᵀ), −1 if "

@@ -23,8 +23,6 @@ from tracker.measures.settings import Settings
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 
-OF_STATES = ("trajectory", "entropy", "pca", "noise")  # measures
-
 STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)  # variables that are read off the states alone
 DECLARED = (
     Measure(
@@ -146,15 +144,9 @@ def measure_states(
         return samples
 
 
-def measures_of_states(recording: Recording, settings: Settings) -> list[str]:
-    """Return the requested measures that are read off states; "all" leaves out entropy where there is no unembedding."""
-    lacking = recording.head is None and "entropy" not in settings.measures
-    return [name for name in OF_STATES if settings.includes(name) and not (name == "entropy" and lacking)]
-
-
 def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> None:
     """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
-    lacking = settings.includes("entropy") and "entropy" not in measures_of_states(recording, settings)
+    lacking = recording.head is None and settings.includes("entropy") and "entropy" not in settings.measures
     if lacking and recording.logits is not None:
         warn_caller(
             f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "

@@ -18,7 +18,7 @@ Memory: as many Jacobians as fit, and the singular vectors of the blocks whose b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -32,7 +32,7 @@ from tracker.capture.recording import Recording
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
-from tracker.linalg.svd import Triplets
+from tracker.linalg.svd import Triplets, joined
 from tracker.linalg.transfer import to_arrays
 from tracker.measures.coupling import DEFINITIONS, OF_PAIRS, Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
@@ -261,9 +261,9 @@ def _layers(
                     by_link[link].append(of_link)
     Js = [J for of_link in by_link.values() for J in of_link]
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
-    joined = {link: _joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
+    of_links = {link: joined(Triplets, [next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
-        link: Layer(joined[link], partial(_product, of_link), _moments(of_link, joined[link]), [], [])
+        link: Layer(of_links[link], partial(_product, of_link), _moments(of_link, of_links[link]), [], [])
         for link, of_link in by_link.items()
     }
 
@@ -272,7 +272,7 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
     """Return the moments of Jacobians in several tensors."""
     scales = triplets.S[:, 0].split([len(J) for J in Js])
     parts = [moments(J, scale) for J, scale in zip(Js, scales, strict=True)]
-    return Moments(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Moments)))
+    return joined(Moments, parts)
 
 
 def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
@@ -301,11 +301,6 @@ def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> l
         same = links[0][0] == links[0][1]
         selections.append((selected[0].recording.calls[l - 1], Rows(sample, token, None if same else source)))
     return selections
-
-
-def _joined(parts: Sequence[Triplets]) -> Triplets:
-    """Return the triplets of several batches as one, copied: those of a full decomposition keep all d vectors in memory."""
-    return Triplets(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Triplets)))
 
 
 def _assemble(

@@ -174,18 +174,19 @@ def _around_each_layer(per_step: Tensor, width: int, reduce) -> Float[Tensor, "L
 HIDDEN_STATE = "units of the hidden state"
 
 
-def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False, **more: Any) -> tuple[Measure, ...]:
-    """Return a variable of `DECLARED`, with quartiles as its curve if it has one.
+def _of_states(name: str, dims: tuple[str, ...], label: str, normed: bool = True, **more: Any) -> tuple[Measure, ...]:
+    """Return a variable of the states, with quartiles as its curve if it is on the dashboard.
 
     Args:
-        both: also return the variable with the final norm applied to the last state, NAME_normed.
+        normed: also return the variable with the final norm applied to the last state, NAME_normed.
     """
-    if "curve" in more:
-        more |= {"metric": f"trajectory/{name}", "logged": ("",)}
-    measure = Measure(name, dims, label, option="trajectory", **more)
-    if not both:
+    more.setdefault("option", "trajectory")
+    if "dashboard" in more:
+        more |= {"curve": "quartiles", "counted": True, "metric": f"trajectory/{name}", "logged": ("",)}
+    measure = Measure(name, dims, label, **more)
+    if not normed:
         return (measure,)
-    normed = replace(
+    with_norm = replace(
         measure,
         name=f"{name}{NORMED}",
         label=f"{label}, with the final norm",
@@ -196,7 +197,7 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, both: bool = False,
         dashboard="",
         charts=(),
     )
-    return measure, normed
+    return measure, with_norm
 
 
 IN_WINDOW = "As over training, but over a window of states around each block; near the ends no window fits."
@@ -205,13 +206,10 @@ DECLARED = (
         "lss",
         POSITION,
         "line-shape score",
-        both=True,
         compute=lss,
         formula="L / ‖Σₗ (xˡ − xˡ⁻¹) / ‖xˡ − xˡ⁻¹‖‖",
         reference="paper, eq. 15 and 16",
         text="How straight a token's path through the blocks is: 1 is a straight line, higher is more winding.",
-        curve="quartiles",
-        counted=True,
         dashboard="Trajectory",
         charts=("training",),
     ),
@@ -219,14 +217,11 @@ DECLARED = (
         "expodistance",
         POSITION,
         "expodistance",
-        both=True,
         compute=expodistance,
         formula="Varₗ αˡ / (Avgₗ αˡ)², αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
         reference="paper, eq. 17 and 18",
         text="How unevenly the norm of a token's state grows from block to block: 0 is exponential growth. It diverges "
         "where the mean growth rate nears zero.",
-        curve="quartiles",
-        counted=True,
         dashboard="Trajectory",
         charts=("training",),
         axis="logarithmic",
@@ -235,13 +230,10 @@ DECLARED = (
         "alpha_mean",
         POSITION,
         "mean growth rate α",
-        both=True,
         compute=alpha_mean,
         formula="Avgₗ αˡ, αˡ = ln(‖xˡ‖ / ‖xˡ⁻¹‖)",
         reference="paper, eq. 17",
         text="How much the norm of a token's state grows in a block: the mean over blocks of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
-        curve="quartiles",
-        counted=True,
         dashboard="Trajectory",
         charts=("training",),
     ),
@@ -249,14 +241,11 @@ DECLARED = (
         "equidistance",
         POSITION,
         "variation of step lengths",
-        both=True,
         compute=equidistance,
         formula="Stdₗ ‖xˡ − xˡ⁻¹‖ / Avgₗ ‖xˡ − xˡ⁻¹‖",
         reference="paper, Fig. 25",
         text="How unequal the steps of a token's state from block to block are: standard deviation over mean of their lengths; "
         "0 is equal steps.",
-        curve="quartiles",
-        counted=True,
         dashboard="Trajectory",
         charts=("training",),
         axis="from zero",
@@ -265,7 +254,6 @@ DECLARED = (
         "lss_window",
         BLOCK,
         "line-shape score in a window",
-        both=True,
         compute=lss_window,
         formula="line-shape score over the states around block l",
         reference="paper, Figs 26 to 28",
@@ -277,7 +265,6 @@ DECLARED = (
         "expodistance_window",
         BLOCK,
         "expodistance in a window",
-        both=True,
         compute=expodistance_window,
         formula="expodistance over the states around block l",
         reference="paper, Fig. 29 and 30",
@@ -290,7 +277,6 @@ DECLARED = (
         "equidistance_window",
         BLOCK,
         "variation of step lengths in a window",
-        both=True,
         compute=equidistance_window,
         formula="equidistance over the states around block l",
         reference="paper, Fig. 26",
@@ -302,7 +288,6 @@ DECLARED = (
         "norm",
         STATE,
         "norm of the states",
-        both=True,
         unit=HIDDEN_STATE,
         compute=norms,
         formula="‖xˡ‖",
@@ -315,48 +300,42 @@ DECLARED = (
         "update_ratio",
         BLOCK,
         "update ratio",
+        normed=False,
         compute=update_ratio,
         formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
         reference=OURS,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state.",
-        curve="quartiles",
-        counted=True,
         dashboard="Trajectory",
         charts=("depth",),
         axis="logarithmic",
     ),
 )
-_OF_USE: dict[str, Any] = {
-    "curve": "quartiles",
-    "counted": True,
-    "logged": ("",),
-    "dashboard": JACOBIANS,
-    "charts": ("depth", "table"),
-}
 DECLARED_USE = (
-    Measure(
+    *_of_states(
         "block_influence",
         BLOCK,
         "block influence",
-        option="depth_use",
+        normed=False,
         compute=block_influence,
         formula="1 − cos(xˡ⁻¹, xˡ)",
         reference="Men et al. (2024)",
         text="How much a block turns the state: 0 if it keeps its direction. ShortGPT removes the blocks with the least.",
-        metric="trajectory/block_influence",
         axis="logarithmic",
-        **_OF_USE,
+        option="depth_use",
+        dashboard=JACOBIANS,
+        charts=("depth", "table"),
     ),
-    Measure(
+    *_of_states(
         "update_cosine",
         BLOCK,
         "cosine of the update to the state",
-        option="depth_use",
+        normed=False,
         compute=update_cosine,
         formula="cos(f, xˡ⁻¹), f = xˡ − xˡ⁻¹",
         reference=OURS,
         text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
-        metric="trajectory/update_cosine",
-        **_OF_USE,
+        option="depth_use",
+        dashboard=JACOBIANS,
+        charts=("depth", "table"),
     ),
 )

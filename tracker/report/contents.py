@@ -18,7 +18,6 @@ from tracker.analysis.across_models import jsonable
 from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset, pairs_of_blocks
 from tracker.analysis.variables import PAIRS, evenly_spaced
-from tracker.measures.dataset import pair_layers
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 
@@ -289,7 +288,7 @@ def _directions(ds: xr.Dataset) -> dict[str, Any]:
 
 def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
     """Return which blocks' Jacobians were compared across tokens: the basis block of each, and the block that |A| is of."""
-    others = [int(other) if math.isfinite(other) else None for other in pair_layers(ds).values]
+    others = [int(other) if math.isfinite(other) else None for other in ds["pair_layer_other"].values]
     return {"said": layers_in_words(ds).replace("'", "′"), "others": others, "middle": middle_layers(ds)[0]}
 
 

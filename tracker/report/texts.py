@@ -16,8 +16,8 @@ import xarray as xr
 from tracker.analysis.curves import layers_in_words
 from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
-from tracker.measures import registry
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, VARIANTS, Measure
+from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS, Measure
+from tracker.measures.settings import CHOICES, USUAL
 from tracker.report.contents import carried
 from tracker.store import Store
 
@@ -121,8 +121,8 @@ def _matrix(values: np.ndarray) -> str:
 def lacking(ds: xr.Dataset) -> list[str]:
     """List what these results lack, and the command that adds it."""
     again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
-    usual = ",".join(registry.defaults())
-    missing = [option for option in registry.CHOICES if not _has(ds, option.name)]
+    usual = ",".join(USUAL)
+    missing = [option for option in CHOICES if not _has(ds, option.name)]
     lines = [
         f"{option.text}: {again.format(usual if option.default else f'{usual},{option.name}')}"
         for option in sorted(missing, key=lambda option: option.default)
@@ -134,7 +134,7 @@ def lacking(ds: xr.Dataset) -> list[str]:
 
 def _has(ds: xr.Dataset, option: str) -> bool:
     """Whether a summary has something that this choice of `measures=` adds."""
-    names = tuple(measure.name for measure in registry.MEASURES if measure.option == option)
+    names = tuple(measure.name for measure in MEASURES if measure.option == option)
     return any(str(name) in names or str(name).startswith(tuple(f"{n}_" for n in names)) for name in ds.data_vars)
 
 
@@ -160,7 +160,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
             ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
             ("largest error of a derivative check", f"{float(ds['derivative_error_max'].max()):.1e}"),
         ]
-    totals = {str(q): int(ds[registry.UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
+    totals = {str(q): int(ds[UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
     rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
     if "commit" in ds.coords:
         commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)

@@ -85,11 +85,6 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def identity(settings: Settings, weights: str) -> dict[str, Any]:
-    """Return the settings that all units of the store share."""
-    return {"schema": SCHEMA, **settings.identity(list(OPTIONS)), "weights": weights}
-
-
 def open_for_run(
     store: Store | None, settings: Settings, shared: Mapping[str, Any], step: int, resumed: bool
 ) -> Settings:
@@ -531,7 +526,8 @@ class TrainingRun:
         return unit
 
     def _identity(self) -> dict[str, Any]:
-        return identity(self.settings, self.weights)
+        """Return the settings that all units of the store share."""
+        return {"schema": SCHEMA, **self.settings.identity(list(OPTIONS)), "weights": self.weights}
 
     def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
         store, on_measure = (self.open_store, self.on_measure) if first else (None, None)

@@ -10,7 +10,7 @@ includes imports and what libraries do at their first call.
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial
 
 from tracker.common.errors import UsageError, warn_caller
 
@@ -27,43 +27,14 @@ def pythia(step: int) -> bool:
     return step % 1000 == 0 or (step <= 512 and log2(step))
 
 
-def never(step: int) -> bool:
-    """Include no step."""
-    return False
+def every(n: int, step: int) -> bool:
+    """Whether a step is a multiple of n."""
+    return step % n == 0
 
 
-@dataclass(frozen=True)
-class Every:
-    """Every n-th step, from step 0 on."""
-
-    n: int
-
-    def __call__(self, step: int) -> bool:
-        """Whether a step is a multiple of n."""
-        return step % self.n == 0
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Some steps."""
-
-    steps: frozenset[int]
-
-    def __call__(self, step: int) -> bool:
-        """Whether a step is one of them."""
-        return step in self.steps
-
-
-@dataclass(frozen=True)
-class AndStep:
-    """The steps of another schedule, and one more."""
-
-    due: Schedule
-    last: int
-
-    def __call__(self, step: int) -> bool:
-        """Whether the other schedule includes a step, or it is the one more."""
-        return step == self.last or self.due(step)
+def with_step(due: Schedule, last: int, step: int) -> bool:
+    """Whether a step is `last`, or another schedule includes it."""
+    return step == last or due(step)
 
 
 NAMED = {"log2": log2, "pythia": pythia}
@@ -89,14 +60,14 @@ def choose(
         raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs, steps and schedule")
     if every_n_epochs is not None:
         positive("every_n_epochs", every_n_epochs)
-        return never
+        return frozenset().__contains__
     if every_n_steps is not None:
-        return Every(positive("every_n_steps", every_n_steps))
+        return partial(every, positive("every_n_steps", every_n_steps))
     if steps is not None:
         chosen = frozenset(steps)
         if not chosen or not all(isinstance(step, int) and step >= 0 for step in chosen):
             raise UsageError(f"steps={steps!r}; give the optimizer steps to measure, whole numbers from 0 on")
-        return Listed(chosen)
+        return chosen.__contains__
     if schedule is None or isinstance(schedule, str):
         if (schedule or "log2") not in NAMED:
             raise UsageError(

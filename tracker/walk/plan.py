@@ -216,7 +216,7 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
     if not walk.dry_run or store.steps():  # a dry run writes nothing
         lock = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
-        revision = store.revision(0)
+        revision = store.curve([0], ["revision"])["revision"].item()
         if revision != untrained(walk.untrained):
             raise ValueError(
                 f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"

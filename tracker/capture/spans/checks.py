@@ -15,18 +15,16 @@ Cost: one forward pass up to the end of every span, small beside the d vector-Ja
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
 from functools import partial
 from inspect import BoundArguments
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tracker.blocks.boundaries import Boundary, as_python
 from tracker.blocks.towers import BlocksNotFound, Proposal
-from tracker.capture.hidden_state import hidden_state
+from tracker.capture.hidden_state import floating_tensors, hidden_state
 from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
 from tracker.capture.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 from tracker.common.errors import UsageError
@@ -292,7 +290,7 @@ class WholeStateCheck:
 
 def _error_of_outputs(output: Any, recorded: Any) -> float:
     """Return the smallest relative error over the floating outputs: some may be computed from earlier states."""
-    pairs = list(zip(_floating(output), _floating(recorded), strict=True))
+    pairs = list(zip(floating_tensors(output), floating_tensors(recorded), strict=True))
     if not pairs:
         raise UsageError(
             f"the model returns a {type(recorded).__name__} without a floating tensor, so that its last hidden state is the "
@@ -309,11 +307,6 @@ def _relative_difference(a: Tensor, b: Tensor) -> float:
         float(torch.linalg.vector_norm(t[finite], dtype=torch.float64)) for t in (torch.where(a == b, 0, a - b), b)
     )
     return difference / size if difference else 0.0
-
-
-def _floating(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(vars(output) if is_dataclass(output) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _norm_that_returns(replica: Replica, arguments: BoundArguments, seed: int, boundary: Boundary) -> str:

@@ -47,15 +47,7 @@ def record_spans(
         if before.changed():
             check_stateless(replica, bound, calls, before)
         WholeStateCheck(replica, bound, calls, recorder.fixed, output).check()
-    last = calls[-1].y
-    logits = recorder.head.logits(*last.shape[:2])
-    unembedding = recorder.head.unembedding(last, logits)
-    if recorder.head.norm is None:
-        return Recording(list(calls), None, None, logits, unembedding, seed=drawn_seed)
-    name, module, normed = recorder.head.norm
-    if not torch.isfinite(normed).all():
-        raise FloatingPointError(f"the final norm ({name}) gives values that are not finite; measure in float64")
-    return Recording(list(calls), (name, module), normed, logits, unembedding, seed=drawn_seed)
+    return recorder.head.recording(calls, drawn_seed)
 
 
 class _Recorder:
