@@ -1,6 +1,5 @@
 """Jacobians between tokens and their couplings against brute force; the other measures of `measures=` against definitions."""
 
-import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -20,17 +19,10 @@ from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 CPU = torch.device("cpu")
 CAUSAL = ("gpt_neox", "llama, grouped keys", "gemma2, soft cap", "gptj", "bloom")
 BIDIRECTIONAL = ("timm vit", "bert", "nn.TransformerEncoder, post-norm, bidirectional")
-MEASURES = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def between(name, pairs, dtype=torch.float64):
