@@ -220,19 +220,14 @@ def test_long_prompts_are_read_in_parts():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"measures": "couplings"}, "choose from all, coupling"),
-        ({"measures": ["vju"]}, "vju extends 'coupling': add it"),
-        ({"measures": "tokenwise", "pair_tokens": 1}, "at least 2"),
         ({"measures": "tokenwise", "pair_tokens": [0, 99]}, "out of range"),
         ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),
         ({"measures": "tokenwise", "pair_layers": 3}, "pair_layers=3, but 3 blocks are measured"),
         ({"measures": "all,tokenwise", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
         ({"measures": "tokenwise", "pair_layers": [(1, 4)]}, r"pair_layers=\[\(1, 4\)\], but 3 blocks"),
         ({"measures": "tokenwise", "pair_layers": [(0, 1)]}, "choose blocks from 1 to 3"),
-        ({"measures": "tokenwise", "pair_layers": [(1, 2), (1, 3)]}, "each l once"),
         ({"pair_layers": [1, 2]}, "list of pairs"),
         ({"pair_layers": "next"}, "pair_layers='next'; give the distance"),
-        ({"pair_layers": True}, "pair_layers=True"),
         ({"pair_layers": []}, "list of pairs"),
     ],
 )
