@@ -122,7 +122,10 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
         ({"tokens": np.array([])}, "tokens=array.*give last, cls, all or positions"),
         ({"window": True}, "window=True; give one whole number"),
         ({"memory_budget": True}, "memory_budget=True; give a number with a unit"),
-        ({"measures": "couplings"}, "measures 'couplings' .did you mean 'coupling'.*; choose from all, coupling, trajectory"),
+        (
+            {"measures": "couplings"},
+            "measures 'couplings' .did you mean 'coupling'.*; choose from all, coupling, trajectory",
+        ),
         ({"measures": 5}, "measures '5'; choose from all, coupling"),
         ({"measures": b"all"}, "choose from all, coupling"),
         ({"measures": [["coupling"]]}, "choose from all, coupling"),
