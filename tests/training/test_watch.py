@@ -42,7 +42,7 @@ def test_training_is_bit_identical(tmp_path):
     assert 10 < len(rows[6]) < 20 and rows[6]["coupling/seconds"] > 0
 
 
-def test_what_a_call_returns(tmp_path):
+def test_what_a_call_returns():
     model = neox()
     with tracker.Watch(steps=[4], k=K, probe=tokens(), ends=False) as watch:
         assert watch(0, model) is None
