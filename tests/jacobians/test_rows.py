@@ -9,14 +9,9 @@ from torch import nn
 import tracker
 import tracker.jacobians.row_attention
 import tracker.jacobians.rows
+from tests.jacobians.measured import jacobians_at
 from tests.models import WIDTH, build, images, timm_vit
-from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
-from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import Rows
 from tracker.linalg.precision import switches
 
 
@@ -109,22 +104,14 @@ def test_where_the_formula_fails_its_check_the_models_own_attention_serves(monke
         return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
 
     model, inputs = build("llama, grouped keys")
-    seen = jacobians_of(model, inputs)
+    rows = [(b, inputs.shape[1] - 1) for b in range(len(inputs))]
+    seen = jacobians_at(model, inputs, rows)
     honest = tracker.jacobians.row_attention.Expansion.__call__
     monkeypatch.setattr(tracker.jacobians.row_attention.Expansion, "__call__", wrong)
-    redone = jacobians_of(model, inputs)
+    redone = jacobians_at(model, inputs, rows)
     for (J, checks), (other, other_checks) in zip(seen, redone, strict=True):
         assert (checks.path, other_checks.path) == ("formula", "own code")
         torch.testing.assert_close(J, other, atol=1e-10, rtol=0)
-
-
-def jacobians_of(model, inputs):
-    """Of every block at the last row of every sample, with their checks."""
-    with preserve_global_state(torch.device("cpu")):
-        replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
-        calls = record(replica, [inputs], {}).calls
-        rows = Rows(torch.arange(len(inputs)), torch.full((len(inputs),), calls[0].x.shape[1] - 1))
-        return [Jacobians(replica)([(call, rows)])[0] for call in calls]
 
 
 def test_two_blocks_named_as_one_are_caught_by_the_derivative_check():

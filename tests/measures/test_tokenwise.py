@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tracker
+from tests.jacobians.measured import CPU, jacobians_at
 from tests.jacobians.test_brute_force import oracle
 from tests.models import FAMILIES, Letters, Size, build, neox, tokens
 from tracker.analysis.curves import CURVES, curves
@@ -17,10 +18,8 @@ from tracker.capture.recorder import record
 from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CPU = torch.device("cpu")
 CAUSAL = ("gpt_neox", "llama, grouped keys", "gemma2, soft cap", "gptj", "bloom")
 BIDIRECTIONAL = ("timm vit", "bert", "nn.TransformerEncoder, post-norm, bidirectional")
 
@@ -28,15 +27,7 @@ BIDIRECTIONAL = ("timm vit", "bert", "nn.TransformerEncoder, post-norm, bidirect
 def between(name, pairs, dtype=torch.float64):
     """Return J_{t1 t2} of every block at (sample, t1, t2), measured and by brute force."""
     model, inputs, ds, expected = oracle(name, dtype)
-    (batch,) = batches(model, inputs, None, None)
-    sample, source, token = (torch.tensor(index) for index in zip(*pairs, strict=True))
-    with preserve_global_state(CPU):
-        replica = Replica(model, find_blocks(model), dtype, CPU)
-        recording = record(replica, batch.arguments, batch.keywords)
-        recording = recording.with_final_norm() if ds.attrs["final_norm"] == "include" else recording
-        jacobians = Jacobians(replica)
-        calls = [*recording.calls[:-1], recording.normed_last or recording.calls[-1]]
-        found = [jacobians([(call, Rows(sample, token, source))])[0] for call in calls]
+    found = jacobians_at(model, inputs, pairs, dtype, final_norm=ds.attrs["final_norm"] == "include")
     truth = [torch.stack([expected.jacobian(l, *pair).detach() for pair in pairs]) for l in range(len(found))]
     return found, truth
 
