@@ -81,6 +81,12 @@ def run(
     return Oracle(first, [(a, k) for _, a, k in received], last, blocks, batch_first, norm, functorch)
 
 
+def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tensor:
+    """Return d (y - x)_target / d x_source of a sample, by gradients between two tensors of one graph."""
+    rows = [torch.autograd.grad(y[b, target, i], x, retain_graph=True)[0][b, source] for i in range(y.shape[-1])]
+    return torch.stack(rows) - (source == target) * torch.eye(len(rows), dtype=x.dtype)
+
+
 @torch.no_grad()
 def couplings(J: list[Tensor], K: int, bases: list[Tensor] | None = None) -> dict[str, Tensor]:
     """Return the five mis-couplings of every layer pair, computed pair by pair from their definitions.

@@ -114,7 +114,9 @@ class Walker:
 
 
 @pytest.fixture
-def walker(suite, tmp_path) -> Walker:
+def walker(suite, tmp_path, monkeypatch) -> Walker:
+    """Return a runner of walks; those in this process read the suite, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
     return Walker(suite, tmp_path)
 
 

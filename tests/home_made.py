@@ -190,11 +190,11 @@ class Torch(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A block that passes on whatever it is called with."""
+    """A module around another one, by default a block, that passes on whatever it is called with."""
 
-    def __init__(self):
+    def __init__(self, inner: nn.Module | None = None):
         super().__init__()
-        self.inner = Flat()
+        self.inner = Flat() if inner is None else inner
 
     def forward(self, *args, **kwargs):
         return self.inner(*args, **kwargs)

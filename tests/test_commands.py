@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import processes
 from tests.conftest import ROOT
 from tracker.commands import COMMANDS, main
 
@@ -17,6 +18,22 @@ def test_each_subcommand_prints_its_own_help(name, capsys):
         main([name, "--help"])
     assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: python -m ")
     assert callable(importlib.import_module(COMMANDS[name][0]).main)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["tracker.pythia", "tracker.dashboards", "tracker.replay", "vit.train", "vit.grid", "vit.analysis"],
+)
+def test_help_takes_less_than_a_second(module):
+    seconds = []
+    for _ in range(3):
+        before = processes.children_seconds()
+        shown = processes.run(module, "--help", cold=True)
+        seconds.append(processes.children_seconds() - before)
+        assert shown.returncode == 0 and "usage" in shown.stdout
+        if module in ("tracker.pythia", "vit.train", "vit.grid"):
+            assert "Exit status: 0" in " ".join(shown.stdout.split())
+    assert 0 < min(seconds) < 1
 
 
 def test_without_a_command_all_are_listed(capsys):

@@ -272,15 +272,11 @@ class TwoEncoders(nn.Module):
 
 BAD = {
     "k above d": (dict(k=WIDTH + 1), rf"k={WIDTH + 1}.*1 to the model's width d = {WIDTH}"),
-    "k zero": (dict(k=0), "from 1 to"),
     "token out of range": (dict(tokens=[0, 7]), r"\[7\] are out of range.*7 tokens"),
     "unknown token choice": (dict(tokens="first"), "give last, cls, all or positions"),
     "no class token": (dict(tokens="cls"), "no class token"),
     "final norm": (dict(final_norm="maybe"), "choose from auto, include, exclude, drop"),
-    "dtype": (dict(dtype=torch.bfloat16), "choose from float32, float64"),
-    "measures": (dict(measures=["colour"]), "coupling, trajectory"),
     "svd": (dict(svd="quick"), "auto, full, krylov"),
-    "window": (dict(window=4), "odd number of states"),
     "window too wide": (dict(window=99), "window=99 states, but a trajectory through this model has 4"),
     "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),
     "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),

@@ -8,7 +8,7 @@ import xarray as xr
 
 from tests.stores import unit
 from tracker.common.errors import UsageError
-from tracker.store import DamagedFile, file_content, read_content, stacked
+from tracker.store import file_content, read_content, stacked
 
 
 def dataset(step: int = 7) -> xr.Dataset:
@@ -83,16 +83,6 @@ def test_files_that_differ_in_more_than_values_have_other_forms(tmp_path, other)
 def test_only_named_variables_are_read(tmp_path):
     content = read_content(*written(tmp_path, dataset()), {"lss", "absent"})
     assert list(content.values) == ["lss"] and content.attrs["created"] == "at 7"
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b"", lambda b: b[: len(b) // 2], lambda b: b"\0" + b[1:]], ids=["empty", "half", "other"]
-)
-def test_damaged_files_are_named(tmp_path, damage):
-    (file,) = written(tmp_path, dataset())
-    file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(DamagedFile, match=r"0\.nc can't be read .*damaged"):
-        read_content(file)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])

@@ -14,7 +14,7 @@ from tracker.analysis.reduction import read_reduced
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
-from tracker.store import Store
+from tracker.store import DamagedFile, Store
 from tracker.version import SCHEMA
 
 SHARED = {"suite": "toy", "schema": SCHEMA}
@@ -92,12 +92,12 @@ def test_temporary_files_of_killed_writers_are_not_units(store):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"nonsense"], ids=["half", "empty", "other"]
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"\0" + b[1:]], ids=["half", "empty", "other"]
 )
 def test_damaged_units_are_reported(store, damage):
     file = store.write(3, unit(3, positions=30_000))  # files end with up to 64 KiB of zeros
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*damaged"):
+    with pytest.raises(DamagedFile, match=r"step00000003\.nc can't be read .*damaged"):
         tracker.open_results(store.path)
 
 
@@ -120,14 +120,6 @@ def test_foreign_file_is_reported(store):
 def test_units_of_another_version_are_refused(store):
     store.write(3, unit(3, schema=SCHEMA - 1))
     with pytest.raises(UsageError, match=r"step00000003\.nc was measured by another version of this package"):
-        tracker.open_results(store.path)
-
-
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_stands_in_place_of_a_unit_is_named(store, make):
-    store.write(3, unit(3))
-    make(store.file(4))
-    with pytest.raises(UsageError, match=r"step00000004\.nc is no file; remove it"):
         tracker.open_results(store.path)
 
 
@@ -167,10 +159,6 @@ def test_directory_without_results_is_refused(tmp_path):
 
 CLAIM = """
 import sys, time
-from tracker.store import Store
-from tracker.common.errors import UsageError
-from tracker.measures.dataset import labelled
-from tracker.version import SCHEMA
 from tracker.store import Store
 
 claim = Store(sys.argv[2]).claim(3)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import couplings
-from tests.capture.test_spans import STARTS, Loop, found_by_spans, ids, in_one_graph, states_in_one_graph
+from tests.brute_force import couplings, in_one_graph
+from tests.capture.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tests.models import tokens
 from tests.nanochat import DEPTH, GPT, norm
 from tracker.blocks.boundaries import as_python, read_spans

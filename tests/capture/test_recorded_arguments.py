@@ -1,5 +1,7 @@
 """A replay sees what the recorded call saw: shared dictionaries, caches, tensors that are written to later."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.brute_force import couplings
+from tests.brute_force import couplings, in_one_graph
+from tests.home_made import Wrapped
 from tests.jacobians.test_rows import Attention, random
 from tests.models import build, tokens
 from tracker.blocks.find import find_blocks
@@ -56,16 +59,6 @@ class Model(nn.Module):
         return self.states[-1]
 
 
-def jacobians(states, t, sample=0):
-    """Of every block at a token, between the states of one graph."""
-    J = []
-    for before, after in zip(states, states[1:], strict=False):
-        d = after.shape[-1]
-        rows = [torch.autograd.grad(after[sample, t, i], before, retain_graph=True)[0][sample, t] for i in range(d)]
-        J.append(torch.stack(rows) - torch.eye(d, dtype=after.dtype))
-    return J
-
-
 @pytest.mark.parametrize("how", ["last writer", "memo", "nested list"])
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
@@ -74,7 +67,7 @@ def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
         ds = tracker.measure(model, x, k=3, dtype=torch.float64)
     model(x.requires_grad_())
     for b in range(samples):
-        J = jacobians(model.states, -1, b)
+        J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(model.states)]
         for name, values in couplings(J, 3).items():
             np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-8, err_msg=name)
 
@@ -113,20 +106,9 @@ def test_gemma4_unified_shares_keys_between_layers(samples, length):
         block.register_forward_hook(lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out))
     model(ids, use_cache=False)
     for b in range(samples):
-        J = jacobians(states, length - 1, b)
+        J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(states)]
         for name, values in couplings(J, 3).items():
             np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-6, err_msg=name)
-
-
-class Wrapped(nn.Module):
-    """A module around another one, that takes whatever that takes."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args, **kwargs):
-        return self.inner(*args, **kwargs)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama, grouped keys"])  # states and masks by position, and by name

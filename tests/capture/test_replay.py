@@ -12,19 +12,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
 from tests.brute_force import run
+from tests.jacobians.measured import jacobians_at
 from tests.jacobians.test_rows import Attention, Stack, random
 from tests.models import tokens
-from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
 from tracker.jacobians.checks import separating_sets
-from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import Rows
-
-CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -187,20 +179,14 @@ def family(name, **more):
     return model
 
 
-def jacobians(model, inputs, t=-1):
-    """Of every block, final norm left out, at row t of the first sample."""
-    with preserve_global_state(CPU):
-        replica = Replica(model, find_blocks(model), torch.float64, CPU)
-        (batch,) = batches(model, inputs, None, None)
-        calls = record(replica, batch.arguments, batch.keywords).calls
-        rows = Rows(torch.tensor([0]), torch.tensor([t % calls[0].x.shape[1]]))
-        return [(J[0], checks) for ((J, checks),) in (Jacobians(replica)([(call, rows)]) for call in calls)]
+def jacobians(model, inputs):
+    """Of every block, final norm left out, at the last row of the first sample."""
+    return [(J[0], checks) for J, checks in jacobians_at(model, inputs, [(0, inputs.shape[1] - 1)])]
 
 
-def brute(model, blocks, inputs, l, t=-1):
-    oracle = run(model, inputs, blocks, None, True, functorch=False)
-    t %= oracle.inputs[l].shape[1]
-    return oracle.jacobian(l, 0, t, t)
+def brute(model, blocks, inputs, l):
+    last = inputs.shape[1] - 1
+    return run(model, inputs, blocks, None, True, functorch=False).jacobian(l, 0, last, last)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,5 +1,7 @@
 """Blocks that hand their state on as two tensors are measured by the sum, or refused."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.brute_force import couplings
+from tests.brute_force import couplings, in_one_graph
 from tests.jacobians.test_rows import Attention, Stack, random
 from tracker.common.errors import UsageError
 
@@ -90,10 +92,7 @@ def test_against_brute_force():
     states = [x.requires_grad_()]
     for layer in model.layers:
         states.append(states[-1] + layer.mix(states[-1]))
-    J = []
-    for before, after in zip(states, states[1:], strict=False):
-        rows = [torch.autograd.grad(after[0, -1, i], before, retain_graph=True)[0][0, -1] for i in range(8)]
-        J.append(torch.stack(rows) - torch.eye(8, dtype=torch.float64))
+    J = [in_one_graph(before, after, 0, -1, -1) for before, after in pairwise(states)]
     ds = tracker.measure(model, x.detach(), k=3, dtype=torch.float64, final_norm="exclude")
     for name, values in couplings(J, 3).items():
         np.testing.assert_allclose(ds[name].sel(k=3).values[0, 0], values, atol=1e-8)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracker
-from tests.brute_force import couplings
+from tests.brute_force import couplings, in_one_graph
 from tests.lightning_runs import Classifier, fit, trainer
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import Blocks, find_blocks
@@ -197,12 +197,6 @@ def states_in_one_graph(model: nn.Module, inputs: Tensor, boundaries: Sequence[s
     for handle in handles:
         handle.remove()
     return [met[text] for text in boundaries]
-
-
-def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tensor:
-    """d (y - x)_target / d x_source of a sample, by gradients between two tensors of one graph."""
-    rows = [torch.autograd.grad(y[b, target, i], x, retain_graph=True)[0][b, source] for i in range(y.shape[-1])]
-    return torch.stack(rows) - (source == target) * torch.eye(len(rows), dtype=x.dtype)
 
 
 def found_by_spans(model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=torch.float64) -> list[Tensor]:

@@ -393,7 +393,7 @@ def test_without_network_the_cache_is_used(fetcher, monkeypatch):
     fetcher.assert_whole(1, fetch(REPO, "step1", found["step1"], fetcher.cache))
 
 
-def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher, monkeypatch):
+def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher):
     import shutil
 
     fetcher.fetch(1)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -12,15 +11,11 @@ import tracker
 import tracker.jacobians.rows
 from tests import brute_force
 from tests.conftest import ROOT
+from tests.jacobians.measured import jacobians_at
 from tests.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
-from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import Rows
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 K = 6
 J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -46,9 +41,7 @@ def oracle(name, dtype):
         model.set_experts_implementation("eager")  # the grouped kernels know no float64
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
     found = find_blocks(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ds = tracker.measure(model, inputs, k=[2, K], tokens=[1, -1], dtype=dtype)
+    ds = tracker.measure(model, inputs, k=[2, K], tokens=[1, -1], dtype=dtype)
     norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
     blocks = [model.get_submodule(n) for n in found.names]
     return model, inputs, ds, brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom")
@@ -90,9 +83,10 @@ def brute_force_jacobians(expected, inputs):
 
 def jacobian_difference(model, inputs, ds, truth, dtype):
     """Largest difference of an entry, relative to the largest entry where that is above 1."""
+    found = jacobians_at(model, inputs, list(truth), dtype, final_norm=ds.attrs["final_norm"] == "include")
     differences = [
         (J[r] - truth[at][l]).abs().max() / truth[at][l].abs().max().clamp(min=1)
-        for l, J in enumerate(measured_jacobians(model, inputs, ds, list(truth), dtype))
+        for l, (J, _) in enumerate(found)
         for r, at in enumerate(truth)
     ]
     return float(torch.stack(differences).max())
@@ -104,21 +98,6 @@ def jacobian_error(name, dtype):
     return bool(ds.diagnostics_sliced.all()), jacobian_difference(
         model, inputs, ds, brute_force_jacobians(expected, inputs), dtype
     )
-
-
-def measured_jacobians(model, inputs, ds, rows, dtype):
-    """The Jacobians that went into the Dataset, by layer, for rows of (sample, position)."""
-    (batch,) = batches(model, inputs, None, None)
-    samples, tokens = (torch.tensor(index) for index in zip(*rows, strict=True))
-    with preserve_global_state(torch.device("cpu")), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        replica = Replica(model, find_blocks(model), dtype, torch.device("cpu"))
-        recording = record(replica, batch.arguments, batch.keywords)
-        if ds.attrs["final_norm"] == "include":
-            recording = recording.with_final_norm()
-        jacobians = Jacobians(replica)
-        calls = [*recording.calls[:-1], recording.normed_last or recording.calls[-1]]
-        return [jacobians([(call, Rows(samples, tokens))])[0][0] for call in calls]
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 
 import pytest
 import torch
@@ -186,13 +185,12 @@ def test_a_planted_fault_is_refused_and_named(name, dtype):
     assert cause in str(refused.value)
 
 
+@pytest.mark.filterwarnings("ignore")  # a step of a rounding makes the value depend on the arithmetic
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_no_fault_is_measured(name, dtype):
     through, how = RIGHT[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a step of a rounding makes the value depend on the arithmetic
-        ds = measured(model(through), dtype)
+    ds = measured(model(through), dtype)
     assert ds.attrs["derivative"] == "checked"
     assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
     assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
@@ -233,16 +231,15 @@ SMALL = {
 }  # errors of 1 %; differences in float32 show 5 %
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted((RIGHT | FAULTS).keys() - SMALL))
 def test_code_that_does_not_run_in_float64_is_compared_in_float32(name):
     through, how = (RIGHT | FAULTS)[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if name in FAULTS:
-            with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .*" + re.escape(how)):
-                measured(model(single(through)), "float32")
-            return
-        ds = measured(model(single(through)), "float32")
+    if name in FAULTS:
+        with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .*" + re.escape(how)):
+            measured(model(single(through)), "float32")
+        return
+    ds = measured(model(single(through)), "float32")
     assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
 
 

@@ -1,7 +1,5 @@
 """Jacobians on single rows: known ones are reproduced, planted faults are caught, unsliceable blocks are still right."""
 
-import math
-
 import pytest
 import timm
 import torch
@@ -11,14 +9,9 @@ from torch import nn
 import tracker
 import tracker.jacobians.row_attention
 import tracker.jacobians.rows
-from tests.models import WIDTH, build, images, timm_vit, tokens
-from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
+from tests.jacobians.measured import jacobians_at
+from tests.models import WIDTH, build, images, timm_vit
 from tracker.common.errors import UsageError
-from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import Rows
 from tracker.linalg.precision import switches
 
 
@@ -111,22 +104,14 @@ def test_where_the_formula_fails_its_check_the_models_own_attention_serves(monke
         return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
 
     model, inputs = build("llama, grouped keys")
-    seen = jacobians_of(model, inputs)
+    rows = [(b, inputs.shape[1] - 1) for b in range(len(inputs))]
+    seen = jacobians_at(model, inputs, rows)
     honest = tracker.jacobians.row_attention.Expansion.__call__
     monkeypatch.setattr(tracker.jacobians.row_attention.Expansion, "__call__", wrong)
-    redone = jacobians_of(model, inputs)
+    redone = jacobians_at(model, inputs, rows)
     for (J, checks), (other, other_checks) in zip(seen, redone, strict=True):
         assert (checks.path, other_checks.path) == ("formula", "own code")
         torch.testing.assert_close(J, other, atol=1e-10, rtol=0)
-
-
-def jacobians_of(model, inputs):
-    """Of every block at the last row of every sample, with their checks."""
-    with preserve_global_state(torch.device("cpu")):
-        replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
-        calls = record(replica, [inputs], {}).calls
-        rows = Rows(torch.arange(len(inputs)), torch.full((len(inputs),), calls[0].x.shape[1] - 1))
-        return [Jacobians(replica)([(call, rows)])[0] for call in calls]
 
 
 def test_two_blocks_named_as_one_are_caught_by_the_derivative_check():
@@ -144,31 +129,6 @@ def timm_block():
     return timm.models.vision_transformer.Block(WIDTH, 4)
 
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = Attention()
-
-    def forward(self, x):
-        return x + F.dropout(x, 0.5, training=True)
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention, self.calls = Attention(), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x * (1 + 1 / self.calls)
-
-
-@pytest.mark.parametrize("block", [Noisy, Counting])
-def test_random_and_stateful_blocks_are_refused(block):
-    with pytest.raises(UsageError, match="does not reproduce its own output"):
-        tracker.measure(Stack([block(), block()]), random(1, 4, 8), k=2, dtype=torch.float64)
-
-
 class InPlace(nn.Module):
     def __init__(self, J):
         super().__init__()
@@ -184,27 +144,6 @@ def test_blocks_that_work_in_place():
     ds = tracker.measure(Stack(map(InPlace, J)), random(1, 4, 8), k=3, dtype=torch.float64)
     for l in range(2):
         torch.testing.assert_close(torch.from_numpy(ds.singular_value.values[0, 0, l]), torch.linalg.svdvals(J[l])[:3])
-
-
-class ConvolvedAttention(nn.Module):
-    """Attention, and a convolution over tokens beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        x = x + F.scaled_dot_product_attention(q, k, v)[:, 0]
-        return x + self.convolution(x.mT).mT.tanh()
-
-
-def test_attention_beside_a_convolution_over_tokens_is_not_sliced():
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning, match="full sequence"):
-        ds = tracker.measure(Stack([ConvolvedAttention(), ConvolvedAttention()]), random(1, 6, 8), k=3)
-    assert not ds.diagnostics_sliced.any()
 
 
 def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
@@ -233,16 +172,6 @@ def test_chunks_do_not_change_the_numbers(monkeypatch):
     torch.testing.assert_close(
         torch.from_numpy(whole.miscoupling.values), torch.from_numpy(parts.miscoupling.values), atol=1e-9, rtol=0
     )
-
-
-def test_permuted_prompts_are_permuted_results():
-    model, _ = build("gpt2")
-    ids = tokens(3)
-    straight, turned = (tracker.measure(model, x, k=4, dtype=torch.float64) for x in (ids, ids.flip(0)))
-    for name in ("miscoupling", "lss", "singular_value"):
-        a, b = torch.from_numpy(straight[name].values), torch.from_numpy(turned[name].values)
-        torch.testing.assert_close(a, b.flip(0), atol=1e-10, rtol=0)
-    assert math.isfinite(float(straight.lss.sum()))
 
 
 class Inner(nn.Module):
@@ -331,23 +260,6 @@ def test_methods_put_on_an_instance():
     layer.forward = lambda x: x
     with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
         tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
-
-
-def test_what_a_forward_pass_counts_or_collects_stays_with_the_replica():
-    class Collecting(Linear):
-        def __init__(self):
-            super().__init__(nn.Linear(8, 8).double())
-            self.register_buffer("seen", torch.zeros(()))
-            self.maps = []
-
-        def forward(self, x):
-            self.seen += 1
-            self.maps.append(x)
-            return super().forward(x)
-
-    model = Stack([Collecting(), Collecting()])
-    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
-    assert float(model.blocks[0].seen) == 0 and model.blocks[0].maps == []
 
 
 def test_a_row_of_zeros_is_no_fault():

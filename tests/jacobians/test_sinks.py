@@ -7,7 +7,7 @@ import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
 from tests import brute_force
-from tests.jacobians.test_brute_force import measured_jacobians
+from tests.jacobians.measured import jacobians_at
 from tests.models import Size, build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.precision import FLOOR
@@ -52,12 +52,12 @@ def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     ds = tracker.measure(model, inputs, k=4, tokens=[0])
     assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
     rows = [(0, 0), (1, 0), (1, 6)]
-    seen = measured_jacobians(model, inputs, ds, rows, torch.float32)
+    seen = jacobians_at(model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include")
     truth = by_brute_force(model, inputs, ds, rows)
     size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])  # root mean square of s
     hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I
     assert hidden.any() and not (size[:, 2] < FLOOR[torch.float32]).any()
-    for J, expected in zip(seen, truth, strict=True):
+    for (J, _), expected in zip(seen, truth, strict=True):
         error = torch.linalg.matrix_norm(J - expected) / torch.linalg.matrix_norm(expected)
         assert float(error.max()) < 1e-4
     values = torch.from_numpy(ds.singular_value_normed.values[:, 0])

@@ -112,7 +112,7 @@ def test_prompts_of_different_length_together_and_alone(name, dtype):
             torch.testing.assert_close(J, alone, atol=tolerance, rtol=tolerance)
 
 
-def test_only_the_prompt_that_fails_its_check_falls_back(monkeypatch):
+def test_only_the_prompt_that_fails_its_check_falls_back():
     replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
     calls = [calls[1] for calls in passes]
     calls[1].attention[0].value = 1.5 * calls[1].attention[0].value  # as if frozen at another moment
@@ -129,7 +129,7 @@ def test_only_the_prompt_that_fails_its_check_falls_back(monkeypatch):
     torch.testing.assert_close(operator.apply(V), torch.cat([J for J, _ in found]) @ V)
 
 
-def test_the_rows_of_all_prompts_pass_through_a_block_at_once(monkeypatch):
+def test_the_rows_of_all_prompts_pass_through_a_block_at_once():
     replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
     seen = []
     passes[0][0].block.register_forward_hook(lambda block, given, output: seen.append(tuple(given[0].shape)))

@@ -4,10 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +14,7 @@ from tests import processes
 from tests.models import neox, tokens
 from tests.stores import generated, stored
 from tests.wandb_runs import of, offline_run, records
+from tests.wandb_server import KEY, serve
 from tracker import dashboards, replay
 from tracker.analysis.curves import scalars
 from tracker.loggers.protocol import LoggedRun, Row, select_metrics
@@ -27,7 +24,7 @@ from tracker.store import Store
 
 STEPS = (0, 2, 8)
 OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log
-UNREACHABLE = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+UNREACHABLE = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
 @pytest.fixture(scope="module")
@@ -196,13 +193,12 @@ class TestWorkspace:
         """Send real requests of the client to a server that answers like W&B's GraphQL API."""
         arguments = ["--entity", "e", "--project", "p"]
         printed = command("tracker.dashboards", *arguments, "--dry-run", home=tmp_path)
-        with answering() as (address, requests):
-            saved = command(
-                "tracker.dashboards", *arguments, home=tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL=address
-            )
+        with serve() as server:
+            keys = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address}
+            saved = command("tracker.dashboards", *arguments, home=tmp_path, **keys)
         assert saved.returncode == 0, saved.stderr
-        assert f"workspace: {address}/e/p?nw=view" in saved.stdout
-        (variables,) = [body["variables"] for body in requests if "upsertView" in body["query"]]
+        assert f"workspace: {server.address}/e/p?nw=view" in saved.stdout
+        (variables,) = [body["variables"] for body in server.bodies if "upsertView" in body.get("query", "")]
         assert (variables["entityName"], variables["projectName"], variables["displayName"]) == (
             "e", "p", "Block coupling"
         )  # fmt: skip
@@ -240,47 +236,6 @@ def without_ids(spec: object) -> object:
     if isinstance(spec, dict):
         return {key: without_ids(value) for key, value in spec.items() if key != "__id__"}
     return [without_ids(value) for value in spec] if isinstance(spec, list) else spec
-
-
-@contextmanager
-def answering() -> Iterator[tuple[str, list[dict]]]:
-    """Run a GraphQL server on this machine; yield its address and the requests it receives."""
-    requests: list[dict] = []
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            requests.extend([json.loads(body)] if body else [])
-            viewer = {"id": "1", "entity": "e", "username": "e", "flags": "{}", "teams": {"edges": []}}
-            saved = {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True}
-            answer = json.dumps({"data": {"viewer": viewer, "upsertView": saved}}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.mark.parametrize("module", ["tracker.dashboards", "tracker.replay"])
-def test_help_is_quick(module, tmp_path):
-    durations = []
-    for _ in range(3):
-        before = processes.children_seconds()
-        done = command(module, "--help", home=tmp_path)
-        durations.append(processes.children_seconds() - before)
-        assert done.returncode == 0 and "usage" in done.stdout
-    assert 0 < min(durations) < 1
 
 
 def test_a_run_that_the_process_has_open_stays_as_it_is(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path, monkeypatch):
+def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
     for step in (4, 8):
         (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)
         (tmp_path / "steps" / f"step{step}").symlink_to(snapshots(suite) / commit(suite, step))

@@ -1,7 +1,5 @@
 """Matrix-free measurements against dense ones, through the whole measurement."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from tracker.linalg import svd
 from tracker.measures import depthwise, plan
 from tracker.measures.registry import MISCOUPLINGS
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = (*MISCOUPLINGS, "singular_value", "lss")
 
 
@@ -20,9 +19,7 @@ def both(name, dtype, prompts=None, **options):
     """Return the measurements with dense Jacobians and without."""
     model, given = build(name, Size(width=192))
     inputs = {"inputs": given if prompts is None else prompts, "k": (3, 6), "dtype": dtype, **options}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tracker.measure(model, **inputs, svd="full"), tracker.measure(model, **inputs, svd="matrix-free")
+    return tracker.measure(model, **inputs, svd="full"), tracker.measure(model, **inputs, svd="matrix-free")
 
 
 @pytest.mark.slow
@@ -50,11 +47,9 @@ def test_both_conventions_of_the_final_norm(name, svd_by):
     """Variables without a suffix are of the blocks alone; those that end in `_normed` differ in the last block."""
     model, given = build(name, Size(width=64))
     options = {"k": (3, 6), "dtype": torch.float64, "svd": svd_by, "tokens": [1, -1]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        extras = ["coupling", "vju", "matrices"]
-        included = tracker.measure(model, given, **options, measures=extras, final_norm="include")
-        excluded = tracker.measure(model, given, **options, measures=extras, final_norm="exclude")
+    extras = ["coupling", "vju", "matrices"]
+    included = tracker.measure(model, given, **options, measures=extras, final_norm="include")
+    excluded = tracker.measure(model, given, **options, measures=extras, final_norm="exclude")
     certificate = ("singular_gap", "formed", "full_svd", "complete", "sliced", "value_error", "derivative_error")
     certificate = [f"diagnostics_{name}" for name in certificate]
     for variable in (*MISCOUPLINGS, "singular_value", *certificate):

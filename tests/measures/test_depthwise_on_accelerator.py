@@ -1,7 +1,5 @@
 """The choice of the method on an accelerator, and how many Jacobians are decomposed together."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from tests.models import Size, build
 from tracker.linalg import svd
 from tracker.measures import plan
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH, DEPTH = 192, 3
 
 
@@ -18,9 +17,7 @@ def measured(device, **options):
     """Measure both samples' last rows of an untrained model on a device."""
     model, given = build("gpt_neox", Size(width=WIDTH, depth=DEPTH))
     options = {"k": (3, 6), "tokens": "last", "measures": "coupling", "final_norm": "exclude"} | options
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tracker.measure(model.to(device), given, **options)
+    return tracker.measure(model.to(device), given, **options)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 A new variable needs an entry of `formulas.FORMULAS`, and one of `EXPONENTS` if it is not invariant.
 """
 
-import warnings
 from functools import cache
 
 import numpy as np
@@ -22,6 +21,7 @@ from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import EVERYTHING
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 RANDOM = {"noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"}
 WITHOUT_FORMULA = RANDOM | {name for name in BY_NAME if name.startswith("diagnostics_") and "gap" not in name}
 SILENT = "a block that adds nothing"
@@ -48,9 +48,7 @@ def measured(name, **options):
     lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
     options.setdefault("measures", [choice for choice in EVERYTHING if choice not in lacking])
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
+    ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
     found = find_blocks(model)
     norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
     blocks = [model.get_submodule(one) for one in found.names]

@@ -1,13 +1,14 @@
 """Attention and MLP apart: their Jacobians and measures, against brute force with one module's output replaced by a constant."""
 
 import json
-import warnings
 
+import pytest
 import torch
 
 import tracker
 from tests.models import Size, build
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 MEASURES = ["coupling", "halves"]
 
 
@@ -17,9 +18,7 @@ def measured(name, **options):
     model = model.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     options = {"k": 4, "measures": MEASURES, "dtype": "float64", "tokens": "last"} | options
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tracker.measure(model, inputs, **options)
+    return tracker.measure(model, inputs, **options)
 
 
 def test_blocks_that_do_not_show_their_halves_say_why():

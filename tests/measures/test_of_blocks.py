@@ -1,7 +1,5 @@
 """Measures of blocks' Jacobians and of their products: against brute force, closed forms, invariances, small budgets."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from tests.models import Size, build
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures import block_products, single_blocks, trajectory
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = (1, -1)
 CHOICES = ("coupling", "products", "normality", "eigenvalues")
 
@@ -22,9 +21,7 @@ def measured(name, choices=CHOICES, size=None, **options):
     model = model.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     options = {"k": 4, "tokens": TOKENS, "measures": choices, "dtype": "float64"} | options
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model, inputs, tracker.measure(model, inputs, **options)
+    return model, inputs, tracker.measure(model, inputs, **options)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """`tracker.measure` on the pretend device: every architecture, method and small budget gives the CPU's values."""
 
 import gc
-import warnings
 
 import numpy as np
 import pytest
@@ -10,22 +9,21 @@ import torch
 import tracker
 from tests.models import FAMILIES, Size, build, language, tokens
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = ("miscoupling", "lss", "expodistance")
 CHECKED = ("diagnostics_sliced", "diagnostics_formed", "diagnostics_full_svd", "diagnostics_complete")
 
 
 def compare(model, inputs, pretend, tolerance, **options):
     """Measure on the CPU and on the device; compare values and the decisions of all checks, and the memory in use."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = tracker.measure(model, inputs, **options)
-        gc.disable()
-        try:
-            before = pretend.live_bytes()
-            found = tracker.measure(model, inputs, device=pretend.device, **options)
-            assert pretend.live_bytes() == before, "a reference cycle keeps weights until it is collected"
-        finally:
-            gc.enable()
+    expected = tracker.measure(model, inputs, **options)
+    gc.disable()
+    try:
+        before = pretend.live_bytes()
+        found = tracker.measure(model, inputs, device=pretend.device, **options)
+        assert pretend.live_bytes() == before, "a reference cycle keeps weights until it is collected"
+    finally:
+        gc.enable()
     assert set(found) == set(expected)
     for name in EXACT:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
@@ -55,12 +53,10 @@ def test_every_measure(pretend, name):
 def test_methods_and_budgets(pretend, svd, memory_budget):
     model = language("GPTNeoXForCausalLM")(Size(width=128, depth=3, tokens=12))
     options = {} if memory_budget is None else {"memory_budget": memory_budget}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        full = tracker.measure(model, tokens(2, 12), k=4, svd="full", measures="coupling", tokens=[3, -1])
-        found = tracker.measure(
-            model, tokens(2, 12), k=4, svd=svd, measures="coupling", tokens=[3, -1], device=pretend.device, **options
-        )
+    full = tracker.measure(model, tokens(2, 12), k=4, svd="full", measures="coupling", tokens=[3, -1])
+    found = tracker.measure(
+        model, tokens(2, 12), k=4, svd=svd, measures="coupling", tokens=[3, -1], device=pretend.device, **options
+    )
     assert found.diagnostics_complete.all()
     np.testing.assert_allclose(found.singular_value, full.singular_value, rtol=1e-5)
     np.testing.assert_allclose(found.miscoupling, full.miscoupling, rtol=0, atol=1e-4)

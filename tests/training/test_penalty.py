@@ -3,27 +3,17 @@
 from functools import partial
 
 import pytest
-import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 import tracker
+from tests.models import FAMILIES, Size, images, neox
+from tests.models import WIDTH as D
 from tracker.common.errors import UsageError
 from tracker.training.penalty import Jacobian, pair_penalty
 
-D = 16
 IDS = torch.tensor([[5, 3, 8, 1, 9, 4], [2, 7, 1, 8, 2, 8]])
 
 
@@ -42,36 +32,16 @@ def exactly(Ja, Jb):
     return pair_penalty(operators(Ja[None]), operators(Jb[None]), torch.eye(len(Ja), dtype=Ja.dtype)[:, None])
 
 
-def gpt_neox(**options):
-    sizes = {"hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=50, max_position_embeddings=16, **options))
+def untrained(name):
+    """Return a model in float64, an input, and the token that is measured."""
+    model = FAMILIES[name].make(Size()).double()
+    return (model, images().double(), [0]) if FAMILIES[name].sees == "images" else (model, IDS, [-1])
 
 
-def gpt2():
-    return GPT2LMHeadModel(GPT2Config(n_embd=D, n_layer=3, n_head=2, vocab_size=50, n_positions=16))
-
-
-def llama():
-    sizes = {"hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50, max_position_embeddings=16))
-
-
-def bert():
-    sizes = {"hidden_size": D, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    return BertModel(BertConfig(**sizes, vocab_size=50, max_position_embeddings=16))
-
-
-def vit():
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": D, "depth": 3, "num_heads": 2, "num_classes": 5}
-    return timm.create_model("vit_tiny_patch16_224", **sizes)
-
-
-@pytest.mark.parametrize("build", [gpt_neox, gpt2, llama, bert, vit])
-def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(build):
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "llama, grouped keys", "bert", "timm vit"])
+def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(name):
     torch.manual_seed(0)
-    model = build().double()
-    inputs = torch.randn(2, 3, 8, 8, dtype=torch.float64) if build is vit else IDS
-    token = [0] if build is vit else [-1]
+    model, inputs, token = untrained(name)
     J = tracker.measure(
         model, inputs, tokens=token, keep="jacobian", dtype="float64", final_norm="exclude", measures="coupling"
     )["jacobian"]
@@ -130,15 +100,12 @@ def test_rotations_and_scales_change_nothing(seed, scale):
     assert 0 <= value <= 2
 
 
-@pytest.mark.parametrize("build", [gpt_neox, gpt2, vit])
-def test_the_gradient_is_that_of_the_value(build):
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "timm vit"])
+def test_the_gradient_is_that_of_the_value(name):
     """Compare with central differences along a random direction of all weights, states included."""
     torch.manual_seed(1)
-    model = build().double()
-    inputs = torch.randn(2, 3, 8, 8, dtype=torch.float64) if build is vit else IDS
-    penalty = partial(
-        tracker.coupling_penalty, model, inputs, tokens=[0] if build is vit else [-1], pairs=[(1, 3)], probes=2
-    )
+    model, inputs, token = untrained(name)
+    penalty = partial(tracker.coupling_penalty, model, inputs, tokens=token, pairs=[(1, 3)], probes=2)
 
     def value():
         return penalty(generator=torch.Generator().manual_seed(7))
@@ -166,7 +133,7 @@ def test_the_gradient_is_that_of_the_value(build):
 
 def test_the_first_blocks_gradient_includes_the_states_that_it_changes():
     torch.manual_seed(0)
-    model = gpt_neox()
+    model = neox()
     penalty = tracker.coupling_penalty(model, IDS, pairs=[(2, 3)])
     (gradient,) = torch.autograd.grad(penalty, model.gpt_neox.layers[0].mlp.dense_h_to_4h.weight)
     assert gradient.abs().max() > 0
@@ -174,7 +141,7 @@ def test_the_first_blocks_gradient_includes_the_states_that_it_changes():
 
 def test_the_model_stays_as_it_was():
     torch.manual_seed(0)
-    model = gpt_neox(hidden_dropout=0.5, attention_dropout=0.5).train()
+    model = neox(hidden_dropout=0.5, attention_dropout=0.5).train()
     model.gpt_neox.layers[1].eval()
     config, modes = model.config, [module.training for module in model.modules()]
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -191,7 +158,7 @@ def test_the_model_stays_as_it_was():
 
 
 def test_a_failing_forward_pass_leaves_no_hooks_and_modes():
-    model = gpt_neox().train()
+    model = neox().train()
     with pytest.raises(UsageError, match="vocabulary"):
         tracker.coupling_penalty(model, torch.full((1, 4), 99))
     model.gpt_neox.layers[0].mlp.forward = lambda x: 1 / 0
@@ -202,7 +169,7 @@ def test_a_failing_forward_pass_leaves_no_hooks_and_modes():
 
 
 def test_blocks_that_add_nothing_have_a_penalty_of_zero_and_finite_gradients():
-    model = gpt_neox()
+    model = neox()
     for layer in model.gpt_neox.layers:
         for last in (layer.attention.dense, layer.mlp.dense_4h_to_h):
             nn.init.zeros_(last.weight)
@@ -214,7 +181,7 @@ def test_blocks_that_add_nothing_have_a_penalty_of_zero_and_finite_gradients():
 
 def test_a_plain_encoder_with_gradient_checkpoints_and_a_mask():
     torch.manual_seed(0)
-    model = gpt_neox()
+    model = neox()
     mask = torch.ones_like(IDS)
     mask[0, 4:] = 0
     padded = {"input_ids": IDS, "attention_mask": mask}
@@ -231,7 +198,7 @@ def test_a_plain_encoder_with_gradient_checkpoints_and_a_mask():
 @pytest.mark.slow
 def test_a_few_steps_of_gradient_descent_lower_it():
     torch.manual_seed(0)
-    model = gpt_neox(initializer_range=0.1)
+    model = neox(initializer_range=0.1)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
     exact = partial(tracker.coupling_penalty, model, IDS, pairs=3, probes=torch.eye(D))
     before = float(exact())
@@ -251,7 +218,7 @@ def test_a_few_steps_of_gradient_descent_lower_it():
         ({"pairs": [(0, 2)]}, "two different layers from 1 to 3"),
         ({"pairs": []}, "two different layers from 1 to 3"),
         ({"probes": 0}, "probes=0; give at least 1"),
-        ({"probes": torch.eye(3)}, r"probes of shape \(3, 3\); give a number, or vectors of shape \(number, 16\)"),
+        ({"probes": torch.eye(3)}, r"probes of shape \(3, 3\); give a number, or vectors of shape \(number, 32\)"),
         ({"tokens": [0, 1]}, "selects 2 tokens of a sample; coupling_penalty takes one"),
         ({"tokens": [9]}, "out of range"),
         ({"blocks": [("input of gpt_neox.layers.0", "output of gpt_neox.layers.0")]}, "blocks that are modules"),
@@ -259,9 +226,9 @@ def test_a_few_steps_of_gradient_descent_lower_it():
 )
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
-        tracker.coupling_penalty(gpt_neox(), IDS, **options)
+        tracker.coupling_penalty(neox(), IDS, **options)
 
 
 def test_prompts_are_refused():
     with pytest.raises(UsageError, match="prompts"):
-        tracker.coupling_penalty(gpt_neox(), ["a prompt"])
+        tracker.coupling_penalty(neox(), ["a prompt"])

@@ -16,11 +16,6 @@ from tracker.walk.plan import _inputs
 SAVE = "give a file that torch.save wrote, with a tensor or a dictionary of tensors"
 
 
-@pytest.fixture(autouse=True)
-def cached(suite, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
-
-
 def refusal(walker, capsys, file: Path) -> str:
     assert pythia.main(walker.arguments("--inputs", str(file))) == 2
     out, err = capsys.readouterr()

@@ -21,8 +21,6 @@ ERRORS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "measured"), [("device", [0, 1]), ("memory", [0, 1, 4])])
 def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     measure, store = units.measure_checkpoint, Store(walker.directory / "out")
 
     def failing(plan, checkpoint, directory):
@@ -48,8 +46,6 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
 
 @pytest.mark.slow
 def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     measure, form, starts = units.measure_checkpoint, Jacobians.__call__, {}
 
     def recording(plan, checkpoint, directory):
@@ -90,8 +86,6 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
 
 @pytest.mark.slow
 def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.cache))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     calls = []
 
     def scarce(*arguments, **options):

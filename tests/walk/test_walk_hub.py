@@ -221,8 +221,7 @@ def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_own_scores_are_added_to_existing_units(walker, suite, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))
+def test_own_scores_are_added_to_existing_units(walker, capsys):
     assert pythia.main(walker.arguments("--steps", "0,8")) == 0
     (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
     assert pythia.main(walker.arguments("--steps", "0,8", "--scores", str(walker.directory / "scores.csv"))) == 0
