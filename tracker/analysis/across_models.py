@@ -183,7 +183,7 @@ def controlled_fit(table: pd.DataFrame, x: str) -> dict[str, Any]:
 
 
 def _with_averaged(table: pd.DataFrame, fit: Callable[[pd.DataFrame], dict[str, float]]) -> dict[str, Any]:
-    means = cluster_means(table, table["cluster"])
+    means = cluster_means(table, table["cluster"].to_numpy())
     return {**fit(table), "averaged": None if means is None else fit(means)}
 
 
@@ -207,7 +207,7 @@ def subset_fits(table: pd.DataFrame, x: str) -> pd.DataFrame:
     chosen[f"parameters up to {middle:.3g}"] = (table["parameters"] <= middle).to_numpy()
     chosen[f"parameters above {middle:.3g}"] = (table["parameters"] > middle).to_numpy()
     subsets = {name: table.loc[rows] for name, rows in chosen.items()}
-    if (means := cluster_means(table, table["cluster"])) is not None:
+    if (means := cluster_means(table, table["cluster"].to_numpy())) is not None:
         subsets = {"all": table, "all, clusters averaged": means} | subsets
     out = pd.DataFrame(
         [

@@ -70,7 +70,7 @@ def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> 
     return _fit_centred(rest_x, rest_y, len(x) - int(np.linalg.matrix_rank(design)) - 1)
 
 
-def cluster_means(table: pd.DataFrame, clusters: ndarray | pd.Series) -> pd.DataFrame | None:
+def cluster_means(table: pd.DataFrame, clusters: ndarray) -> pd.DataFrame | None:
     """Average the numbers of the rows of each cluster; None where no two rows share one.
 
     A mean over an undefined value is undefined, as a fit of the rows themselves is: otherwise the means of x and of y might be of
@@ -82,7 +82,7 @@ def cluster_means(table: pd.DataFrame, clusters: ndarray | pd.Series) -> pd.Data
     if len(np.unique(clusters)) == len(table):
         return None
     numbers = table.select_dtypes("number")
-    means = numbers.groupby(clusters, sort=False).mean()
+    means = pd.DataFrame(numbers.groupby(clusters, sort=False).mean())
     return means.where(numbers.notna().groupby(clusters, sort=False).all())
 
 

@@ -86,8 +86,9 @@ def _error(values: np.ndarray, again: np.ndarray) -> float:
 
 
 def _affordable(count: int, size: int, budget: int | None) -> list[int]:
-    whole = budget is None or count * size <= budget
-    return evenly_spaced(count, count if whole else max(2, budget // max(size, 1)))
+    if budget is None or count * size <= budget:
+        return list(range(count))
+    return evenly_spaced(count, max(2, budget // max(size, 1)))
 
 
 def _base64(values: np.ndarray) -> str:
