@@ -155,6 +155,6 @@ def test_a_walk_prints_lines_and_shows_bars_on_a_terminal_alone(terminal, monkey
         shown.advance("step 2: two")
     said = capsys.readouterr()
     fetched, first, last = said.out.splitlines()
-    assert fetched.startswith("step1: 3 of 3 MB fetched, ") and fetched.endswith(" MB/s")
+    assert fetched.startswith("step1: 3 MB of 3 MB fetched, ") and fetched.endswith(" MB/s")
     assert first.startswith("[1/2] step 1: one  about ") and last == "[2/2] step 2: two"
     assert ("fetching step1" in said.err) == ("measuring" in said.err) == terminal

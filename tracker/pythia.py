@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from checkpoints.suites import find_suite
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from tracker.common.errors import UsageError
 from tracker.common.text import UNTRAINED, first_line, join_names
@@ -24,15 +25,14 @@ from tracker.walk.display import (
     WalkProgress,
     headline,
     nothing_cached,
-    print_other_tokens,
+    print_notes,
     print_overview,
-    print_repeats,
     progress,
     reason,
     unavailable,
     unwritable,
 )
-from tracker.walk.plan import Output, WalkPlan, make_plan, named_suite, require_settings, store_of
+from tracker.walk.plan import Output, WalkPlan, make_plan, store_of
 from tracker.walk.prefetch import prefetch
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def run(walk: Walk) -> int:
         try:
             log = parse_log(walk.log)
             openers = [] if walk.dry_run else prepare(walk.loggers, walk.wandb)
-            suite = named_suite(walk, notify)
+            suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
             announce(openers, logged)
             plan = make_plan(walk, suite, notify)
@@ -118,8 +118,7 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
                     _rescore(plan.output, units, step)
                     log(units.row(step))
                 _measure_missing(plan, missing, units, failures, shown, log, interrupts, walk.debug)
-            print_repeats({step: known.fingerprint for step, known in units.known.items()})
-            print_other_tokens({step: known.token_ids_sha256 for step, known in units.known.items()})
+            print_notes(units.known)
             no_page = _write_page(units)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
@@ -185,7 +184,7 @@ def _measure_missing(
     debug: bool,
 ) -> None:
     """Measure the missing checkpoints into the store; record those that fail."""
-    from tracker.devices import release_memory
+    from tracker.devices import is_device_error, release_memory
     from tracker.walk.units import measure_checkpoint
 
     def measured_elsewhere(step: int) -> bool:
@@ -204,7 +203,11 @@ def _measure_missing(
             try:
                 prepared = units.prepare(measure_checkpoint(plan, checkpoint, prefetched.arrival.result()))
             except Exception as error:  # whatever is wrong with this revision, the others are measured
-                _stop_without_device(checkpoint.step, error)
+                if is_device_error(error):
+                    raise CommandFailure(
+                        f"step {checkpoint.step}: the device failed ({first_line(error)}), and this process can't use it any "
+                        f"more; {KEPT}"
+                    ) from error
                 if debug:
                     traceback.print_exception(error)
                 shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, reason(error, debug))}")
@@ -224,24 +227,11 @@ def _measure_missing(
             shown.advance(f"step {checkpoint.step}: {result}  ({time.perf_counter() - started:.1f} s)")
 
 
-def _stop_without_device(step: int, error: Exception) -> None:
-    """Stop the walk after an error of the device.
-
-    Raises:
-        CommandFailure: naming the step and the error.
-    """
-    from tracker.devices import is_device_error
-
-    if is_device_error(error):
-        raise CommandFailure(
-            f"step {step}: the device failed ({first_line(error)}), and this process can't use it any more; {KEPT}"
-        ) from error
-
-
 def _write_page(units: "Units") -> list[str]:
     """Write the page and print the summary; return why there is none, in no line or one."""
     from tracker.analysis.reduction import read_reduced
     from tracker.analysis.summary import summary_of_reduced
+    from tracker.provenance import settings_digest
     from tracker.report.write import write_page
 
     store = units.store
@@ -250,10 +240,15 @@ def _write_page(units: "Units") -> list[str]:
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
-            require_settings(store, set().union(*(known.likeness["settings"] for known in units.known.values())))
+            digests = set().union(*(known.likeness["settings"] for known in units.known.values()))
+            if settings_digest(store.read_settings()) not in digests:
+                return [
+                    f"no page: {store.settings} was changed after these results were measured, and does not say how; restore "
+                    "it, or measure into another --out"
+                ]
             curve = read_reduced(store.path)
             page = write_page({store.path: curve}, store.path / "report.html")
-        except ValueError as error:  # a unit of another walk, or its settings
+        except ValueError as error:  # a unit of another walk, or settings that cannot be read
             return [f"no page: {error}"]
     print(f"page: {page}", flush=True)
     with suppress(UsageError):  # neither mis-couplings nor paths were asked for

@@ -13,6 +13,7 @@ import tracker
 from benchmarks import shapes
 from checkpoints import integrity
 from checkpoints.load import load_model
+from checkpoints.suites import find_suite
 from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots
 from tracker import measurement, pythia
@@ -69,7 +70,7 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(preten
 def checkpoint(pretend, walker, runs):
     """What `measure_checkpoint` takes: a plan for the device, a checkpoint and its directory."""
     walk = parse(walker.arguments(*FLAGS, "--device", str(pretend.device), model=str(runs)))
-    made = plan.make_plan(walk, plan.named_suite(walk))
+    made = plan.make_plan(walk, find_suite(walk.model))
     last = made.selection.checkpoints[-1]
     return made, last, Path(last.source)
 

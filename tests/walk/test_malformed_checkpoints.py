@@ -239,11 +239,11 @@ def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path,
     copy_of(suite, tmp_path / "step1")
     store = Store(tmp_path / "out")
 
-    def add_other(fingerprints):
+    def add_other(known):
         other = store.read(1).assign_coords(step=2)
         store.write(2, other.isel(layer=slice(2), layer_other=slice(2)))
 
-    monkeypatch.setattr(pythia, "print_repeats", add_other)
+    monkeypatch.setattr(pythia, "print_notes", add_other)
     assert walk(tmp_path) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no page: ") and "number of blocks (2, 3)" in line

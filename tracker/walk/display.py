@@ -18,11 +18,12 @@ from checkpoints.disk import missing_files
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, UsageError
-from tracker.common.text import counted, describe_repeat, find_repeats, join_names, printable
+from tracker.common.text import counted, describe_repeat, find_repeats, join_names, printable, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import Row
+    from tracker.walk.units import Known
 
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
@@ -133,10 +134,10 @@ class WalkProgress:
         self.notify(f"[{self.done}/{self.bar.total}] {line}{left}")
         self.bar.update()
 
-    def downloading(self, name: str, size: int) -> Callable[[int], None]:
+    def downloading(self, name: str, total: int) -> Callable[[int], None]:
         """Start to show a download; return a function that takes the number of bytes as they arrive."""
         bar = tqdm(
-            desc=f"fetching {name}", total=size, unit="B", unit_scale=True, leave=False, disable=self.bar.disable
+            desc=f"fetching {name}", total=total, unit="B", unit_scale=True, leave=False, disable=self.bar.disable
         )
         lock, have = threading.Lock(), 0
         started = reported = time.perf_counter()
@@ -146,12 +147,12 @@ class WalkProgress:
             with lock:
                 have += arrived
                 bar.update(arrived)
-            if have >= size:
+            if have >= total:
                 bar.close()
             now = time.perf_counter()
-            if have >= size or (bar.disable and now - reported > INTERVAL):
+            if have >= total or (bar.disable and now - reported > INTERVAL):
                 reported = now
-                self.notify(f"{name}: {_amount(have, size)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
+                self.notify(f"{name}: {size(have)} of {size(total)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
 
         return count
 
@@ -161,12 +162,6 @@ def progress(total: int) -> Iterator[WalkProgress]:
     """Show the progress of `total` checkpoints; bars where standard error is a terminal."""
     with tqdm(desc="measuring", total=total, unit=" checkpoints", disable=None) as bar:
         yield WalkProgress(bar)
-
-
-def _amount(have: int, size: int) -> str:
-    """Format a number of bytes out of a total, in MB or GB."""
-    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
-    return f"{have / unit:.3g} of {size / unit:.3g} {name}"
 
 
 def print_overview(plan: WalkPlan, missing: int) -> None:
@@ -197,17 +192,13 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
         print("--allow_suspect measures them too", flush=True)
 
 
-def print_repeats(fingerprints: Mapping[int, str]) -> None:
-    """Print which steps have the same weights."""
-    for step, earlier in find_repeats(fingerprints).items():
-        print(f"note: {describe_repeat(step, earlier)}", flush=True)
-
-
-def print_other_tokens(hashes: Mapping[int, str]) -> None:
-    """Print which steps were measured on other token ids."""
+def print_notes(known: "Mapping[int, Known]") -> None:
+    """Print which steps have the same weights, and which were measured on other token ids."""
     from tracker.analysis.doubts import other_tokens
 
-    for line in other_tokens(dict(sorted(hashes.items()))):
+    repeats = find_repeats({step: unit.fingerprint for step, unit in known.items()})
+    hashes = {step: unit.token_ids_sha256 for step, unit in sorted(known.items())}
+    for line in (*(describe_repeat(*steps) for steps in repeats.items()), *other_tokens(hashes)):
         print(f"note: {line}", flush=True)
 
 

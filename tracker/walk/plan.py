@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import hub, integrity, scores
 from checkpoints.disk import DiskBudget
 from checkpoints.fetch import cached_snapshot
-from checkpoints.suites import Checkpoint, Suite, find_suite
+from checkpoints.suites import Checkpoint, Suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
 from tracker.common.text import UNTRAINED, first_line
@@ -130,20 +130,6 @@ class WalkPlan:
     notices: list[str]
 
 
-def untrained(seed: int | None) -> str:
-    """Return the `revision` of a model at its random initialisation."""
-    return f"{UNTRAINED}{seed}"
-
-
-def named_suite(walk: Walk, notify: Callable[[str], None] = print) -> Suite:
-    """Find the suite that a walk names.
-
-    Raises:
-        ValueError, CheckpointError: as `find_suite`.
-    """
-    return find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
-
-
 def store_of(walk: Walk, suite: Suite) -> "Store":
     """Return the store that a walk writes, which may not exist."""
     from tracker.store import Store
@@ -217,29 +203,11 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
         lock = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
         revision = store.curve([0], ["revision"])["revision"].item()
-        if revision != untrained(walk.untrained):
+        if revision != f"{UNTRAINED}{walk.untrained}":
             raise ValueError(
                 f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
             )
     return Output(store, settings_digest(identity), joined, lock)
-
-
-def require_settings(store: "Store", digests: Collection[str]) -> None:
-    """Check that a store's settings are still those that its units were measured with.
-
-    Args:
-        digests: `settings_sha256` of the units.
-
-    Raises:
-        ValueError: if they were changed or removed.
-    """
-    from tracker.provenance import settings_digest
-
-    if settings_digest(store.read_settings()) not in digests:
-        raise ValueError(
-            f"{store.settings} was changed after these results were measured, and does not say how; restore it, or measure into "
-            "another --out"
-        )
 
 
 def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, Any]:

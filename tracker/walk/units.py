@@ -24,7 +24,7 @@ from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
 from tracker.store import DamagedFile, Store, file_content, likeness, require_one_curve
-from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device, untrained
+from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def _measure_files(
     listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
-        revision=(checkpoint.revision or "") if trained else untrained(checkpoint.seed),
+        revision=(checkpoint.revision or "") if trained else f"{UNTRAINED}{checkpoint.seed}",
         commit=directory.name if checkpoint.revision and trained else "",
         files_sha256=integrity.files_digest(directory, listing) if trained else "",
         fingerprint=fingerprint.result(),
