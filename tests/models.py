@@ -1,6 +1,6 @@
 """Small random models of every tested architecture, with an input for each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,14 @@ def gpt_neo(attention: str, **options: Any) -> Callable[[Size], nn.Module]:
 
 def neox(attention: str = "sdpa", size: Size | None = None, **options: Any) -> nn.Module:
     return language("GPTNeoXForCausalLM", attn_implementation=attention, **options)(size or Size())
+
+
+def silence(model: nn.Module, layers: Iterable[int]) -> None:
+    """Let some blocks of a GPT-NeoX add nothing."""
+    for l in layers:
+        for part in (model.gpt_neox.layers[l].attention.dense, model.gpt_neox.layers[l].mlp.dense_4h_to_h):
+            nn.init.zeros_(part.weight)
+            nn.init.zeros_(part.bias)
 
 
 def vision(name: str, **options: Any) -> Callable[[Size], nn.Module]:

@@ -396,17 +396,9 @@ def test_inputs_that_the_forward_does_not_accept_are_refused():
 
 
 def test_prompts_for_a_forward_that_calls_its_tokens_something_else():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = neox()
-
-        def forward(self, ids):
-            return self.model(ids).logits
-
-    model = Own()
+    model = Wrapped(neox())
     ds = tracker.measure(model, ["the cat"], tokenizer=tokenizer(), k=2)
-    inner = tracker.measure(model.model, ["the cat"], tokenizer=tokenizer(), k=2)
+    inner = tracker.measure(model.inner, ["the cat"], tokenizer=tokenizer(), k=2)
     np.testing.assert_array_equal(ds.miscoupling, inner.miscoupling)
 
 

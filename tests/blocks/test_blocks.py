@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 import tracker
 from tests import brute_force
-from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, images, neox, tokens
+from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, Size, images, neox, tokens
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 
@@ -28,14 +28,7 @@ COMMON: dict[str, Any] = {
     "num_attention_heads": HEADS,
     "intermediate_size": 2 * WIDTH,
 }
-TEXT = COMMON | {
-    "vocab_size": VOCABULARY,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = Size().common() | {"num_key_value_heads": 2}
 VISION = COMMON | {"image_size": 16, "patch_size": 8}
 DEEPER = VISION | {"hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}
 IMAGE = VOCABULARY - 1  # the token that stands for a patch

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import tracker
+from tests.blocks.test_blocks import FOUND
 from tests.brute_force import run
 from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
 from tracker.common.errors import UsageError
@@ -32,23 +32,8 @@ def assert_identical(seen, expected):
 
 def llava():
     """Its forward takes the images' features from the hidden states that hooks capture."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        image_size=16,
-        patch_size=8,
-    )
-    text = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=HEADS
-    )
     torch.manual_seed(0)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
-    ids = tokens(1, 8)
-    ids[0, 1:5] = 5
-    images = torch.randn(1, 3, 16, 16)
-    return transformers.LlavaForConditionalGeneration(config).eval(), {"input_ids": ids, "pixel_values": images}
+    return FOUND["llava"].make().eval(), FOUND["llava"].inputs
 
 
 def captured(model, inputs):

@@ -41,11 +41,6 @@ def test_the_size_of_a_published_file():
     assert find_suite("70m-deduped").shape.file_bytes == pytest.approx(166_029_852, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["70m-deduped", "pythia-70m-deduped", "EleutherAI/pythia-70m-deduped"])
-def test_suite_is_found_by_each_of_its_names(name):
-    assert find_suite(name).source == "EleutherAI/pythia-70m-deduped"
-
-
 @pytest.mark.parametrize("variant", ["160m-weight-seed1", "160m-data-seed3", "14m-seed9", "12b-deduped"])
 def test_published_variants_are_suites_of_their_own(variant):
     for name in (variant, f"pythia-{variant}", f"EleutherAI/pythia-{variant}"):

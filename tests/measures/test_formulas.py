@@ -14,7 +14,7 @@ from torch import nn
 import tracker
 from tests import brute_force
 from tests.measures.formulas import ANY, FORMULAS, NULL_LEVELS, WITHOUT_SIGN, Sample, evaluate
-from tests.models import Size, build
+from tests.models import Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
 from tracker.measures import tokenwise
@@ -44,7 +44,7 @@ def measured(name, **options):
     model = model.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     if name == SILENT:
-        silence(model.gpt_neox.layers[1])
+        silence(model, [1])
     lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
     options.setdefault("measures", [choice for choice in EVERYTHING if choice not in lacking])
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
@@ -55,13 +55,6 @@ def measured(name, **options):
     oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
     unembedding = None if lacking else model.get_output_embeddings()
     return ds, [Sample(ds, oracle, b, norm, unembedding, HALVES[name] or ()) for b in range(len(inputs))]
-
-
-def silence(block):
-    with torch.no_grad():
-        for layer in (block.attention.dense, block.mlp.dense_4h_to_h):
-            layer.weight.zero_()
-            layer.bias.zero_()
 
 
 class Attention(nn.Module):

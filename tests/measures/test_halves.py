@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tracker
+from tests.jacobians.test_rows import Stack
 from tests.models import Size, build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,20 +54,10 @@ class Block(torch.nn.Module):
         return x + self.mlp(x)
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_modules_whose_names_mislead_are_refused():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
-    ds = tracker.measure(Model().double().eval(), x, k=2, measures=MEASURES, dtype="float64", blocks="blocks")
+    model = Stack([Block(), Block()]).double().eval()
+    ds = tracker.measure(model, x, k=2, measures=MEASURES, dtype="float64", blocks="blocks")
     assert set(json.loads(ds.attrs["without_halves"])) == {"1", "2"} and ds.attention_gain.isnull().all()
     assert ds.mlp_matrix.isnull().all() and ds.miscoupling.notnull().all()

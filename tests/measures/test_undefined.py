@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, build, neox, tokens
+from tests.models import Size, build, neox, silence, tokens
 
 
 def warned(model, inputs, **options) -> tuple[list[str], object]:
@@ -29,15 +29,6 @@ def test_embeddings_that_overflow():
     # In float64 the norms are finite, and what the blocks add is still lost beside such states.
     (message,), ds = warned(model, inputs, dtype=torch.float64)
     assert "infinite" not in message and "float64" not in message and "of miscoupling, " in message
-
-
-def silence(model, layers) -> None:
-    """Make some blocks add nothing."""
-    with torch.no_grad():
-        for l in layers:
-            for part in (model.gpt_neox.layers[l].attention.dense, model.gpt_neox.layers[l].mlp.dense_4h_to_h):
-                part.weight.zero_()
-                part.bias.zero_()
 
 
 @pytest.mark.parametrize("zero", [(1, 2), (0, 1, 2)])

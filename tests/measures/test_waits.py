@@ -1,33 +1,22 @@
 """Waits of the host, launches and copies of a measurement do not grow with the samples, and with the blocks little."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import timm
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import tracker
-from tests.models import Letters
+from tests.models import Letters, Size, neox
 from tests.pretend_device import Counts
 from tracker.jacobians import rows
 from tracker.measures import depthwise
+
+SIZE = Size(width=64, depth=4, tokens=56)
 
 
 def deit(blocks: int) -> torch.nn.Module:
     """Return a DeiT-Ti with 37 tokens: more than the two windows from which on checks are made in windows."""
     return timm.create_model("deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks).eval()
-
-
-def neox(blocks: int) -> torch.nn.Module:
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-    }
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=50, max_position_embeddings=64, **sizes)).eval()
 
 
 def costs(pretend, model: torch.nn.Module, inputs, **options) -> Counts:
@@ -64,14 +53,14 @@ def test_a_block_waits_a_few_times(pretend):
 
 
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
-    few, many = (costs(pretend, neox(4), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
+    few, many = (costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
     assert totals(few) == totals(many)
     assert few.syncs <= 44
 
 
 def test_a_prompt_waits_a_few_times(pretend):
     """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together."""
-    few, many = (costs(pretend, neox(4), PROMPTS[:number], tokenizer=Letters()) for number in (4, 8))
+    few, many = (costs(pretend, neox(size=SIZE).eval(), PROMPTS[:number], tokenizer=Letters()) for number in (4, 8))
     assert (many.syncs - few.syncs) / 4 <= 14
     assert (many.to_host - few.to_host) / 4 <= 1
     assert (many.launches - few.launches) / 4 <= 800

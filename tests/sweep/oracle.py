@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-MEASURES = ("miscoupling", "miscoupling_release", "offdiag", "offdiag_normalized")
-
 
 class Unsuitable(Exception):
     """The graph can't serve as an oracle for this model; the message says why."""
@@ -199,24 +197,6 @@ def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
                 output[name] = new
         return output
     raise Unsuitable(f"a block gives a {type(output).__name__}")
-
-
-@torch.no_grad()
-def measures(J: Sequence[Tensor], K: int) -> dict[str, Tensor]:
-    """The four mis-couplings of every pair of layers, element by element from their definitions."""
-    L, J = len(J), [matrix.double() for matrix in J]  # some blocks give another dtype than they take
-    svds = [torch.linalg.svd(matrix) for matrix in J]
-    result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in MEASURES}
-    for l in range(L):
-        s = svds[l].S[:K]
-        for other in range(L):
-            A = svds[other].U[:, :K].T @ J[l] @ svds[other].Vh[:K].T
-            off = A - torch.diag(A.diag())
-            result["miscoupling"][l, other] = (A - torch.diag(s)).norm() / s.norm()
-            result["miscoupling_release"][l, other] = (A.abs() - torch.diag(s)).norm() / s.norm()
-            result["offdiag"][l, other] = off.norm()
-            result["offdiag_normalized"][l, other] = off.norm() / A.norm()
-    return result
 
 
 @torch.no_grad()

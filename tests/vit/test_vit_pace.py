@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -61,17 +62,12 @@ def timed(tmp_path_factory):
             ("vit.training.TrainingLoss.record", 100.0),
             ("vit.module.Classifier.on_save_checkpoint", 3.0),
         ):
-            patch.setattr(target, advancing(clock, seconds, _attribute(target)))
+            patch.setattr(target, advancing(clock, seconds, resolve_name(target)))
         trainers, make = [], training.make_trainer
         patch.setattr(training, "make_trainer", lambda *a, **k: trainers.append(make(*a, **k)) or trainers[-1])
         training.train(recipe)
     (pace,) = [callback for callback in trainers[0].callbacks if isinstance(callback, Pace)]
     return recipe, len(data.train), pace, written
-
-
-def _attribute(target: str):
-    module, name, attribute = target.rsplit(".", 2)
-    return getattr(getattr(__import__(module, fromlist=[name]), name), attribute)
 
 
 def advancing(clock, seconds, function):
