@@ -376,6 +376,44 @@ def test_boundaries_at_the_wrong_place_are_refused(case):
         tracker.measure(model, ids(), blocks=blocks, k=4, dtype=torch.float64)
 
 
+class Beside(Loop):
+    """Returns something beside the logits."""
+
+    beside: str
+
+    def forward(self, ids):
+        first = x = self.embed(ids)
+        for attention, mlp in self.layers:
+            x = attention(x) + x
+            last = mlp(x)
+            x = last + x
+        others = {"a mask": torch.ones_like(ids).to(x), "an early state": first, "the state": last}
+        return self.head(self.norm(x)), others[self.beside]
+
+
+@pytest.mark.parametrize("beside", ["a mask", "an early state", "the state"])
+def test_outputs_that_can_not_show_a_wrong_end_do_not_hide_it(beside):
+    model = Beside().double().eval()
+    model.beside = beside
+    with pytest.raises(UsageError, match=r"end of the last span .* is not the whole hidden state"):
+        tracker.measure(model, ids(), blocks=[*STARTS[:-1], "output of layers.2.1"], k=4, dtype=torch.float64)
+    found = tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=torch.float64)
+    expected = tracker.measure(loop(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
+    assert found.miscoupling.equals(expected.miscoupling)
+
+
+def test_boundaries_that_do_not_lead_to_the_output_are_refused():
+    class Early(Loop):
+        def forward(self, ids):
+            super().forward(ids)
+            return self.embed(ids)
+
+    with pytest.raises(
+        UsageError, match=r"nothing that the model returns depends on the end .*name boundaries that lead"
+    ):
+        tracker.measure(Early().double().eval(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_weak_way_around_the_state_is_found(dtype):
     class Around(Loop):

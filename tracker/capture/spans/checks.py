@@ -2,7 +2,7 @@
 
 For span l, add noise to the values that the first state is computed from and to every state before span l, and set the start
 of span l to its recorded value: its end must come out as recorded. With the end of the last span set to its recorded value, a
-tensor that the model returns must come out as recorded. The check fails if the model keeps another tensor in addition to the
+tensor that the model returns must come out as recorded, one that changes if noise is added there. The check fails if the model keeps another tensor in addition to the
 state (a copy, a normed or an earlier state), or if the boundary is at the wrong place, such as the input of attention after
 its norm. Inputs that do not enter the first state (masks, positions) and weights are constants.
 
@@ -15,7 +15,7 @@ Cost: one forward pass up to the end of every span, small beside the d vector-Ja
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from inspect import BoundArguments
 from typing import Any
 
@@ -133,10 +133,45 @@ class WholeStateCheck:
             hooks[call.span[1]] = stop_at
         output = self._run_with_noise(hooks) if noisy_inputs else run(self.replica, self.arguments, self.seed, hooks)
         if after:
-            return _error_of_outputs(output, self.output)
+            outputs, recorded = self._outputs(output), self._outputs(self.output)
+            return min(_relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs)
         y = output if call.batch_first else output.transpose(0, 1)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
         return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
+
+    @cached_property
+    def _compared_outputs(self) -> list[int]:
+        """The floating outputs that depend on the end of the last span, without that state itself if there are others.
+
+        The error of one of them suffices: others may depend on earlier states, too.
+
+        Raises:
+            UsageError: if there are none.
+        """
+        end, state = self.boundary(len(self.calls)), self.calls[-1].y.to(self.device)
+        changed = self._outputs(run(self.replica, self.arguments, self.seed, {**self.held, end: self.add_noise}))
+        recorded = self._outputs(self.output)
+        dependent = [
+            i
+            for i, (a, b) in enumerate(zip(changed, recorded, strict=True))
+            if not _relative_difference(a, b) <= TOLERANCE[self.dtype]
+        ]
+        if not dependent:
+            raise UsageError(
+                f"nothing that the model returns depends on the end of the last span (the {end}), so it can't be checked that "
+                "this is the whole hidden state; name boundaries that lead to the model's output, or measure a model that "
+                "returns what it computes from them"
+            )
+        return [i for i in dependent if not torch.equal(recorded[i], state)] or dependent
+
+    @staticmethod
+    def _outputs(output: Any) -> list[Tensor]:
+        if tensors := floating_tensors(output):
+            return tensors
+        raise UsageError(
+            f"the model returns a {type(output).__name__} without a floating tensor, so that its last hidden state is the "
+            "whole state can't be checked; measure a model, or a part of it, that returns what it computes"
+        )
 
     def require_constant(self) -> None:
         """Check that fixed tensors, other than the states at boundaries, do not depend on a state.
@@ -286,17 +321,6 @@ class WholeStateCheck:
                     stack.callback(module.register_forward_hook(hook).remove)
             run(self.replica, self.arguments, self.seed, {self.first: stop_at})
         return {place: values[0] for place, values in returned.items() if len(values) == 1 and place != self.first}
-
-
-def _error_of_outputs(output: Any, recorded: Any) -> float:
-    """Return the smallest relative error over the floating outputs: some may be computed from earlier states."""
-    pairs = list(zip(floating_tensors(output), floating_tensors(recorded), strict=True))
-    if not pairs:
-        raise UsageError(
-            f"the model returns a {type(recorded).__name__} without a floating tensor, so that its last hidden state is the "
-            "whole state can't be checked; measure a model, or a part of it, that returns what it computes"
-        )
-    return min(_relative_difference(a, b) for a, b in pairs)
 
 
 def _relative_difference(a: Tensor, b: Tensor) -> float:
