@@ -15,7 +15,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from checkpoints.suites import find_suite
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from tracker.common.errors import UsageError
 from tracker.common.text import UNTRAINED, first_line, join_names
@@ -66,6 +65,7 @@ def _leave(*_: object) -> None:
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
+    from checkpoints.suites import find_suite
     from tracker.loggers import announce, prepare
     from tracker.loggers.protocol import LoggedRun, parse_log
     from tracker.walk.units import Units
