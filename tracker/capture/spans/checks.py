@@ -2,15 +2,17 @@
 
 For span l, add noise to the values that the first state is computed from and to every state before span l, and set the start
 of span l to its recorded value: its end must come out as recorded. With the end of the last span set to its recorded value, a
-tensor that the model returns must come out as recorded, one that changes if noise is added there. The check fails if the model keeps another tensor in addition to the
-state (a copy, a normed or an earlier state), or if the boundary is at the wrong place, such as the input of attention after
-its norm. Inputs that do not enter the first state (masks, positions) and weights are constants.
+tensor that the model returns must come out as recorded, one that changes if noise is added there. The check fails if the model
+keeps another tensor in addition to the state (a copy, a normed or an earlier state), or if the boundary is at the wrong place,
+such as the input of attention after its norm. Inputs that do not enter the first state (masks, positions) and weights are
+constants.
 
 Fixed tensors (`Blocks.fixed`) are set to their recorded values in these passes, so that the rest may depend on them, too. A
 fixed tensor that is the state at a boundary is set there instead of noise. Any other must come out as recorded with noise
 added to every state.
 
-Cost: one forward pass up to the end of every span, small beside the d vector-Jacobian products that each span takes later.
+Cost: one forward pass up to the end of every span and two whole ones, small beside the d vector-Jacobian products that each
+span takes later.
 """
 
 from collections.abc import Mapping, Sequence
